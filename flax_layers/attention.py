@@ -1,0 +1,158 @@
+"""Grouped-query self-attention with rotary position embedding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_layers.linear import Linear, default_kernel_init
+from flax_layers.stream import Normalized, Stream
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of positions / theta ** (2 i / head_dim): (..., T, head_dim / 2) float32 for positions (..., T)."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (x[i], x[i + Dh/2]) of every head: [a, b] -> [a cos - b sin, b cos + a sin].
+
+    The convention of Hugging Face's Llama. Computed in float32, rounded once.
+
+    Args:
+      x: (..., T, H, Dh).
+      cos, sin: (..., T, Dh / 2) float32.
+    """
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary position embedding.
+
+    q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out [+ residual]
+
+    The three projections are one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key heads, then
+    value heads; `split_kernel` gives the separate ones of other checkpoints.
+
+    Args:
+      in_features: D.
+      num_heads: H, query heads.
+      num_kv_heads: Hkv, key and value heads, a divisor of H; default H.
+      head_dim: Dh, even; default D / H.
+      rope_theta: base of the rotary frequencies.
+      is_causal: whether a position sees only itself and earlier ones.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of `qkv.kernel` and `out.kernel` (H Dh, D).
+      kernel_init: initialiser of both.
+      implementation: that of jax.nn.dot_product_attention. Default: cuDNN where JAX runs on a GPU, computes in 16 bits
+        and Dh is a multiple of 8 up to 128; else XLA.
+      rngs: source of keys.
+
+    Raises:
+      ValueError: head counts that do not divide, or an odd head_dim.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        is_causal: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        implementation: Literal["xla", "cudnn"] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if head_dim is None:
+            if in_features % num_heads:
+                raise ValueError(f"head_dim is not given and {in_features=} is not a multiple of {num_heads=}")
+            head_dim = in_features // num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
+        if head_dim % 2:
+            raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim)
+        self.out = linear(num_heads * head_dim, in_features)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rope_theta = rope_theta
+        self.is_causal = is_causal
+        self.implementation = implementation
+
+    def split_kernel(self) -> list[jax.Array]:
+        """The kernels of the query (D, H Dh), key and value (D, Hkv Dh) projections."""
+        return self._split(self.qkv.kernel[...])
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | Normalized,
+        *,
+        residual: Stream,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> Stream: ...
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | Normalized,
+        *,
+        residual: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array: ...
+    def __call__(
+        self,
+        x: jax.Array | Stream | Normalized,
+        *,
+        residual: jax.Array | Stream | None = None,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array | Stream:
+        """Applies the layer.
+
+        Args:
+          x: (B, T, D).
+          residual: as in Linear.
+          positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1.
+          mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
+        """
+        q, k, v = (y.reshape(*y.shape[:-1], -1, self.head_dim) for y in self._split(self.qkv(x)))
+        if positions is None:
+            positions = jnp.arange(x.shape[-2])
+        cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
+        y = jax.nn.dot_product_attention(
+            rotary(q, cos, sin),
+            rotary(k, cos, sin),
+            v,
+            mask=mask,
+            is_causal=self.is_causal,
+            implementation=self.implementation or self._implementation(q.dtype),
+        )
+        return self.out(y.reshape(*y.shape[:-2], -1), residual=residual)
+
+    def _split(self, y: jax.Array) -> list[jax.Array]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return jnp.split(y, [queries, queries + keys], axis=-1)
+
+    def _implementation(self, dtype: jnp.dtype) -> Literal["xla", "cudnn"]:
+        # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
+        # allocated.
+        suits = dtype in (jnp.bfloat16, jnp.float16) and self.head_dim % 8 == 0 and self.head_dim <= 128
+        return "cudnn" if suits and jax.default_backend() == "gpu" else "xla"

@@ -1,0 +1,83 @@
+"""A pre-norm transformer block."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_layers.attention import Attention
+from flax_layers.linear import default_kernel_init
+from flax_layers.mlp import GatedMLP
+from flax_layers.norm import RMSNorm
+from flax_layers.stream import Stream, array
+
+
+class TransformerBlock(nnx.Module):
+    """Pre-norm transformer block, the residual stream and its norm statistic flowing through.
+
+    x1 = x + attention(norm(x));  y = x1 + mlp(norm(x1))
+
+    Args:
+      in_features: D.
+      hidden_features: F of the gated feed-forward layer.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; default num_heads.
+      head_dim: default D / num_heads.
+      rope_theta: base of the rotary frequencies.
+      epsilon: of both norms.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of the parameters.
+      kernel_init: initialiser of the kernels.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.attention_norm = RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.attention = Attention(
+            in_features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+        self.mlp_norm = RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.mlp = GatedMLP(
+            in_features, hidden_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+
+    @overload
+    def __call__(self, x: Stream, *, positions: jax.Array | None = None, mask: jax.Array | None = None) -> Stream: ...
+    @overload
+    def __call__(
+        self, x: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array | Stream, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> jax.Array | Stream:
+        """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream."""
+        stream = Stream.of(x)
+        stream = self.attention(self.attention_norm(stream), residual=stream, positions=positions, mask=mask)
+        stream = self.mlp(self.mlp_norm(stream), residual=stream)
+        return stream if isinstance(x, Stream) else array(stream)

@@ -1,0 +1,139 @@
+"""The product under every module: its input may be a norm not yet applied, its result may join the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+import coda_jax as coda
+from flax_layers.stream import Normalized, Stream, array
+
+default_kernel_init = nnx.initializers.lecun_normal()
+
+
+def add_residual(acc: jax.Array, x: jax.Array) -> jax.Array:
+    """Epilogue: y = acc + x."""
+    return acc + x
+
+
+def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: y = acc + x and the row sums of y * y."""
+    y = acc + x
+    # The norm that reads the sums differentiates through y (see Stream); with the gradient stopped here the epilogue is
+    # linear in acc, and so keeps nothing for the backward pass.
+    z = lax.stop_gradient(y)
+    return y, jnp.sum(z * z, axis=1)
+
+
+def project(
+    x: jax.Array | Stream | Normalized,
+    kernel: jax.Array,
+    *operands: jax.Array,
+    epilogue: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    transpose_b: bool = False,
+) -> Any:
+    """epilogue(x @ kernel, *operands), with the norm of a Normalized x applied on the way.
+
+    For a Normalized x the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into
+    the kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway.
+
+    Args:
+      x: (..., M, K).
+      kernel: (K, N), or (N, K) with transpose_b.
+      *operands: further operands of the epilogue, see `coda_jax.gemm`.
+      epilogue: f(acc, *operands), see `coda_jax.gemm`; default the product itself.
+      dtype: dtype of the product's inputs; default the promotion of x and kernel.
+      out_dtype: dtype of tile outputs; default dtype.
+      transpose_b: whether kernel is (N, K).
+
+    Returns:
+      What epilogue returns, with the leading axes of x.
+    """
+    source = x.x if isinstance(x, Normalized) else array(x)
+    features = kernel.shape[1 if transpose_b else 0]
+    if source.shape[-1] != features:
+        raise ValueError(f"a kernel of {features} input features got an input of shape {source.shape}")
+    dtype = dtype or jnp.result_type(source, kernel)
+    if isinstance(x, Normalized):
+        scale = x.scale.astype(jnp.float32)
+        kernel = kernel.astype(jnp.float32) * (scale if transpose_b else scale[:, None])
+        operands, epilogue = (x.rstd[..., None], *operands), _after_row_scale(epilogue)
+    return coda.gemm(
+        source.astype(dtype),
+        kernel.astype(dtype),
+        *operands,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        transpose_b=transpose_b,
+    )
+
+
+def _after_row_scale(epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
+    def row_scale(acc: jax.Array, rstd: jax.Array, *operands: jax.Array) -> Any:
+        y = acc * rstd
+        return y if epilogue is None else epilogue(y, *operands)
+
+    if epilogue is not None:
+        row_scale.__name__ = f"row_scale_{epilogue.__name__}"
+    return row_scale
+
+
+class Linear(nnx.Module):
+    """Linear map, optionally added to the residual stream in the product's epilogue.
+
+    y = x @ kernel,  or  y = residual + x @ kernel
+
+    Args:
+      in_features: K.
+      out_features: N.
+      dtype: compute dtype; default the promotion of input and kernel.
+      param_dtype: storage dtype of `kernel` (K, N).
+      kernel_init: initialiser of `kernel`.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+
+    @overload
+    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: Stream) -> Stream: ...
+    @overload
+    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | Stream | None = None
+    ) -> jax.Array | Stream:
+        """Applies the map.
+
+        Args:
+          x: (..., K).
+          residual: (..., N) to add before the one rounding. Given a Stream, the result is a Stream with its statistic.
+
+        Returns:
+          (..., N), in the residual's dtype if there is one, else in the compute dtype.
+        """
+        kernel = self.kernel[...]
+        if residual is None:
+            return project(x, kernel, dtype=self.dtype)
+        epilogue = add_residual_sumsq if isinstance(residual, Stream) else add_residual
+        out = project(x, kernel, array(residual), epilogue=epilogue, dtype=self.dtype, out_dtype=residual.dtype)
+        return Stream(*out) if isinstance(residual, Stream) else out

@@ -1,0 +1,80 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_layers.linear import Linear, default_kernel_init, project
+from flax_layers.stream import Normalized, Stream
+
+
+class GatedMLP(nnx.Module):
+    """Gated feed-forward layer.
+
+    y = (activation(x @ gate) * (x @ up)) @ down [+ residual]
+
+    Gate and up are stored together as `gate_up` (D, 2, F), the shape TransformerEngine gives `wi_kernel`: seen as
+    (D, 2F) without a copy, it is one product, whose two halves meet in the epilogue; the result leaves at half width.
+    `gate` and `up` give the (D, F) kernels of other checkpoints.
+
+    Args:
+      in_features: D.
+      hidden_features: F.
+      activation: applied to the gate.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of `gate_up` (D, 2, F) and `down.kernel` (F, D).
+      kernel_init: initialiser of both; it sees gate_up as (D, 2F).
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
+        self.gate_up = nnx.Param(gate_up.reshape(in_features, 2, hidden_features))
+        self.down = Linear(
+            hidden_features, in_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+        self.activation = activation
+        self.dtype = dtype
+
+    @property
+    def gate(self) -> jax.Array:
+        """The gate's kernel, (D, F)."""
+        return self.gate_up[...][:, 0]
+
+    @property
+    def up(self) -> jax.Array:
+        """The kernel of the gated half, (D, F)."""
+        return self.gate_up[...][:, 1]
+
+    @overload
+    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: Stream) -> Stream: ...
+    @overload
+    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | Stream | None = None
+    ) -> jax.Array | Stream:
+        """Applies the layer to x (..., D); `residual` as in Linear."""
+
+        def gated(acc: jax.Array) -> jax.Array:
+            gate, up = jnp.split(acc, 2, axis=1)
+            return self.activation(gate) * up
+
+        gate_up = self.gate_up[...]
+        hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
+        return self.down(hidden, residual=residual)
