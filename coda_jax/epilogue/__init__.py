@@ -1,0 +1,13 @@
+"""The epilogue language: JAX functions of whole arrays that one tile of a product can compute by itself, and their CUDA."""
+
+from coda_jax.epilogue.locality import NotTileLocalError as NotTileLocalError
+from coda_jax.epilogue.program import Axis as Axis
+from coda_jax.epilogue.program import Kind as Kind
+from coda_jax.epilogue.program import Operand as Operand
+from coda_jax.epilogue.program import Program as Program
+from coda_jax.epilogue.program import Reduction as Reduction
+from coda_jax.epilogue.program import ReductionOp as ReductionOp
+from coda_jax.epilogue.program import TileStore as TileStore
+from coda_jax.epilogue.program import Width as Width
+from coda_jax.epilogue.trace import Epilogue as Epilogue
+from coda_jax.epilogue.trace import trace as trace

@@ -1,0 +1,159 @@
+"""The elementwise operations an epilogue may use: for each, the JAX function that evaluates it and the CUDA expression for one element.
+
+Values of dtype bfloat16 and float16 are held as float32 in registers and rounded after every operation that is not exact in them;
+`evaluate` does the same with XLA.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
+
+FLOATS = ("float32", "bfloat16", "float16")
+DTYPES = (*FLOATS, "int32", "bool")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One elementwise operation.
+
+    Attributes:
+      apply: arrays of one shape, the attributes as keywords -> array.
+      expression: texts of the inputs, their dtypes, the attributes -> CUDA expression.
+      exact: the result needs no rounding when the inputs are 16-bit floats.
+      dtypes: input dtypes it is defined for.
+    """
+
+    apply: Callable[..., jax.Array]
+    expression: Callable[[list[str], list[str], dict[str, Any]], str]
+    exact: bool = False
+    dtypes: tuple[str, ...] = DTYPES
+
+
+def _function(apply: Callable[..., jax.Array], name: str, *, exact: bool = False, dtypes: tuple[str, ...] = FLOATS) -> Operation:
+    return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes)
+
+
+def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...] = (*FLOATS, "int32")) -> Operation:
+    return Operation(apply, lambda x, _, __: f"{x[0]} {symbol} {x[1]}", dtypes=dtypes)
+
+
+def _by_dtype(apply: Callable[..., jax.Array], exact: bool = False, **texts: str) -> Operation:
+    """`texts`: a format string for each class of input, among floats, int32 and bool."""
+    dtypes = tuple(d for d in DTYPES if ("floats" if d in FLOATS else d) in texts)
+    key = lambda dtype: "floats" if dtype in FLOATS else dtype
+    return Operation(apply, lambda x, dtypes, _: texts[key(dtypes[0])].format(*x), exact, dtypes)
+
+
+def _convert(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str:
+    (value,), (source,), target = x, dtypes, attributes["dtype"]
+    if target == source:
+        return value
+    if target == "bool":
+        return f"{value} != 0"
+    if target == "int32":
+        return f"coda::to_int({value})" if source in FLOATS else f"static_cast<int>({value})"
+    value = value if source in FLOATS else f"static_cast<float>({value})"
+    if target == "float32" or source == "bool":
+        return value
+    return f"{ROUND[target]}({value})"
+
+
+def _select(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
+    which, *cases = x
+    if dtypes[0] == "bool":
+        return f"{which} ? {cases[-1]} : {cases[0]}"
+    return "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1])) + cases[-1]
+
+
+def _power(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
+    exponent = x[1] if dtypes[1] in FLOATS else f"static_cast<float>({x[1]})"
+    return f"powf({x[0]}, {exponent})"
+
+
+def _round(x: jax.Array, rounding_method: int) -> jax.Array:
+    return lax.round(x, lax.RoundingMethod(rounding_method))
+
+
+ROUND = {"bfloat16": "coda::round_to_bf16", "float16": "coda::round_to_f16"}
+
+OPERATIONS: dict[str, Operation] = {
+    "add": _infix(lax.add, "+"),
+    "sub": _infix(lax.sub, "-"),
+    "mul": _infix(lax.mul, "*"),
+    "div": _by_dtype(lax.div, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
+    "rem": _by_dtype(lax.rem, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
+    "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
+    "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
+    "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=(*FLOATS, "int32")),
+    "max": _by_dtype(lax.max, exact=True, floats="coda::maximum({0}, {1})", int32="coda::maximum({0}, {1})", bool="{0} | {1}"),
+    "min": _by_dtype(lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"),
+    "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=(*FLOATS, "int32")),
+    "square": _by_dtype(lax.square, floats="{0} * {0}", int32="{0} * {0}"),
+    "one_minus_square": _by_dtype(
+        lambda x: (1 + x) * (1 - x), floats="(1.0f + {0}) * (1.0f - {0})", int32="(1 + {0}) * (1 - {0})"
+    ),
+    "integer_pow": Operation(
+        lambda x, y: lax.integer_pow(x, y), lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})", dtypes=(*FLOATS, "int32")
+    ),
+    "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32")),
+    "sqrt": _function(lax.sqrt, "sqrtf"),
+    "rsqrt": _function(lax.rsqrt, "coda::rsqrt"),
+    "cbrt": _function(lax.cbrt, "cbrtf"),
+    "exp": _function(lax.exp, "expf"),
+    "exp2": _function(lax.exp2, "exp2f"),
+    "expm1": _function(lax.expm1, "expm1f"),
+    "log": _function(lax.log, "logf"),
+    "log2": _function(jnp.log2, "log2f"),
+    "log1p": _function(lax.log1p, "log1pf"),
+    "logistic": _function(lax.logistic, "coda::logistic"),
+    "erf": _function(lax.erf, "erff"),
+    "erfc": _function(lax.erfc, "erfcf"),
+    "floor": _function(lax.floor, "floorf", exact=True),
+    "ceil": _function(lax.ceil, "ceilf", exact=True),
+    "round": Operation(
+        _round, lambda x, _, a: f"{'roundf' if a['rounding_method'] == 0 else 'rintf'}({x[0]})", exact=True, dtypes=FLOATS
+    ),
+    "is_finite": _function(lax.is_finite, "coda::is_finite"),
+    "atan2": _function(lax.atan2, "atan2f"),
+    "eq": _infix(lax.eq, "==", DTYPES),
+    "ne": _infix(lax.ne, "!=", DTYPES),
+    "lt": _infix(lax.lt, "<", DTYPES),
+    "le": _infix(lax.le, "<=", DTYPES),
+    "gt": _infix(lax.gt, ">", DTYPES),
+    "ge": _infix(lax.ge, ">=", DTYPES),
+    "and": _infix(lax.bitwise_and, "&", ("int32", "bool")),
+    "or": _infix(lax.bitwise_or, "|", ("int32", "bool")),
+    "xor": _infix(lax.bitwise_xor, "^", ("int32", "bool")),
+    "not": _by_dtype(lax.bitwise_not, int32="~{0}", bool="!{0}"),
+    "select_n": Operation(lax.select_n, _select, exact=True),
+    "convert_element_type": Operation(lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True),
+} | {
+    name: _function(getattr(lax, name), name + "f")
+    for name in ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
+}
+
+
+def is_rounded(dtype: str | np.dtype) -> bool:
+    """Whether `dtype` is a 16-bit float."""
+    return np.dtype(dtype) in ROUNDED_DTYPES
+
+
+def apply(name: str, inputs: list[jax.Array], attributes: dict[str, Any]) -> jax.Array:
+    """Evaluates one operation on arrays of one shape with XLA, rounding what is not exact in a 16-bit dtype once."""
+    operation = OPERATIONS[name]
+    if name == "convert_element_type":
+        (x,), dtype = inputs, np.dtype(attributes["dtype"])
+        if is_rounded(dtype) and x.dtype != dtype:
+            return round_to(lax.convert_element_type(x, jnp.float32), dtype)
+    if operation.exact or not any(is_rounded(x.dtype) for x in inputs):
+        return operation.apply(*inputs, **attributes)
+    dtype = next(x.dtype for x in inputs if is_rounded(x.dtype))
+    out = operation.apply(*(lax.convert_element_type(x, jnp.float32) if is_rounded(x.dtype) else x for x in inputs), **attributes)
+    return round_to(out, dtype) if out.dtype == jnp.float32 else out

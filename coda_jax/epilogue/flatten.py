@@ -1,0 +1,168 @@
+"""Inlining: a jaxpr with nested calls becomes one straight list of equations over numbered variables."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite", "custom_lin"}
+)
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A constant of rank 0 that stands in an equation."""
+
+    value: np.generic | np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.value.dtype
+
+
+Atom = int | Literal
+
+
+@dataclass(frozen=True)
+class Equation:
+    """`outputs = primitive(inputs, **params)`; inputs and outputs are variable numbers or literals."""
+
+    primitive: jex_core.Primitive
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    source_info: Any
+    call: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    def where(self) -> str:
+        """The operation, the function called that holds it, and the user's source line: 'dot_general' in 'softmax' at train.py:12:4 (f)."""
+        inside = f" in '{self.call}'" if self.call not in ("", self.name) else ""
+        line = source_info_util.summarize(self.source_info)
+        return f"'{self.name}'{inside}{' at ' if line else ''}{line}"
+
+
+@dataclass
+class Constants:
+    """The arrays that a function closes over, each once, in the order in which they are met."""
+
+    arrays: list[Any] = field(default_factory=list)
+    _index: dict[int, int] = field(default_factory=dict)
+
+    def index(self, array: Any) -> int:
+        if id(array) not in self._index:
+            self._index[id(array)] = len(self.arrays)
+            self.arrays.append(array)
+        return self._index[id(array)]
+
+
+@dataclass
+class Flat:
+    """Equations without nested calls. Variables 0 .. num_inputs-1 are the inputs; `constants[i]` is the variable of captured array i."""
+
+    num_inputs: int
+    avals: list[Any]
+    equations: list[Equation] = field(default_factory=list)
+    outputs: tuple[Atom, ...] = ()
+    constants: dict[int, int] = field(default_factory=dict)
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def aval(self, atom: Atom) -> Any:
+        return atom if isinstance(atom, Literal) else self.avals[atom]
+
+
+def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Open jaxpr and constants of an open or closed jaxpr, before and after JAX merged the two types."""
+    consts = getattr(jaxpr, "consts", ())
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def _callee(params: dict[str, Any]) -> Any:
+    return next(params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in params)
+
+
+def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool) -> Flat:
+    """Inlines every nested call of the closed jaxpr. Constants, nested ones too, become variables of their own, listed in `captured`.
+
+    With `inline_custom_derivatives` False calls of custom_jvp and custom_vjp functions stay, so that the result can be differentiated.
+    """
+    flat = Flat(len(jaxpr.in_avals), list(jaxpr.in_avals))
+
+    def constant(array: Any) -> int:
+        index = captured.index(array)
+        if index not in flat.constants:
+            flat.constants[index] = flat.new(jax.typeof(array))
+        return flat.constants[index]
+
+    def inline(jaxpr: Any, arguments: Sequence[Atom], call: Any = None) -> list[Atom]:
+        body, consts = _parts(jaxpr)
+        names: dict[Any, Atom] = dict(zip(body.constvars, map(constant, consts), strict=True))
+        names.update(zip(body.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Atom:
+            if not isinstance(atom, jex_core.Literal):
+                return names[atom]
+            value = np.asarray(atom.val, atom.aval.dtype)
+            return constant(atom.val) if value.ndim else Literal(value)
+
+        for eqn in body.eqns:
+            inputs = tuple(map(read, eqn.invars))
+            name = eqn.primitive.name
+            # The body of a jitted function is traced once and may carry the line of another caller: the outermost call's line is right.
+            source = eqn if call is None else call
+            if name in CALLS or (inline_custom_derivatives and name in CUSTOM_DERIVATIVES):
+                outputs = inline(_callee(eqn.params), inputs, source)
+            else:
+                outputs = [flat.new(v.aval) for v in eqn.outvars]
+                called = "" if call is None else str(call.params.get("name", call.primitive.name))
+                flat.equations.append(
+                    Equation(eqn.primitive, eqn.params, inputs, tuple(outputs), source.source_info, called)
+                )
+            names.update(zip(eqn.outvars, outputs, strict=True))
+        return list(map(read, body.outvars))
+
+    flat.outputs = tuple(inline(jaxpr, range(flat.num_inputs)))
+    return flat
+
+
+def evaluate(
+    flat: Flat,
+    arguments: Sequence[Any],
+    captured: Sequence[Any],
+    bind: Callable[[Equation, list[Any]], Sequence[Any] | None],
+) -> list[Any]:
+    """Runs the equations; `bind` may evaluate one itself, or return None for the ordinary binding."""
+    values: dict[int, Any] = dict(enumerate(arguments))
+    values.update({variable: captured[index] for index, variable in flat.constants.items()})
+    read = lambda atom: atom.value if isinstance(atom, Literal) else values[atom]
+    for equation in flat.equations:
+        inputs = [read(atom) for atom in equation.inputs]
+        outputs = bind(equation, inputs)
+        values.update(zip(equation.outputs, bind_primitive(equation, inputs) if outputs is None else outputs, strict=True))
+    return [read(atom) for atom in flat.outputs]
+
+
+def bind_primitive(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Binds the equation's primitive; returns a sequence of outputs."""
+    params = equation.primitive.get_bind_params(equation.params)
+    subfunctions: Sequence[Any] = ()
+    if isinstance(params, tuple):  # some releases return the functions apart
+        subfunctions, params = params
+    outputs = equation.primitive.bind(*subfunctions, *inputs, **params)
+    return outputs if equation.primitive.multiple_results else [outputs]

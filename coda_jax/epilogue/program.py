@@ -1,0 +1,269 @@
+"""The data model: what a checked epilogue is, independent of the sizes M and N, and how XLA evaluates it."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.flatten import Equation, Literal, bind_primitive
+
+
+class Kind(enum.Enum):
+    """How an operand lies over the (M, N) tile; the value is its shape in messages."""
+
+    SCALAR = "()"
+    ROW_VECTOR = "(N,) or (1, N)"
+    COLUMN_VECTOR = "(M, 1)"
+    TILE = "(M, N)"
+
+
+class Width(enum.Enum):
+    """Whether an array has N columns or N/2."""
+
+    FULL = "N"
+    HALF = "N/2"
+
+
+class Axis(enum.Enum):
+    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column, (N,) or (N/2,)."""
+
+    ROW = "row"
+    COLUMN = "column"
+
+
+class ReductionOp(enum.Enum):
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+    @property
+    def neutral(self) -> float:
+        return {ReductionOp.SUM: 0.0, ReductionOp.MAX: -np.inf, ReductionOp.MIN: np.inf}[self]
+
+    def reduce(self, x: jax.Array, axis: int) -> jax.Array:
+        return {ReductionOp.SUM: jnp.sum, ReductionOp.MAX: jnp.max, ReductionOp.MIN: jnp.min}[self](x, axis=axis)
+
+    def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return {ReductionOp.SUM: lax.add, ReductionOp.MAX: lax.max, ReductionOp.MIN: lax.min}[self](x, y)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array beside acc.
+
+    Attributes:
+      dtype: as stored. `traced_dtype` is what f sees: float32 for floating operands, the stored dtype for captured arrays.
+      width: of a row vector or a tile.
+    """
+
+    kind: Kind
+    dtype: np.dtype
+    traced_dtype: np.dtype
+    width: Width = Width.FULL
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value per element. Leaves: acc (way), operand (index, way), row, column (way), literal (value)."""
+
+    op: str
+    inputs: tuple[int, ...]
+    dtype: str
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.attributes)[key]
+
+    def __str__(self) -> str:
+        arguments = [f"v{i}" for i in self.inputs] + [f"{key}={value}" for key, value in self.attributes]
+        return f"{self.dtype} {self.op}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True)
+class TileStore:
+    """Output number `output`, shape (M, N) or (M, N/2); `values` are its nodes, one for each way it spans."""
+
+    output: int
+    width: Width
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A float32 reduction of `values` (one node for each way reduced over or kept). Along a row the ways are combined."""
+
+    op: ReductionOp
+    axis: Axis
+    width: Width
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left to XLA: equations over finished reductions and operands.
+
+    Variables: ("operand", i), ("reduction", i) or a number.
+    """
+
+    inputs: tuple[tuple[int, str, int], ...] = ()
+    equations: tuple[Equation, ...] = ()
+    outputs: tuple[tuple[int, int | Literal], ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A tile-local epilogue. Two programs are equal when they compute the same thing in the same order, whatever function they came from.
+
+    Attributes:
+      operands: explicit operands in order, then captured arrays.
+      ways: 1, or 2 when the two halves of N are worked on together: then one element has a value for each half.
+      nodes: the elementwise program, inputs before users.
+      stores: outputs that are tiles. All other outputs come from `finish`.
+      reductions: reductions of the tile.
+      num_outputs: of f, flat.
+    """
+
+    operands: tuple[Operand, ...]
+    ways: int
+    nodes: tuple[Node, ...]
+    stores: tuple[TileStore, ...]
+    reductions: tuple[Reduction, ...]
+    num_outputs: int
+    finishing: Finish = field(default=Finish())
+
+    @cached_property
+    def elementwise_text(self) -> str:
+        """Canonical text of what runs on the tile."""
+        operand = lambda o: f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}"
+        names = lambda values: ", ".join(f"v{v}" for v in values)
+        return "\n".join(
+            [f"ways {self.ways}"]
+            + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
+            + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
+            + [f"store output {s.output} {s.width.value}: {names(s.values)}" for s in self.stores]
+            + [f"{r.op.value} along {r.axis.value} {r.width.value}: {names(r.values)}" for r in self.reductions]
+        )
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        return f"{self.elementwise_text}\noutputs {self.num_outputs}\n{self.finishing.text}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def loads(self, index: int) -> tuple[int, ...]:
+        """The ways of operand `index` that the elementwise program reads."""
+        ways = {node["way"] for node in self.nodes if node.op == "operand" and node["index"] == index}
+        return tuple(sorted(ways))
+
+    def evaluate(self, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        """The program on whole arrays with XLA: the reference for the kernel, and for the check that trace() makes.
+
+        Args:
+          acc: (M, N) float32.
+          operands: as in `self.operands`.
+
+        Returns:
+          The flat outputs; tiles have the dtype that f gives them.
+        """
+        rows, columns = acc.shape[0], acc.shape[1] // self.ways
+        values: list[jax.Array] = []
+        for node in self.nodes:
+            values.append(self._evaluate_node(node, values, acc, operands, columns))
+        full = lambda value: jnp.broadcast_to(values[value], (rows, columns))
+        outputs: dict[int, jax.Array] = {
+            store.output: jnp.concatenate([full(value) for value in store.values], axis=1) for store in self.stores
+        }
+        reductions = []
+        for reduction in self.reductions:
+            axis = 1 if reduction.axis is Axis.ROW else 0
+            parts = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
+            reductions.append(jnp.concatenate(parts) if axis == 0 else _combine(reduction.op, parts))
+        outputs.update(self.finish(reductions, operands))
+        return [outputs[i] for i in range(self.num_outputs)]
+
+    def _evaluate_node(self, node: Node, values: list[jax.Array], acc: jax.Array, operands: Sequence[jax.Array], columns: int) -> jax.Array:
+        half = lambda x, way: x[:, way * columns : (way + 1) * columns] if x.shape[1] > columns else x
+        match node.op:
+            case "acc":
+                return half(acc, node["way"])
+            case "operand":
+                operand, x = self.operands[node["index"]], operands[node["index"]]
+                shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
+                return half(x.astype(operand.traced_dtype).reshape(shape[operand.kind]), node["way"])
+            case "row":
+                return lax.broadcasted_iota(jnp.int32, (acc.shape[0], 1), 0)
+            case "column":
+                return lax.broadcasted_iota(jnp.int32, (1, columns), 1) + node["way"] * columns
+            case "literal":
+                return jnp.full((1, 1), node["value"], node.dtype)
+        inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
+        return elementwise.apply(node.op, list(inputs), dict(node.attributes))
+
+    def finish(self, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
+        """Outputs that are not tile stores, from the finished reductions ((M,), (N,) or (N/2,) float32) and the operands.
+
+        Tile operands are not read and may be None.
+        """
+        values: dict[int, Any] = {}
+        for variable, source, index in self.finishing.inputs:
+            if source == "reduction":
+                values[variable] = reductions[index]
+            else:
+                x = operands[index]
+                assert x is not None
+                values[variable] = x.astype(self.operands[index].traced_dtype)
+        read = lambda atom: jnp.asarray(atom.value) if isinstance(atom, Literal) else values[atom]
+        for equation in self.finishing.equations:
+            inputs = [read(atom) for atom in equation.inputs]
+            values.update(zip(equation.outputs, bind_equation(equation, inputs), strict=True))
+        return {output: read(atom) for output, atom in self.finishing.outputs}
+
+
+def _combine(op: ReductionOp, parts: Sequence[jax.Array]) -> jax.Array:
+    out = parts[0]
+    for part in parts[1:]:
+        out = op.combine(out, part)
+    return out
+
+
+def node_attributes(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The parameters of a JAX primitive that matter for one element."""
+    match name:
+        case "integer_pow":
+            return (("y", int(params["y"])),)
+        case "round":
+            return (("rounding_method", int(params["rounding_method"])),)
+        case "convert_element_type":
+            return (("dtype", np.dtype(params["new_dtype"]).name),)
+    return ()
+
+
+def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation as the kernel would: operations on 16-bit floats are carried out in float32 and rounded once."""
+    sixteen_bits = lambda x: elementwise.is_rounded(x.dtype)
+    if equation.name == "convert_element_type" and elementwise.is_rounded(equation.params["new_dtype"]):
+        return [elementwise.apply(equation.name, list(inputs), {"dtype": np.dtype(equation.params["new_dtype"]).name})]
+    operation = elementwise.OPERATIONS.get(equation.name)
+    widened = equation.name == "reduce_sum" or (operation is not None and not operation.exact)
+    if not widened or not any(map(sixteen_bits, inputs)):
+        return bind_primitive(equation, inputs)
+    dtype = next(x.dtype for x in inputs if sixteen_bits(x))
+    (out,) = bind_primitive(
+        equation, [lax.convert_element_type(x, jnp.float32) if sixteen_bits(x) else x for x in inputs]
+    )
+    return [elementwise.round_to(out, dtype) if out.dtype == jnp.float32 else out]

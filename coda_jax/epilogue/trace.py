@@ -1,0 +1,158 @@
+"""From a user's function to a checked epilogue."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten
+from coda_jax.epilogue.locality import Analysis, NeedsHalves, NotTileLocalError, same_shape, same_size
+from coda_jax.epilogue.program import Kind, Operand, Program, Width, bind_equation
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """A traced and checked epilogue function. Holds no array.
+
+    Attributes:
+      name: of the function, for messages.
+      program: what the kernel runs; equal for equal mathematics.
+      out_tree, out_avals: what the function returns; the flat avals have its dtypes.
+    """
+
+    name: str
+    program: Program
+    out_tree: Any
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    _flat: Flat
+    _num_operands: int
+
+    def evaluate(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
+        """The function itself, run by XLA and differentiable by JAX with its custom derivative rules.
+
+        Args:
+          acc: (M, N) float32.
+          arguments: the operands, then the captured arrays; floating operands are converted to float32 first.
+
+        Returns:
+          Flat outputs, with the dtypes that the function gives them.
+        """
+        operands = [
+            jnp.asarray(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for x in arguments[: self._num_operands]
+        ]
+        return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :], bind_equation)
+
+
+def trace(
+    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]
+) -> tuple[Epilogue, tuple[Any, ...]]:
+    """Traces f(acc, *operands), checks that it is local to a tile, and hoists the arrays that it closes over.
+
+    Args:
+      f: a JAX function of whole arrays; None is the identity.
+      acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
+      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 in the place of N where f works on halves. f sees floating ones
+        as float32.
+
+    Returns:
+      The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
+
+    Raises:
+      NotTileLocalError: f needs more than one tile, or an operand does not broadcast against acc.
+    """
+    f = _identity if f is None else f
+    name = getattr(f, "__name__", type(f).__name__).strip("<>")
+    m, n = acc.shape
+    names = _parameter_names(f, len(operands))
+    explicit = [_operand(x, m, n, f"operand '{label}'", name) for x, label in zip(operands, names, strict=True)]
+    explicit = [_as_float32(operand) for operand in explicit]
+    trees: list[Any] = []
+
+    def flat_f(*arguments: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(f(*arguments))
+        trees.append(tree)
+        return leaves
+
+    avals = [_aval(acc, np.dtype(np.float32))] + [_aval(x, o.traced_dtype) for x, o in zip(operands, explicit, strict=True)]
+    jaxpr = jax.make_jaxpr(flat_f)(*avals)
+    constants = Constants()
+    differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
+    flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
+    captured = tuple(constants.arrays)
+    closed_over = [_operand(x, m, n, f"captured array {i}", name) for i, x in enumerate(captured)]
+    order = [*range(1, len(avals)), *(flat.constants[i] for i in range(len(captured)))]
+    program = _analyse(flat, order, [*explicit, *closed_over], name)
+    out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
+    return Epilogue(name, program, trees[-1], out_avals, differentiable, len(operands)), captured
+
+
+def _identity(acc: jax.Array) -> jax.Array:
+    return acc
+
+
+def _analyse(flat: Flat, order: Sequence[int], operands: Sequence[Operand], name: str) -> Program:
+    halves = any(operand.width is Width.HALF for operand in operands)
+    try:
+        return Analysis(flat, order, operands, 2 if halves else 1, name).program()
+    except NeedsHalves:
+        return Analysis(flat, order, operands, 2, name).program()
+
+
+def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
+    """Names of f's parameters after acc, as far as it has them."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [positional[i] if i < len(positional) else str(i) for i in range(count)]
+
+
+def _aval(x: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    """The type f is traced with; inside shard_map it varies over the same mesh axes as x."""
+    vma = getattr(x, "vma", None)
+    return jax.ShapeDtypeStruct(x.shape, dtype, **({"vma": vma} if vma else {}))
+
+
+def _as_float32(operand: Operand) -> Operand:
+    traced = np.dtype(np.float32) if operand.dtype.name in FLOATS else operand.dtype
+    return Operand(operand.kind, operand.dtype, traced, operand.width)
+
+
+def _operand(x: Any, m: Any, n: Any, label: str, name: str) -> Operand:
+    """What x is, by its shape."""
+    shape, dtype = tuple(x.shape), np.dtype(x.dtype)
+    half = n // 2 if isinstance(n, int) and n % 2 == 0 else None
+    candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
+        ((), Kind.SCALAR, Width.FULL),
+        ((1,), Kind.SCALAR, Width.FULL),
+        ((1, 1), Kind.SCALAR, Width.FULL),
+        ((n,), Kind.ROW_VECTOR, Width.FULL),
+        ((1, n), Kind.ROW_VECTOR, Width.FULL),
+        ((m, 1), Kind.COLUMN_VECTOR, Width.FULL),
+        ((m, n), Kind.TILE, Width.FULL),
+        ((half,), Kind.ROW_VECTOR, Width.HALF),
+        ((1, half), Kind.ROW_VECTOR, Width.HALF),
+        ((m, half), Kind.TILE, Width.HALF),
+    ]
+    found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
+    if found is None:
+        advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
+        raise NotTileLocalError(
+            f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) as a scalar (), "
+            f"row vector (N,) or (1, N), column vector (M, 1) or tile (M, N).{advice}"
+        )
+    kind, width = found
+    allowed = FLOATS if kind is Kind.TILE else (*FLOATS, "int32", "bool")
+    if dtype.name not in allowed:
+        raise NotTileLocalError(
+            f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
+            + ("tiles are float32, bfloat16 or float16." if kind is Kind.TILE else "vectors and scalars are float32, bfloat16, float16, int32 or bool.")
+        )
+    return Operand(kind, dtype, dtype, width)
