@@ -1,0 +1,207 @@
+"""How a kernel is cut: tile sizes, pipeline depths, what fits, and which products the kernel can address at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import Kind, Program, Width
+
+SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
+CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
+THREADS = 128 * (1 + CONSUMERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Tile and pipeline sizes of one kernel. `None` where the library shall choose.
+
+    Attributes:
+      stages: depth of the ring of operand tiles (each 128 x 64 of a and 64 x 128 of b), 2 to 6.
+      cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
+      subtile_n: columns that the epilogue works on at a time, 16, 32 or 64; a row of it is at most 128 bytes.
+      load_slots: depth of the ring that prefetches the epilogue's tile operands, in subtiles of 64 rows.
+      store_slots: depth of each warp's ring of results on their way to memory, in subtiles of 16 rows.
+    """
+
+    stages: int | None = None
+    cluster_m: int | None = None
+    subtile_n: int | None = None
+    load_slots: int | None = None
+    store_slots: int | None = None
+
+    tile_m = 128
+    tile_n = 128
+    tile_k = 64
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("stages", range(2, 7)),
+            ("cluster_m", (1, 2)),
+            ("subtile_n", (16, 32, 64)),
+            ("load_slots", range(2, 17)),
+            ("store_slots", range(1, 17)),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ValueError(f"GemmConfig: {name} = {value}; it must be one of {list(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class EpilogueTraffic:
+    """Bytes of an epilogue's tiles for one element of a way: what is loaded and what is stored."""
+
+    load_bytes: int
+    store_bytes: int
+    widest_bytes: int
+    column_reductions: int
+
+    @classmethod
+    def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
+        loads = [
+            np.dtype(operand.dtype).itemsize
+            for operand in program.operands
+            if operand.kind is Kind.TILE
+            for _ in range(ways_of(program, operand.width))
+        ]
+        stores = [
+            np.dtype(dtype).itemsize
+            for store, dtype in zip(program.stores, out_dtypes, strict=True)
+            for _ in range(ways_of(program, store.width))
+        ]
+        columns = sum(
+            ways_of(program, reduction.width) for reduction in program.reductions if reduction.axis.name == "COLUMN"
+        )
+        return cls(sum(loads), sum(stores), max([*loads, *stores, 2]), columns)
+
+
+def ways_of(program: Program, width: Width) -> int:
+    """Number of column sections (1, or 2 halves) that an array of this width has in the program."""
+    return program.ways if width is Width.FULL else 1
+
+
+def shared_bytes(config: GemmConfig, program: Program, traffic: EpilogueTraffic) -> int:
+    """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout)."""
+    stages, load_slots, store_slots, subtile_n = (
+        _known(config.stages),
+        _known(config.load_slots),
+        _known(config.store_slots),
+        _known(config.subtile_n),
+    )
+    operands = stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    load_ring = load_slots * 64 * subtile_n * traffic.load_bytes
+    store_rings = 4 * store_slots * 16 * subtile_n * traffic.store_bytes
+    columns = traffic.column_reductions * 4 * (config.tile_n // program.ways) * 4
+    epilogue = _round_up(load_ring + store_rings + columns, 1024)
+    barriers = 16 * stages + CONSUMERS * 16 * (load_slots if traffic.load_bytes else 1)
+    return operands + CONSUMERS * epilogue + barriers
+
+
+def choose_config(m, n: int, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None) -> GemmConfig:
+    """Completes `given`: the deepest pipeline that fits beside what the epilogue needs.
+
+    Args:
+      m, n: rows (an int or a symbolic dimension, taken as large) and columns of the product.
+      program: the epilogue's program.
+      out_dtypes: dtypes of the program's stores.
+      given: fields that are not None are kept.
+
+    Raises:
+      ValueError: nothing that keeps `given` fits into shared memory, or a subtile's row is wider than 128 bytes.
+    """
+    given = given or GemmConfig()
+    traffic = EpilogueTraffic.of(program, out_dtypes)
+    if given.subtile_n is not None and given.subtile_n * traffic.widest_bytes > 128:
+        raise ValueError(
+            f"GemmConfig: subtile_n = {given.subtile_n} makes rows of {given.subtile_n * traffic.widest_bytes} bytes of the "
+            f"{traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
+        )
+    base = dataclasses.replace(
+        given, cluster_m=given.cluster_m or (2 if not isinstance(m, int) or m > GemmConfig.tile_m else 1)
+    )
+    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings.
+    for stages, subtile_n, load_slots, store_slots in (
+        (stages, *rings) for stages in range(6, 1, -1) for rings in ((32, 2, 2), (16, 2, 2), (16, 2, 1))
+    ):
+        config = dataclasses.replace(
+            base,
+            stages=given.stages or stages,
+            subtile_n=given.subtile_n or subtile_n,
+            load_slots=given.load_slots or load_slots,
+            store_slots=given.store_slots or store_slots,
+        )
+        if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+            return config
+    raise ValueError(
+        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) do not "
+        f"fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {base}"
+    )
+
+
+def unsupported_reason(
+    a: jax.ShapeDtypeStruct,
+    b: jax.ShapeDtypeStruct,
+    operands: Sequence[jax.ShapeDtypeStruct],
+    program: Program,
+    out_dtypes: Sequence[np.dtype],
+    transpose_a: bool,
+    transpose_b: bool,
+) -> str | None:
+    """The rule that keeps the Hopper kernel from computing this product, with the value that breaks it; None if none does.
+
+    Shapes are those of the product itself: (M, K) or (K, M), (K, N) or (N, K), with or without a leading batch axis.
+    """
+    for name, array in (("a", a), ("b", b)):
+        if array.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies bfloat16 and float16"
+    if a.dtype != b.dtype:
+        return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
+    k, m = a.shape[-2:] if transpose_a else a.shape[::-1][:2]
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    for name, size in (("n", n), ("k", k)):
+        if not isinstance(size, int):
+            return f"{name} = {size} is symbolic; only m may be"
+    if 0 in (m, n, k) or 0 in a.shape or 0 in b.shape:
+        return f"m, n, k = {m}, {n}, {k}; an empty product needs no kernel"
+
+    split = program.ways
+    rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
+    rows += [
+        (f"operand {i}", n // split, operand.dtype)
+        for i, operand in enumerate(program.operands)
+        if operand.kind is Kind.TILE
+    ]
+    rows += [(f"output {store.output}", n // split, dtype) for store, dtype in zip(program.stores, out_dtypes, strict=True)]
+    for name, size, dtype in rows:
+        if not isinstance(size, int):
+            return f"{name}: its rows have the symbolic length {size}"
+        row_bytes = size * np.dtype(dtype).itemsize
+        if row_bytes % 16:
+            return (
+                f"{name}: a row{' of a half' if split > 1 and name != 'a' else ''} of {size} {np.dtype(dtype).name} is "
+                f"{row_bytes} bytes; TMA addresses multiples of 16"
+            )
+    for name, array in (("a", a), ("b", b)):
+        known = [size for size in array.shape if isinstance(size, int)]
+        if math.prod(known) >= 2**40 or max(known) >= 2**31:
+            return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
+    try:
+        choose_config(m, n, program, out_dtypes)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _known(value: int | None) -> int:
+    if value is None:
+        raise ValueError("choose_config completes a GemmConfig before it is used")
+    return value
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,160 @@
+"""From a program and the arrays' types to one kernel: its source, its result shapes, and what the launch has to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import Axis, Kind, Program, Width, emit
+from coda_jax.primitives.config import THREADS, EpilogueTraffic, GemmConfig, shared_bytes, ways_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One compiled form of a product with its epilogue.
+
+    Attributes:
+      source: the translation unit for NVRTC.
+      results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
+        ([batch,] tiles along n, M) for a row reduction, ([batch,] tiles along m, N) for a column reduction, float32.
+      attributes: keyword arguments of `coda_jax.ffi.gemm_call`.
+    """
+
+    source: str
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    attributes: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map:
+    """A tensor map: which buffer, its column (or row) sections, the box, the swizzle in bytes."""
+
+    buffer: int
+    ways: int
+    split_rows: bool
+    box_columns: int
+    box_rows: int
+    swizzle_bytes: int
+
+    def encoded(self) -> list[int]:
+        return [self.buffer, self.ways, int(self.split_rows), self.box_columns, self.box_rows, self.swizzle_bytes]
+
+
+def lower(
+    program: Program,
+    a: jax.ShapeDtypeStruct,
+    b: jax.ShapeDtypeStruct,
+    operands: Sequence[jax.ShapeDtypeStruct],
+    *,
+    out_dtypes: Sequence[np.dtype],
+    transpose_a: bool,
+    transpose_b: bool,
+    batched: Sequence[bool],
+    config: GemmConfig,
+    name: str,
+) -> Kernel:
+    """Builds the kernel of `program` on a (M, K) b (K, N), or their transposes.
+
+    Args:
+      a, b, operands: types of the arguments; each has a leading batch axis where `batched` says so.
+      out_dtypes: one for each of the program's stores.
+      batched: flags for a, b and the operands.
+      config: complete (see `choose_config`).
+      name: for messages.
+    """
+    batch_sizes = [
+        array.shape[0] for array, is_batched in zip((a, b, *operands), batched, strict=True) if is_batched
+    ]
+    batch = tuple(batch_sizes[:1])
+    m = a.shape[-1] if transpose_a else a.shape[-2]
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    return Kernel(
+        source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, config, name),
+        results=_results(program, batch, m, n, out_dtypes, config),
+        attributes=dict(
+            name=name,
+            maps=[map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, config)],
+            pointers=_pointers(program, len(operands)),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            tile_m=config.tile_m,
+            tile_n=config.tile_n,
+            ways=program.ways,
+            cluster_m=config.cluster_m,
+            threads=THREADS,
+            smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
+        ),
+    )
+
+
+def _results(program, batch, m, n, out_dtypes, config) -> tuple[jax.ShapeDtypeStruct, ...]:
+    columns = n // program.ways
+    tiles_m, tiles_n = -(-m // config.tile_m), -(-columns // (config.tile_n // program.ways))
+    full = {Width.FULL: n, Width.HALF: columns}
+    stores = [
+        jax.ShapeDtypeStruct((*batch, m, full[store.width]), dtype)
+        for store, dtype in zip(program.stores, out_dtypes, strict=True)
+    ]
+    partials = [
+        jax.ShapeDtypeStruct(
+            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, full[reduction.width]), jnp.float32
+        )
+        for reduction in program.reductions
+    ]
+    return (*stores, *partials)
+
+
+def _maps(program, operand_count, out_dtypes, transpose_a, transpose_b, config) -> list[_Map]:
+    """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
+    rows_of_a = 64 if transpose_a else config.tile_m
+    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.ways, transpose_b, 64, 64, 128)]
+    for i, operand in enumerate(program.operands):
+        if operand.kind is Kind.TILE:
+            row_bytes = config.subtile_n * np.dtype(operand.dtype).itemsize
+            maps.append(_Map(2 + i, ways_of(program, operand.width), False, config.subtile_n, 64, row_bytes))
+    for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
+        row_bytes = config.subtile_n * np.dtype(dtype).itemsize
+        ways = ways_of(program, store.width)
+        maps.append(_Map(2 + operand_count + i, ways, False, config.subtile_n, 16, row_bytes))
+    return maps
+
+
+def _pointers(program, operand_count) -> list[int]:
+    """Buffers in the order of the kernel's pointers: vectors and scalars, then the partials."""
+    vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
+    first_partial = 2 + operand_count + len(program.stores)
+    return vectors + [first_partial + i for i in range(len(program.reductions))]
+
+
+def _source(program, dtype, out_dtypes, transpose_a, transpose_b, batched, config, name) -> str:
+    traffic = EpilogueTraffic.of(program, out_dtypes)
+    maps = 2 + sum(operand.kind is Kind.TILE for operand in program.operands) + len(program.stores)
+    pointers = len(_pointers(program, len(program.operands)))
+    flags = {True: "true", False: "false"}
+    return f"""// {name}
+#include "elementwise.cuh"
+
+{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]))}
+#include "mainloop_sm90.cuh"
+
+struct Config {{
+  static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
+  static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {config.tile_k};
+  static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};
+  static constexpr int subtile_n = {config.subtile_n}, load_slots = {config.load_slots}, store_slots = {config.store_slots};
+  static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
+  static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
+  static constexpr int shared_bytes = {shared_bytes(config, program, traffic)};
+}};
+
+using Params = coda::Params<{maps}, {pointers}>;
+
+extern "C" __global__ void __launch_bounds__({THREADS}, 1) coda_gemm(const __grid_constant__ Params params) {{
+  coda::gemm<Config, Epilogue>(params);
+}}
+"""

@@ -1,0 +1,86 @@
+// Warpgroup matrix products (wgmma) on a float32 accumulator in registers, and where its elements lie.
+#pragma once
+
+#include "elementwise.cuh"
+#include "ptx_sm90.cuh"
+
+namespace coda {
+
+/// Float32 accumulator of one consumer warpgroup: `blocks` stacked m64 x `columns` fragments. Thread t = 32 warp + lane
+/// holds, of block b, rows 16 warp + lane / 4 + 8 r (r = 0, 1) and columns 8 j + 2 (lane % 4) + c (c = 0, 1):
+/// element (b, j, r, c) is registers[b][4 j + 2 r + c].
+template <int blocks_, int columns_>
+struct Accumulator {
+  static constexpr int blocks = blocks_;
+  static constexpr int columns = columns_;
+  float registers[blocks][columns / 2];
+};
+
+namespace wgmma {
+
+__device__ __forceinline__ void fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+/// Keeps the compiler from moving uses of the accumulator above the wait for the products that write it.
+template <int count>
+__device__ __forceinline__ void keep_behind_wait(float (&registers)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+/// Shared-memory matrix descriptor for the 128-byte swizzle. Offsets in bytes: `leading` between 64-wide chunks of an
+/// mn-major tile (ignored for a k-major one), `stride` between groups of eight 128-byte rows.
+__device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
+  constexpr ptx::uint64 leading = 8192, stride = 1024, swizzle_128 = 1;
+  return (static_cast<ptx::uint64>(address & 0x3FFFF) >> 4) | (leading >> 4) << 16 | (stride >> 4) << 32 |
+         swizzle_128 << 62;
+}
+
+// Registers 4 i .. 4 i + 3 of an accumulator as asm operands.
+#define CODA_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define CODA_OPERANDS_16(d, i) \
+  CODA_OPERANDS_4(d, i), CODA_OPERANDS_4(d, i + 4), CODA_OPERANDS_4(d, i + 8), CODA_OPERANDS_4(d, i + 12)
+#define CODA_OPERANDS_64(d, i) \
+  CODA_OPERANDS_16(d, i), CODA_OPERANDS_16(d, i + 16), CODA_OPERANDS_16(d, i + 32), CODA_OPERANDS_16(d, i + 48)
+
+#define CODA_WGMMA_M64N128K16(type)                                                      \
+  asm volatile(                                                                          \
+      "{\n"                                                                              \
+      ".reg .pred accumulate;\n"                                                         \
+      "setp.ne.b32 accumulate, %66, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                       \
+      " {"                                                                               \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+      "}, %64, %65, accumulate, 1, 1, %67, %68;\n"                                       \
+      "}\n"                                                                              \
+      : CODA_OPERANDS_64(d, 0)                                                           \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(a_is_mn_major), "n"(b_is_mn_major))
+
+/// d (64 x 128) = a (64 x 16) b (16 x 128) + (accumulate ? d : 0), a and b through descriptors. Asynchronous.
+template <DType input, int a_is_mn_major, int b_is_mn_major>
+__device__ __forceinline__ void multiply(float (&d)[64], ptx::uint64 a, ptx::uint64 b, int accumulate) {
+  if constexpr (input == DType::bf16) {
+    CODA_WGMMA_M64N128K16("bf16");
+  } else {
+    CODA_WGMMA_M64N128K16("f16");
+  }
+}
+
+#undef CODA_WGMMA_M64N128K16
+#undef CODA_OPERANDS_64
+#undef CODA_OPERANDS_16
+#undef CODA_OPERANDS_4
+
+}  // namespace wgmma
+}  // namespace coda

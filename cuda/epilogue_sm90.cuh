@@ -1,0 +1,348 @@
+// Runs a generated Epilogue over one accumulator tile, a subtile of 64 rows x `subtile_n` columns at a time: tile
+// operands come from a ring that a prefetch warp fills, results leave by TMA, warp by warp. Intermediates stay in
+// registers.
+#pragma once
+
+#include "accumulator_sm90.cuh"
+#include "operands.cuh"
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+
+namespace coda {
+
+__host__ __device__ constexpr int at_least_one(int count) {
+  return count > 0 ? count : 1;
+}
+
+/// Kernel parameters: tensor maps (a, b, tile operands, stores), pointers (vectors and scalars, partial reductions),
+/// sizes.
+template <int maps, int pointers>
+struct Params {
+  ptx::TensorMap map[maps];
+  void* pointer[at_least_one(pointers)];
+  int m, n, k, batch;
+};
+
+/// Geometry and shared memory of an Epilogue on a tile.
+template <class Config, class Epilogue>
+struct EpilogueLayout {
+  static constexpr int ways = Epilogue::ways;
+  static constexpr int columns = Config::tile_n / ways;  // columns of a tile within a way
+  static constexpr int subtile_n = Config::subtile_n;
+  static constexpr int subtiles = columns / subtile_n;
+  static constexpr int blocks = Config::tile_m / 64;
+  static_assert(columns % subtile_n == 0 && subtile_n % 16 == 0,
+                "a tile is a whole number of subtiles of 16 columns or more");
+
+  /// Bytes of the tile operands (or results) before the i-th, for one row of a subtile.
+  __host__ __device__ static constexpr int load_row_bytes(int before) {
+    int bytes = 0;
+    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_load[i].dtype);
+    return bytes;
+  }
+  __host__ __device__ static constexpr int store_row_bytes(int before) {
+    int bytes = 0;
+    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_store[i].dtype);
+    return bytes;
+  }
+  static constexpr int load_slot_bytes = 64 * load_row_bytes(Epilogue::tile_loads);     // one a warpgroup
+  static constexpr int store_slot_bytes = 16 * store_row_bytes(Epilogue::tile_stores);  // one a warp
+  static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
+  static constexpr int store_slots = Config::store_slots;
+
+  // Of one consumer warpgroup, from its base: load ring, store rings of its four warps, column reductions.
+  static constexpr int load_offset = 0;
+  static constexpr int store_offset = load_offset + (Epilogue::tile_loads > 0 ? load_slots * load_slot_bytes : 0);
+  static constexpr int column_offset = store_offset + 4 * store_slots * store_slot_bytes;
+  static constexpr int column_bytes = Epilogue::column_reductions * 4 * columns * 4;
+  static constexpr int bytes = (column_offset + column_bytes + 1023) / 1024 * 1024;
+};
+
+/// Producer's side: loads the tile operands of one warpgroup's tile, subtile by subtile, in the order of visit().
+template <class Config, class Epilogue, class Params>
+__device__ __forceinline__ void prefetch_operands(const Params& params, const Tile& tile, ptx::uint32 base,
+                                                  Ring<EpilogueLayout<Config, Epilogue>::load_slots> ring,
+                                                  RingPosition<EpilogueLayout<Config, Epilogue>::load_slots>& at) {
+  using Layout = EpilogueLayout<Config, Epilogue>;
+  for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
+    for (int block = 0; block < Layout::blocks; ++block) {
+      ring.wait_empty(at);
+      ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::load_slot_bytes);
+      const ptx::uint32 slot = base + Layout::load_offset + at.slot * Layout::load_slot_bytes;
+      static_for<Epilogue::tile_loads>([&](auto index) {
+        constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
+        ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
+                      ring.full(at.slot), tile.column + subtile * Layout::subtile_n, access.way, tile.row + 64 * block,
+                      access.batched ? tile.batch : 0);
+      });
+      at.advance();
+    }
+  }
+}
+
+/// Consumer's side. One object a thread; `begin` before the tile's products, `visit` after them.
+template <class Config, class Epilogue, class Params>
+struct EpilogueVisitor {
+  using Layout = EpilogueLayout<Config, Epilogue>;
+  using Subtile = Fragment<Layout::subtile_n>;
+  static constexpr int groups = Subtile::groups;
+
+  const Params& params;
+  const ptx::uint32 base;  // this warpgroup's shared memory
+  const int warpgroup, warp, lane;
+  const int n_per_way;
+  const Ring<Layout::load_slots> ring;
+  RingPosition<Layout::load_slots> loaded;
+  int store_slot = 0;
+  Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
+  Word scalar[at_least_one(Epilogue::scalars)];
+
+  __device__ __forceinline__ EpilogueVisitor(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
+                                             int warpgroup, int warp, int lane)
+      : params(params),
+        base(base),
+        warpgroup(warpgroup),
+        warp(warp),
+        lane(lane),
+        n_per_way(params.n / Layout::ways),
+        ring(ring) {}
+
+  /// Row within the output of this thread's rows; the fragment's r-th half is 8 rows further down.
+  __device__ __forceinline__ int row(const Tile& tile, int block, int r) const {
+    return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
+  }
+  /// Column within a way; the pair's second element is the next one.
+  __device__ __forceinline__ int column(const Tile& tile, int subtile, int j) const {
+    return tile.column + subtile * Layout::subtile_n + 8 * j + 2 * (lane & 3);
+  }
+
+  /// Loads what does not depend on the column, early enough to hide the latency under the products.
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    static_for<Epilogue::scalars>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::scalar[decltype(index)::value];
+      scalar[decltype(index)::value] =
+          load_word<access.dtype>(params.pointer[access.pointer], access.batched ? tile.batch : 0);
+    });
+    static_for<Epilogue::column_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::column_vector[decltype(index)::value];
+      const long long offset = access.batched ? static_cast<long long>(tile.batch) * params.m : 0;
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int at = row(tile, block, r);
+          column_vector[decltype(index)::value][block][r] =
+              load_word<access.dtype>(params.pointer[access.pointer], offset + min(at, params.m - 1));
+        }
+    });
+  }
+
+  __device__ __forceinline__ void visit(const Tile& tile,
+                                        const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
+    float row_result[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
+    static_for<Epilogue::row_reductions>([&](auto index) {
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          row_result[decltype(index)::value][block][r] = neutral<Epilogue::row_reduction[decltype(index)::value].op>();
+    });
+
+#pragma unroll
+    for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
+      Word row_vector[at_least_one(Epilogue::row_vectors)][groups][2];
+      load_row_vectors(tile, subtile, row_vector);
+      float column_result[at_least_one(Epilogue::column_reductions)][groups][2];
+      static_for<Epilogue::column_reductions>([&](auto index) {
+#pragma unroll
+        for (int j = 0; j < groups; ++j)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            column_result[decltype(index)::value][j][c] =
+                neutral<Epilogue::column_reduction[decltype(index)::value].op>();
+      });
+
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block) {
+        Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores)];
+        load_tiles(loads);
+#pragma unroll
+        for (int j = 0; j < groups; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              typename Epilogue::Element element;
+              typename Epilogue::Result result;
+              element.row = row(tile, block, r);
+#pragma unroll
+              for (int way = 0; way < Layout::ways; ++way) {
+                const int group = (way * Layout::columns + subtile * Layout::subtile_n) / 8 + j;
+                element.acc[way] = accumulator.registers[block][4 * group + 2 * r + c];
+                element.column[way] = way * n_per_way + column(tile, subtile, j) + c;
+              }
+              const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < n_per_way;
+              static_for<Epilogue::tile_loads>([&](auto index) {
+                element.tile[decltype(index)::value].f = loads[decltype(index)::value].value[j][r][c];
+              });
+              static_for<Epilogue::row_vectors>([&](auto index) {
+                element.row_vector[decltype(index)::value] = row_vector[decltype(index)::value][j][c];
+              });
+              static_for<Epilogue::column_vectors>([&](auto index) {
+                element.column_vector[decltype(index)::value] = column_vector[decltype(index)::value][block][r];
+              });
+              static_for<Epilogue::scalars>(
+                  [&](auto index) { element.scalar[decltype(index)::value] = scalar[decltype(index)::value]; });
+
+              Epilogue::evaluate(element, result);
+
+              static_for<Epilogue::tile_stores>([&](auto index) {
+                stores[decltype(index)::value].value[j][r][c] = result.tile[decltype(index)::value];
+              });
+              static_for<Epilogue::row_reductions>([&](auto index) {
+                constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
+                float& total = row_result[decltype(index)::value][block][r];
+                total = combine<op>(total, column_is_inside ? result.row[decltype(index)::value] : neutral<op>());
+              });
+              static_for<Epilogue::column_reductions>([&](auto index) {
+                constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
+                float& total = column_result[decltype(index)::value][j][c];
+                total = combine<op>(total, row_is_inside ? result.column[decltype(index)::value] : neutral<op>());
+              });
+            }
+        store_tiles(tile, subtile, block, stores);
+      }
+      share_columns(subtile, column_result);
+    }
+    write_rows(tile, row_result);
+    write_columns(tile);
+  }
+
+  /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
+  __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
+
+ private:
+  __device__ __forceinline__ void load_row_vectors(
+      const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
+    static_for<Epilogue::row_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
+      const int width = access.full ? params.n : n_per_way;
+      const long long offset =
+          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + access.way * n_per_way;
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          row_vector[decltype(index)::value][j][c] = load_word<access.dtype>(
+              params.pointer[access.pointer], offset + min(column(tile, subtile, j) + c, n_per_way - 1));
+    });
+  }
+
+  __device__ __forceinline__ void load_tiles(Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) {
+    if constexpr (Epilogue::tile_loads > 0) {
+      ring.wait_full(loaded);
+      const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;
+      static_for<Epilogue::tile_loads>([&](auto index) {
+        using Operand = Box<Epilogue::tile_load[decltype(index)::value].dtype, Layout::subtile_n>;
+        Operand::load(slot + 64 * Layout::load_row_bytes(decltype(index)::value) + 16 * warp * Operand::row_bytes, lane,
+                      loads[decltype(index)::value]);
+      });
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));
+      loaded.advance();
+    }
+  }
+
+  /// Each warp stores its own 16 rows: no barrier across warps.
+  __device__ __forceinline__ void store_tiles(const Tile& tile, int subtile, int block,
+                                              const Subtile (&stores)[at_least_one(Epilogue::tile_stores)]) {
+    if constexpr (Epilogue::tile_stores > 0) {
+      const ptx::uint32 slot =
+          base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
+      if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
+      __syncwarp();
+      static_for<Epilogue::tile_stores>([&](auto index) {
+        using Output = Box<Epilogue::tile_store[decltype(index)::value].dtype, Layout::subtile_n>;
+        Output::store(slot + 16 * Layout::store_row_bytes(decltype(index)::value), lane,
+                      stores[decltype(index)::value]);
+      });
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        static_for<Epilogue::tile_stores>([&](auto index) {
+          constexpr TileAccess access = Epilogue::tile_store[decltype(index)::value];
+          ptx::tma_store(params.map[access.map], slot + 16 * Layout::store_row_bytes(decltype(index)::value),
+                         tile.column + subtile * Layout::subtile_n, access.way, tile.row + 64 * block + 16 * warp,
+                         tile.batch);
+        });
+        ptx::tma_store_commit();
+      }
+      store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
+    }
+  }
+
+  __device__ __forceinline__ void write_rows(
+      const Tile& tile, const float (&row_result)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
+    static_for<Epilogue::row_reductions>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
+      const int tiles_n = (n_per_way + Layout::columns - 1) / Layout::columns;
+      float* partial = static_cast<float*>(params.pointer[access.pointer]) +
+                       (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float total = combine_lanes<access.op, 1 | 2>(row_result[decltype(index)::value][block][r]);
+          const int at = row(tile, block, r);
+          if ((lane & 3) == 0 && at < params.m) partial[at] = total;
+        }
+    });
+  }
+
+  /// Address of this warpgroup's column results: [reduction][warp][column].
+  __device__ __forceinline__ float* columns_of(int reduction, int of_warp) const {
+    extern __shared__ unsigned char shared[];
+    return reinterpret_cast<float*>(shared + (base - ptx::shared_address(shared)) + Layout::column_offset) +
+           (reduction * 4 + of_warp) * Layout::columns;
+  }
+
+  __device__ __forceinline__ void share_columns(
+      int subtile, const float (&column_result)[at_least_one(Epilogue::column_reductions)][groups][2]) const {
+    static_for<Epilogue::column_reductions>([&](auto index) {
+      constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float total = combine_lanes<op, 4 | 8 | 16>(column_result[decltype(index)::value][j][c]);
+          if (lane < 4)
+            columns_of(decltype(index)::value, warp)[subtile * Layout::subtile_n + 8 * j + 2 * lane + c] = total;
+        }
+    });
+  }
+
+  __device__ __forceinline__ void write_columns(const Tile& tile) const {
+    if constexpr (Epilogue::column_reductions > 0) {
+      const int barrier = 3 + warpgroup;
+      ptx::named_barrier_sync(barrier, 128);
+      const int at = 32 * warp + lane;
+      static_for<Epilogue::column_reductions>([&](auto index) {
+        constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
+        const int width = access.full ? params.n : n_per_way;
+        const int tiles_m = (params.m + Config::tile_m - 1) / Config::tile_m;
+        float* partial = static_cast<float*>(params.pointer[access.pointer]) +
+                         (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width + access.way * n_per_way;
+        if (at < Layout::columns && tile.column + at < n_per_way && tile.row < params.m) {
+          float total = columns_of(decltype(index)::value, 0)[at];
+#pragma unroll
+          for (int other = 1; other < 4; ++other)
+            total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
+          partial[tile.column + at] = total;
+        }
+      });
+      ptx::named_barrier_sync(barrier, 128);
+    }
+  }
+};
+
+}  // namespace coda

@@ -1,0 +1,221 @@
+// The one matrix product of the library: out tiles = Epilogue(a b), for Hopper.
+//
+// Persistent and warp-specialised: warpgroup 0 produces, warpgroups 1 and 2 consume. Producer warp 0 streams operand
+// tiles through a ring of shared-memory stages (TMA, multicast over the cluster); producer warps 1 and 2 prefetch the
+// epilogue's tile operands, one warp and one ring a consumer. The consumers play pingpong: each takes every second
+// tile, and while one runs its epilogue the other one's products keep the tensor cores busy.
+#pragma once
+
+#include "epilogue_sm90.cuh"
+
+namespace coda {
+
+/// Shared memory: operand stages, the consumers' epilogue memory, barriers.
+template <class Config, class Epilogue>
+struct SharedLayout {
+  static constexpr int a_bytes = Config::tile_m * Config::tile_k * 2;
+  static constexpr int b_bytes = Config::tile_n * Config::tile_k * 2;
+  static constexpr int stage_bytes = a_bytes + b_bytes;
+  static constexpr int epilogue_offset = Config::stages * stage_bytes;
+  static constexpr int stage_ring_offset = epilogue_offset + 2 * EpilogueLayout<Config, Epilogue>::bytes;
+  static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
+  static constexpr int bytes = load_ring_offset + 2 * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
+};
+
+/// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n) of 8192
+/// bytes.
+constexpr int chunk_bytes = 64 * 64 * 2;
+
+template <class Config, class Epilogue, class Params>
+struct Gemm {
+  using Layout = SharedLayout<Config, Epilogue>;
+  using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / Epilogue::ways, Config::cluster_m>;
+  static constexpr int consumers = 2;
+  static constexpr int threads = 128 * (1 + consumers);
+  static_assert(Config::tile_m == 128 && Config::tile_n == 128 && Config::tile_k == 64, "tile sizes of this mainloop");
+  static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
+
+  const Params& params;
+  const ptx::uint32 shared;
+  const int warpgroup, warp, lane;  // warp within the warpgroup
+  const int rank;                   // of this CTA in its cluster
+  const int k_blocks;
+  const TileScheduler scheduler;
+  const Ring<Config::stages> stages;
+
+  __device__ __forceinline__ Gemm(const Params& params, ptx::uint32 shared)
+      : params(params),
+        shared(shared),
+        warpgroup(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0)),
+        warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
+        lane(threadIdx.x % 32),
+        rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
+        k_blocks((params.k + Config::tile_k - 1) / Config::tile_k),
+        scheduler(params.m, params.n / Epilogue::ways, params.batch),
+        stages{shared + Layout::stage_ring_offset} {}
+
+  using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
+  __device__ __forceinline__ LoadRing load_ring(int consumer) const {
+    return {shared + Layout::load_ring_offset + consumer * LoadRing::bytes};
+  }
+  __device__ __forceinline__ ptx::uint32 epilogue_base(int consumer) const {
+    return shared + Layout::epilogue_offset + consumer * EpilogueLayout<Config, Epilogue>::bytes;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      stages.init(1, 4 * Config::cluster_m);  // emptied by the four warps of a consumer in every CTA of the cluster
+      for (int consumer = 0; consumer < consumers; ++consumer) load_ring(consumer).init(1, 4);
+      ptx::mbarrier_init_fence();
+    }
+    synchronize();
+    if (warpgroup == 0) {
+      ptx::registers_decrease<40>();
+      if (warp == 0 && lane == 0) produce();
+      if (warp - 1 >= 0 && warp - 1 < consumers && lane == 0) prefetch(warp - 1);
+    } else {
+      ptx::registers_increase<232>();
+      consume(warpgroup - 1);
+    }
+    synchronize();  // no CTA leaves while another one may still arrive on its barriers
+  }
+
+ private:
+  __device__ __forceinline__ static void synchronize() {
+    if constexpr (Config::cluster_m > 1) {
+      __syncwarp();
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void produce() {
+    ptx::tma_prefetch_map(params.map[0]);
+    ptx::tma_prefetch_map(params.map[1]);
+    RingPosition<Config::stages> at;
+    for (int index = scheduler.first(); index < scheduler.total; index += scheduler.stride()) {
+      const Tile tile = scheduler.tile(index, rank);
+      for (int k_block = 0; k_block < k_blocks; ++k_block) {
+        stages.wait_empty(at);
+        ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::stage_bytes);
+        const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
+        load_a(tile, k_block * Config::tile_k, stage, stages.full(at.slot));
+        load_b(tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        at.advance();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+    const int batch = Config::a_batched ? tile.batch : 0;
+    if constexpr (Config::transpose_a) {
+      for (int chunk = 0; chunk < Config::tile_m / 64; ++chunk)
+        ptx::tma_load(target + chunk * chunk_bytes, params.map[0], barrier, tile.row + 64 * chunk, 0, k, batch);
+    } else {
+      ptx::tma_load(target, params.map[0], barrier, k, 0, tile.row, batch);
+    }
+  }
+
+  /// The CTAs of a cluster share b: each loads every cluster_m-th chunk for all of them. Chunks of the second half of a
+  /// tile belong to the second way when there are two.
+  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+    constexpr int chunks = Config::tile_n / 64, chunks_per_way = chunks / Epilogue::ways;
+    const int batch = Config::b_batched ? tile.batch : 0;
+#pragma unroll
+    for (int i = 0; i < chunks / Config::cluster_m; ++i) {
+      const int chunk = i * Config::cluster_m + rank;
+      const int way = chunk / chunks_per_way, column = tile.column + 64 * (chunk % chunks_per_way);
+      const int inner = Config::transpose_b ? k : column, outer = Config::transpose_b ? column : k;
+      if constexpr (Config::cluster_m > 1) {
+        constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
+        ptx::tma_load_multicast(target + chunk * chunk_bytes, params.map[1], barrier, inner, way, outer, batch,
+                                everyone);
+      } else {
+        ptx::tma_load(target + chunk * chunk_bytes, params.map[1], barrier, inner, way, outer, batch);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void prefetch(int consumer) {
+    if constexpr (Epilogue::tile_loads > 0) {
+      RingPosition<LoadRing::slots> at;
+      for (int index = scheduler.first() + consumer * scheduler.stride(); index < scheduler.total;
+           index += consumers * scheduler.stride())
+        prefetch_operands<Config, Epilogue>(params, scheduler.tile(index, rank), epilogue_base(consumer),
+                                            load_ring(consumer), at);
+    }
+  }
+
+  __device__ __forceinline__ void consume(int consumer) {
+    EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(consumer), consumer,
+                                                       warp, lane);
+    RingPosition<Config::stages> at;
+    if (consumer == 1) at.advance(k_blocks);
+    for (int index = scheduler.first() + consumer * scheduler.stride(); index < scheduler.total;
+         index += consumers * scheduler.stride()) {
+      const Tile tile = scheduler.tile(index, rank);
+      epilogue.begin(tile);
+
+      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
+      const bool is_first = index == scheduler.first(), is_last = index + scheduler.stride() >= scheduler.total;
+      if (!is_first) ptx::named_barrier_sync(1 + consumer, 128 * consumers);
+      Accumulator<Config::tile_m / 64, Config::tile_n> accumulator;
+      RingPosition<Config::stages> previous = at;
+      for (int k_block = 0; k_block < k_blocks; ++k_block) {
+        stages.wait_full(at);
+        multiply(at.slot, k_block > 0, accumulator);
+        if (k_block > 0) {
+          wgmma::wait<1>();
+          release(previous.slot);
+        }
+        previous = at;
+        at.advance();
+      }
+      if (!is_last) ptx::named_barrier_arrive(1 + (consumer ^ 1), 128 * consumers);
+      wgmma::wait<0>();
+#pragma unroll
+      for (int block = 0; block < Config::tile_m / 64; ++block) wgmma::keep_behind_wait(accumulator.registers[block]);
+      release(previous.slot);
+      at.advance(k_blocks);
+
+      epilogue.visit(tile, accumulator);
+    }
+    epilogue.finish();
+  }
+
+  /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
+  /// one's.
+  __device__ __forceinline__ void multiply(int slot, bool accumulate,
+                                           Accumulator<Config::tile_m / 64, Config::tile_n>& accumulator) const {
+    constexpr int a_step = Config::transpose_a ? 2048 : 32, b_step = Config::transpose_b ? 32 : 2048;
+    const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
+    const ptx::uint64 a = wgmma::descriptor(stage), b = wgmma::descriptor(stage + Layout::a_bytes);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Config::tile_k / 16; ++step)
+#pragma unroll
+      for (int block = 0; block < Config::tile_m / 64; ++block)
+        wgmma::multiply<Config::input, Config::transpose_a, !Config::transpose_b>(
+            accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
+            accumulate || step > 0);
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ void release(int slot) const {
+    if constexpr (Config::cluster_m > 1) {
+      if (lane < Config::cluster_m) ptx::mbarrier_arrive_remote(stages.empty(slot), lane);
+    } else {
+      if (lane == 0) ptx::mbarrier_arrive(stages.empty(slot));
+    }
+  }
+};
+
+template <class Config, class Epilogue, class Params>
+__device__ __forceinline__ void gemm(const Params& params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  Gemm<Config, Epilogue, Params>(params, ptx::shared_address(shared_memory)).run();
+}
+
+}  // namespace coda

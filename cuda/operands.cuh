@@ -1,0 +1,142 @@
+// How an epilogue's operands and results lie in memory: fragments in swizzled shared memory, vectors and scalars in
+// global memory, reductions. One warp handles 16 rows; the fragment is that of accumulator_sm90.cuh.
+#pragma once
+
+#include "elementwise.cuh"
+#include "ptx_sm90.cuh"
+
+namespace coda {
+
+/// Calls f(Index<0>()), ..., f(Index<count - 1>()): a loop whose variable is a constant expression.
+template <int value_>
+struct Index {
+  static constexpr int value = value_;
+};
+template <int count, int at = 0, class F>
+__device__ __forceinline__ void static_for(F&& f) {
+  if constexpr (at < count) {
+    f(Index<at>());
+    static_for<count, at + 1>(f);
+  }
+}
+
+__host__ __device__ constexpr int bytes_of(DType dtype) {
+  return dtype == DType::pred ? 1 : dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
+}
+
+// ---- one value in global memory
+
+template <DType dtype>
+__device__ __forceinline__ Word load_word(const void* base, long long index) {
+  Word word;
+  if constexpr (dtype == DType::f32) {
+    word.f = __ldg(static_cast<const float*>(base) + index);
+  } else if constexpr (dtype == DType::i32) {
+    word.i = __ldg(static_cast<const int*>(base) + index);
+  } else if constexpr (dtype == DType::pred) {
+    word.i = __ldg(static_cast<const unsigned char*>(base) + index) != 0;
+  } else {
+    const ptx::uint16 bits = __ldg(static_cast<const unsigned short*>(base) + index);
+    if constexpr (dtype == DType::bf16) {
+      word.f = __uint_as_float(static_cast<ptx::uint32>(bits) << 16);
+    } else {
+      word.f = ptx::f16_to_float(bits);
+    }
+  }
+  return word;
+}
+
+// ---- a fragment in shared memory: 16 rows x `columns`, TMA's swizzle
+
+/// Values of one thread: [8-column group j][row half r][column c].
+template <int columns>
+struct Fragment {
+  static constexpr int groups = columns / 8;
+  float value[groups][2][2];
+};
+
+/// A box of rows of `columns` elements as TMA lays it out: the swizzle is the row's bytes, and exchanges the 16-byte
+/// chunks of a row by the row's position in its group of 8. All accesses below are free of bank conflicts for 16-bit
+/// types.
+template <DType dtype, int columns>
+struct Box {
+  static constexpr int row_bytes = columns * bytes_of(dtype);
+  static_assert(row_bytes == 32 || row_bytes == 64 || row_bytes == 128, "a box row is 32, 64 or 128 bytes");
+
+  __device__ __forceinline__ static ptx::uint32 offset(int row, int chunk) {
+    const int exchange = row_bytes == 128 ? row & 7 : row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
+    return row * row_bytes + ((chunk ^ exchange) << 4);
+  }
+
+  __device__ __forceinline__ static void load(ptx::uint32 box, int lane, Fragment<columns>& fragment) {
+    if constexpr (bytes_of(dtype) == 2) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; j += 2) {
+        ptx::uint32 words[4];
+        ptx::load_matrices(box + offset(lane & 15, j + (lane >> 4)), words);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float (&pair)[2] = fragment.value[j + i / 2][i % 2];
+          if constexpr (dtype == DType::bf16) {
+            pair[0] = __uint_as_float(words[i] << 16);
+            pair[1] = __uint_as_float(words[i] & 0xFFFF0000u);
+          } else {
+            pair[0] = ptx::f16_to_float(static_cast<ptx::uint16>(words[i]));
+            pair[1] = ptx::f16_to_float(static_cast<ptx::uint16>(words[i] >> 16));
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          ptx::load_pair(box + offset(lane / 4 + 8 * r, 2 * j + (lane & 3) / 2) + 8 * (lane & 1),
+                         fragment.value[j][r][0], fragment.value[j][r][1]);
+    }
+  }
+
+  __device__ __forceinline__ static void store(ptx::uint32 box, int lane, const Fragment<columns>& fragment) {
+    if constexpr (bytes_of(dtype) == 2) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; j += 2) {
+        ptx::uint32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&pair)[2] = fragment.value[j + i / 2][i % 2];
+          words[i] = dtype == DType::bf16 ? ptx::pack_bf16(pair[0], pair[1]) : ptx::pack_f16(pair[0], pair[1]);
+        }
+        ptx::store_matrices(box + offset(lane & 15, j + (lane >> 4)), words);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          ptx::store_pair(box + offset(lane / 4 + 8 * r, 2 * j + (lane & 3) / 2) + 8 * (lane & 1),
+                          fragment.value[j][r][0], fragment.value[j][r][1]);
+    }
+  }
+};
+
+// ---- reductions: elements outside the array count as the neutral element
+
+template <Op op>
+__device__ __forceinline__ float neutral() {
+  return op == Op::sum ? 0.f : op == Op::max ? -__int_as_float(0x7F800000) : __int_as_float(0x7F800000);
+}
+template <Op op>
+__device__ __forceinline__ float combine(float a, float b) {
+  return op == Op::sum ? a + b : op == Op::max ? maximum(a, b) : minimum(a, b);
+}
+
+/// Combines over the lanes whose numbers differ in the bits of `mask` (1 | 2: a row's quad; 4 | 8 | 16: a column).
+template <Op op, int mask>
+__device__ __forceinline__ float combine_lanes(float value) {
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2)
+    if (mask & bit) value = combine<op>(value, __shfl_xor_sync(0xFFFFFFFFu, value, bit));
+  return value;
+}
+
+}  // namespace coda

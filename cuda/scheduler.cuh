@@ -1,0 +1,44 @@
+// Which output tile a cluster works on next. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+namespace coda {
+
+/// Position of one CTA's tile, in elements (row, column within a way) and in tiles (for the partial reductions).
+struct Tile {
+  int row, column, batch;
+  int index_m, index_n;
+};
+
+/// Tiles of a (batch, m, n) output; a cluster covers `cluster_m` tiles that follow each other along m. Rasterised in
+/// bands of `band` clusters along m, so that what runs at one time is roughly square and its operands stay in L2.
+template <int tile_m, int columns, int cluster_m>
+struct Scheduler {
+  static constexpr int band = 8;
+  int tiles_m, tiles_n, clusters_m, total;
+
+  __device__ __forceinline__ Scheduler(int m, int n_per_way, int batch) {
+    tiles_m = (m + tile_m - 1) / tile_m;
+    tiles_n = (n_per_way + columns - 1) / columns;
+    clusters_m = (tiles_m + cluster_m - 1) / cluster_m;
+    total = clusters_m * tiles_n * batch;
+  }
+
+  __device__ __forceinline__ static int first() { return blockIdx.x / cluster_m; }
+  __device__ __forceinline__ static int stride() { return gridDim.x / cluster_m; }
+
+  __device__ __forceinline__ Tile tile(int index, int rank) const {
+    const int per_batch = clusters_m * tiles_n;
+    const int batch = index / per_batch;
+    const int in_batch = index - batch * per_batch;
+    const int band_index = in_batch / (band * tiles_n);
+    const int in_band = in_batch - band_index * band * tiles_n;
+    const int band_rows = min(band, clusters_m - band_index * band);
+    const int index_n = in_band / band_rows;
+    const int index_m = (band_index * band + in_band - index_n * band_rows) * cluster_m + rank;
+    return {index_m * tile_m, index_n * columns, batch, index_m, index_n};
+  }
+};
+
+}  // namespace coda
