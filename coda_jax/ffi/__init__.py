@@ -1,5 +1,238 @@
-"""The XLA FFI module: compiles generated kernels with NVRTC and launches them on XLA's stream."""
+"""The XLA FFI module: generated kernels are compiled with NVRTC and launched on XLA's stream by one handler, "coda_gemm".
 
-from coda_jax.ffi._ffi import ABI
+Everything that a kernel needs travels in the custom call's attributes, so a program loaded from XLA's compilation cache
+or from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a
+driver nor NVRTC: those are opened when the first kernel compiles or runs.
 
-__all__ = ["ABI"]
+Environment, read when this module is imported:
+
+* ``CODA_JAX_CACHE_DIR``: where compiled kernels are kept (default ``$XDG_CACHE_HOME/coda_jax``, else
+  ``~/.cache/coda_jax``; empty: nowhere). Entries that were not used for longest go when it exceeds 256 MiB.
+* ``CODA_JAX_QUIET=1``: no line on stderr when a kernel compiles.
+* ``CODA_JAX_DUMP_DIR``: debugging: source, log and image of every kernel are written here, with line information.
+"""
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from coda_jax.ffi import _ffi
+
+__all__ = [
+    "ABI",
+    "ARCH",
+    "Compiled",
+    "compile",
+    "compile_async",
+    "gemm_call",
+    "headers",
+    "headers_hash",
+    "kernel_key",
+    "unavailable_reason",
+]
+
+ABI: int = _ffi.ABI
+ARCH = "sm_90a"
+TARGET = "coda_gemm"
+
+_CACHE_LIMIT_BYTES = 256 << 20
+_OPTIONS = ("--std=c++20", "--fmad=true", "--prec-div=false", "--prec-sqrt=false", "--ptxas-options=-v")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: the image, NVRTC's log with registers and spills, the seconds it took and whether it came from disk."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+    cached: bool
+
+
+@functools.cache
+def headers() -> Mapping[str, str]:
+    """The kernel headers by include name: packaged ones, else those of the source tree."""
+    package = pathlib.Path(__file__).resolve().parents[1]
+    packaged = package / "cuda"
+    folder = packaged if packaged.is_dir() else package.parent / "cuda"
+    found = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+    if not found:
+        raise FileNotFoundError(f"no kernel headers in {folder}")
+    return found
+
+
+@functools.cache
+def headers_hash() -> str:
+    """Names the headers' contents; a program generated for others is refused."""
+    return _digest(*(part for item in headers().items() for part in item))[:16]
+
+
+@functools.cache
+def _options() -> tuple[str, ...]:
+    return (*_OPTIONS, "--generate-line-info") if os.environ.get("CODA_JAX_DUMP_DIR") else _OPTIONS
+
+
+def kernel_key(source: str) -> str:
+    """Names a compiled kernel in every cache: a digest of all that goes into it but NVRTC's version."""
+    return _digest(str(ABI), headers_hash(), *_options(), ARCH, source)
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def compile_async(source: str, name: str) -> None:
+    """Queues a kernel on the compiler's threads; the program that calls it joins the job when XLA instantiates it.
+
+    Args:
+      source: CUDA text that defines ``coda_gemm``; may include any of `headers`.
+      name: the operator, for messages.
+    """
+    _ffi.submit(kernel_key(source), name, source, ARCH)
+
+
+def compile(source: str, name: str) -> Compiled:
+    """Compiles a kernel, or takes it from memory or disk. Arguments as for `compile_async`.
+
+    Raises:
+      RuntimeError: with the operator's name and NVRTC's whole log; or NVRTC was not found.
+    """
+    return Compiled(*_ffi.compile(kernel_key(source), name, source, ARCH))
+
+
+def unavailable_reason() -> str | None:
+    """Why kernels cannot be compiled here, with what was tried; None where they can."""
+    return _ffi.unavailable_reason() or None
+
+
+def gemm_call(
+    args: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    source: str,
+    maps: Sequence[int] | np.ndarray,
+    pointers: Sequence[int] | np.ndarray,
+    transpose_a: bool,
+    transpose_b: bool,
+    tile_m: int,
+    tile_n: int,
+    ways: int,
+    cluster_m: int,
+    threads: int,
+    smem_bytes: int,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """The custom call. Buffers are numbered operands first, then results, all row-major.
+
+    Args:
+      args: a, b, then the epilogue's operands.
+      results: tiles, then one array of partials per reduction.
+      name: the operator, for messages.
+      source: CUDA text of the kernel, as for `compile_async`.
+      maps: six int32 per tensor map: buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes.
+      pointers: buffers whose addresses follow the maps in the kernel's parameter block.
+      transpose_a: a is (k, m), else (m, k); either may have a batch dimension in front.
+      transpose_b: b is (n, k), else (k, n).
+      tile_m: rows of a block's tile.
+      tile_n: columns of a block's tile, all ways together.
+      ways: 2 where a tile holds matching columns of the two halves of n.
+      cluster_m: blocks of a cluster, along m.
+      threads: of a block.
+      smem_bytes: dynamic shared memory of a block.
+      input_output_aliases: operand number to result number, equal in shape and dtype.
+    """
+    call = jax.ffi.ffi_call(TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
+    return list(
+        call(
+            *args,
+            abi=np.int32(ABI),
+            headers=headers_hash(),
+            name=name,
+            key=kernel_key(source),
+            arch=ARCH,
+            source=source,
+            maps=np.asarray(maps, np.int32),
+            pointers=np.asarray(pointers, np.int32),
+            transpose_a=np.bool_(transpose_a),
+            transpose_b=np.bool_(transpose_b),
+            tile_m=np.int32(tile_m),
+            tile_n=np.int32(tile_n),
+            ways=np.int32(ways),
+            cluster_m=np.int32(cluster_m),
+            threads=np.int32(threads),
+            smem_bytes=np.int32(smem_bytes),
+        )
+    )
+
+
+def _cache_directory() -> str:
+    setting = os.environ.get("CODA_JAX_CACHE_DIR")
+    if setting is not None:
+        return setting
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "coda_jax") if os.path.isabs(base) else ""
+
+
+def _nvrtc_libraries() -> list[tuple[str, str]]:
+    """Candidates in order of preference: (builtins, or "" to leave them to the loader; NVRTC)."""
+    folders: list[pathlib.Path] = []
+    for namespace in _nvidia_namespace():
+        folders += [*sorted(namespace.glob("cu[0-9]*/lib"), reverse=True), namespace / "cuda_nvrtc" / "lib"]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if root := os.environ.get(variable):
+            folders += [pathlib.Path(root, "lib64"), pathlib.Path(root, "lib")]
+    folders.append(pathlib.Path("/usr/local/cuda/lib64"))
+    found = []
+    for folder in folders:
+        builtins = max(folder.glob("libnvrtc-builtins.so.*"), key=_version, default=None)
+        library = max(folder.glob("libnvrtc.so.*"), key=_version, default=None)
+        if builtins and library:
+            found.append((str(builtins), str(library)))
+    return [*found, ("", "libnvrtc.so.13"), ("", "libnvrtc.so.12")]
+
+
+def _nvidia_namespace() -> list[pathlib.Path]:
+    try:
+        import nvidia  # a namespace package: its parts may lie in several folders
+    except ImportError:
+        return []
+    return [pathlib.Path(path) for path in nvidia.__path__]
+
+
+def _version(path: pathlib.Path) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", path.name.partition(".so.")[2]))
+
+
+def _configure(cache_limit_bytes: int = _CACHE_LIMIT_BYTES) -> None:
+    """Reads the environment and starts an empty compiler."""
+    _options.cache_clear()
+    _ffi.configure(
+        headers=list(headers().items()),
+        headers_hash=headers_hash(),
+        options=list(_options()),
+        libraries=_nvrtc_libraries(),
+        cache_directory=_cache_directory(),
+        cache_limit_bytes=cache_limit_bytes,
+        dump_directory=os.environ.get("CODA_JAX_DUMP_DIR", ""),
+        quiet=os.environ.get("CODA_JAX_QUIET", "0") not in ("", "0"),
+    )
+
+
+_configure()
+atexit.register(_ffi.shutdown)
+jax.ffi.register_ffi_target(TARGET, _ffi.handlers(), platform="CUDA", api_version=1)

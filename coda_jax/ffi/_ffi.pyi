@@ -1,0 +1,34 @@
+from collections.abc import Sequence
+from typing import Any
+
+ABI: int
+
+def configure(
+    *,
+    headers: Sequence[tuple[str, str]],
+    headers_hash: str,
+    options: Sequence[str],
+    libraries: Sequence[tuple[str, str]],
+    cache_directory: str,
+    cache_limit_bytes: int,
+    dump_directory: str,
+    quiet: bool,
+) -> None: ...
+def submit(key: str, name: str, source: str, arch: str) -> None: ...
+def compile(key: str, name: str, source: str, arch: str) -> tuple[bytes, str, float, bool]: ...
+def unavailable_reason() -> str: ...
+def shutdown() -> None: ...
+def handlers() -> dict[str, Any]: ...
+def describe_map(map: Sequence[int], dtype: str, dims: Sequence[int]) -> dict[str, Any]: ...
+def describe_geometry(
+    *,
+    a: Sequence[int],
+    b: Sequence[int],
+    transpose_a: bool,
+    transpose_b: bool,
+    tile_m: int,
+    tile_n: int,
+    ways: int,
+    cluster_m: int,
+    multiprocessors: int,
+) -> dict[str, int]: ...

@@ -1,0 +1,246 @@
+#include "compiler.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <stdexcept>
+
+#include "cuda_api.h"
+
+namespace coda {
+namespace {
+
+namespace fs = std::filesystem;
+
+template <typename Function>
+bool Resolve(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+/// Opens the first candidate that works. NVRTC opens its builtins by bare name, which fails for a library outside the
+/// loader's path unless they are in the process already: so they go first.
+Nvrtc OpenNvrtc(const std::vector<std::pair<std::string, std::string>>& candidates) {
+  std::string tried;
+  for (const auto& [builtins, path] : candidates) {
+    if (!builtins.empty() && dlopen(builtins.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+      tried += std::string("\n  ") + dlerror();
+      continue;
+    }
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      tried += std::string("\n  ") + dlerror();
+      continue;
+    }
+    Nvrtc nvrtc;
+#define CODA_RESOLVE(name) Resolve(library, #name, nvrtc.name)
+    if (CODA_RESOLVE(nvrtcVersion) && CODA_RESOLVE(nvrtcGetErrorString) && CODA_RESOLVE(nvrtcCreateProgram) &&
+        CODA_RESOLVE(nvrtcDestroyProgram) && CODA_RESOLVE(nvrtcCompileProgram) && CODA_RESOLVE(nvrtcGetProgramLogSize) &&
+        CODA_RESOLVE(nvrtcGetProgramLog) && CODA_RESOLVE(nvrtcGetCUBINSize) && CODA_RESOLVE(nvrtcGetCUBIN)) {
+#undef CODA_RESOLVE
+      int major = 0, minor = 0;
+      nvrtc.nvrtcVersion(&major, &minor);
+      if (std::pair(major, minor) >= std::pair(12, 4)) return nvrtc;
+      tried += "\n  " + path + ": version " + std::to_string(major) + "." + std::to_string(minor) + ", 12.4 is needed";
+      continue;
+    }
+    tried += "\n  " + path + ": not NVRTC";
+  }
+  throw std::runtime_error("NVRTC was not found (pip install nvidia-cuda-nvrtc, or set CUDA_HOME). Tried:" + tried);
+}
+
+const Nvrtc& GetNvrtc(const CompilerSettings& settings) {
+  static std::mutex mutex;
+  static Nvrtc* nvrtc = nullptr;
+  std::lock_guard lock(mutex);
+  if (nvrtc == nullptr) nvrtc = new Nvrtc(OpenNvrtc(settings.libraries));
+  return *nvrtc;
+}
+
+std::string ReadLog(const Nvrtc& nvrtc, nvrtcProgram program) {
+  size_t bytes = 0;
+  nvrtc.nvrtcGetProgramLogSize(program, &bytes);
+  std::string log(bytes, '\0');
+  if (bytes > 0) nvrtc.nvrtcGetProgramLog(program, log.data());
+  while (!log.empty() && log.back() == '\0') log.pop_back();
+  return log;
+}
+
+Binary RunNvrtc(const Nvrtc& nvrtc, const CompilerSettings& settings, const CompileRequest& request) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<const char*> texts, names, options;
+  for (const auto& [name, text] : settings.headers) {
+    names.push_back(name.c_str());
+    texts.push_back(text.c_str());
+  }
+  const std::string arch = "--gpu-architecture=" + request.arch;
+  options.push_back(arch.c_str());
+  for (const std::string& option : settings.options) options.push_back(option.c_str());
+
+  nvrtcProgram program = nullptr;
+  nvrtcResult result = nvrtc.nvrtcCreateProgram(&program, request.source.c_str(), (request.name + ".cu").c_str(),
+                                                static_cast<int>(names.size()), texts.data(), names.data());
+  if (result != 0) throw std::runtime_error(request.name + ": NVRTC: " + nvrtc.nvrtcGetErrorString(result));
+  result = nvrtc.nvrtcCompileProgram(program, static_cast<int>(options.size()), options.data());
+  Binary binary;
+  binary.log = ReadLog(nvrtc, program);
+  size_t bytes = 0;
+  if (result == 0) result = nvrtc.nvrtcGetCUBINSize(program, &bytes);
+  if (result == 0) {
+    binary.cubin.resize(bytes);
+    result = nvrtc.nvrtcGetCUBIN(program, binary.cubin.data());
+  }
+  nvrtc.nvrtcDestroyProgram(&program);
+  if (result != 0) {
+    throw std::runtime_error(request.name + ": compilation for " + request.arch + " failed: " +
+                             nvrtc.nvrtcGetErrorString(result) + "\n" + binary.log);
+  }
+  binary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return binary;
+}
+
+void Dump(const std::string& directory, const CompileRequest& request, const Binary& binary) {
+  std::error_code error;
+  fs::create_directories(directory, error);
+  std::string stem;
+  for (const char c : request.name) stem += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
+  const fs::path path = fs::path(directory) / (stem + "-" + request.key.substr(0, 12));
+  std::ofstream(path.string() + ".cu", std::ios::binary) << request.source;
+  std::ofstream(path.string() + ".log", std::ios::binary) << binary.log;
+  std::ofstream(path.string() + ".cubin", std::ios::binary) << binary.cubin;
+}
+
+// The process's compiler is never destroyed by static destruction: Python's atexit shuts it down.
+std::mutex& GlobalMutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+std::shared_ptr<Compiler>& GlobalCompiler() {
+  static auto* compiler = new std::shared_ptr<Compiler>;
+  return *compiler;
+}
+
+// A forked child has none of the pool's threads: it starts a compiler of its own and leaves the parent's, whose lock some
+// thread may have held, untouched. Finished kernels come back from the disk.
+void HandleFork() {
+  pthread_atfork([] { GlobalMutex().lock(); }, [] { GlobalMutex().unlock(); },
+                 [] {
+                   std::shared_ptr<Compiler>& compiler = GlobalCompiler();
+                   if (compiler != nullptr) {
+                     auto* parents = new std::shared_ptr<Compiler>(compiler);
+                     compiler = std::make_shared<Compiler>((*parents)->settings());
+                   }
+                   GlobalMutex().unlock();
+                 });
+}
+
+}  // namespace
+
+Compiler::Compiler(CompilerSettings settings)
+    : settings_(std::move(settings)), cache_(settings_.cache_directory, settings_.cache_limit_bytes) {}
+
+Compiler::~Compiler() { Shutdown(); }
+
+std::shared_ptr<Compiler> Compiler::Get() {
+  std::lock_guard lock(GlobalMutex());
+  if (GlobalCompiler() == nullptr) throw std::logic_error("coda_jax.ffi is not configured");
+  return GlobalCompiler();
+}
+
+void Compiler::Configure(CompilerSettings settings) {
+  static std::once_flag once;
+  std::call_once(once, HandleFork);
+  auto compiler = std::make_shared<Compiler>(std::move(settings));
+  std::lock_guard lock(GlobalMutex());
+  compiler.swap(GlobalCompiler());
+}
+
+std::string Compiler::UnavailableReason() const {
+  try {
+    GetNvrtc(settings_);
+    return "";
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+Compiler::Job Compiler::Submit(CompileRequest request) {
+  std::unique_lock lock(mutex_);
+  if (const auto it = jobs_.find(request.key); it != jobs_.end()) return it->second;
+  std::string key = request.key;
+  std::packaged_task<std::shared_ptr<const Binary>()> task(
+      [this, request = std::move(request)] { return Compile(request); });
+  Job job = task.get_future().share();
+  jobs_.emplace(std::move(key), job);
+  if (stopped_) {
+    lock.unlock();
+    task();
+    return job;
+  }
+  queue_.push_back(std::move(task));
+  const size_t limit = std::max(1u, std::thread::hardware_concurrency());
+  if (idle_ < queue_.size() && threads_.size() < limit) threads_.emplace_back([this] { Work(); });
+  wake_.notify_one();
+  return job;
+}
+
+void Compiler::Work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    ++idle_;
+    wake_.wait(lock, [this] { return stopped_ || !queue_.empty(); });
+    --idle_;
+    if (stopped_) return;
+    std::packaged_task<std::shared_ptr<const Binary>()> task = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    task();
+    lock.lock();
+  }
+}
+
+void Compiler::Shutdown() {
+  std::vector<std::thread> threads;
+  std::deque<std::packaged_task<std::shared_ptr<const Binary>()>> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+    threads.swap(threads_);
+    dropped.swap(queue_);
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::shared_ptr<const Binary> Compiler::Compile(const CompileRequest& request) const {
+  const Nvrtc& nvrtc = GetNvrtc(settings_);
+  int major = 0, minor = 0;
+  nvrtc.nvrtcVersion(&major, &minor);
+  const std::string entry = request.key + "-nvrtc" + std::to_string(major) + "." + std::to_string(minor);
+  std::shared_ptr<const Binary> binary = cache_.Load(entry);
+  if (binary == nullptr) {
+    Announce(request);
+    binary = std::make_shared<Binary>(RunNvrtc(nvrtc, settings_, request));
+    cache_.Store(entry, *binary);
+  }
+  if (!settings_.dump_directory.empty()) Dump(settings_.dump_directory, request, *binary);
+  return binary;
+}
+
+void Compiler::Announce(const CompileRequest& request) const {
+  if (settings_.quiet) return;
+  size_t queued = 0;
+  {
+    std::lock_guard lock(mutex_);
+    queued = queue_.size();
+  }
+  const std::string more = queued > 0 ? " (" + std::to_string(queued) + " queued)" : "";
+  std::fprintf(stderr, "coda_jax: compiling %s for %s%s\n", request.name.c_str(), request.arch.c_str(), more.c_str());
+}
+
+}  // namespace coda

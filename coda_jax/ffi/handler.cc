@@ -1,0 +1,290 @@
+#include "handler.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "compiler.h"
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::coda::GemmCall, StructMember<int32_t>("abi"), StructMember<std::string_view>("headers"),
+    StructMember<std::string_view>("name"), StructMember<std::string_view>("key"), StructMember<std::string_view>("arch"),
+    StructMember<std::string_view>("source"), StructMember<Span<const int32_t>>("maps"),
+    StructMember<Span<const int32_t>>("pointers"), StructMember<bool>("transpose_a"), StructMember<bool>("transpose_b"),
+    StructMember<int32_t>("tile_m"), StructMember<int32_t>("tile_n"), StructMember<int32_t>("ways"),
+    StructMember<int32_t>("cluster_m"), StructMember<int32_t>("threads"), StructMember<int32_t>("smem_bytes"));
+
+namespace coda {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr char kSymbol[] = "coda_gemm";
+constexpr size_t kMaxBuffers = 64;
+constexpr size_t kMaxParameterBytes = 4096;  // what every driver accepts
+constexpr int kMaxDevices = 64;
+
+/// A compiled kernel and, once a device has initialised it, its handle. The driver's handle serves every device; memory
+/// limit and loading are per device.
+struct Kernel {
+  std::shared_ptr<const Binary> binary;
+  std::mutex loading;
+  CUlibrary library = nullptr;
+  std::atomic<CUkernel> kernel{nullptr};
+  std::atomic<uint64_t> ready_devices{0};
+};
+
+/// Kernels by key, for the whole process; never destroyed, since executables may outlive any moment we could choose.
+/// Handler state objects would tie kernels to executables, but their type registration keeps the CPU backend of
+/// jaxlib 0.10.2 and 0.12 from starting.
+class Registry {
+ public:
+  static Registry& Get() {
+    static auto* registry = new Registry;
+    return *registry;
+  }
+
+  void Insert(std::string_view key, std::shared_ptr<const Binary> binary) {
+    std::unique_lock lock(mutex_);
+    std::unique_ptr<Kernel>& kernel = kernels_[std::string(key)];
+    if (kernel != nullptr) return;
+    kernel = std::make_unique<Kernel>();
+    kernel->binary = std::move(binary);
+  }
+
+  Kernel& Find(std::string_view key) const {
+    std::shared_lock lock(mutex_);
+    const auto it = kernels_.find(key);
+    if (it == kernels_.end()) throw std::logic_error("the program was not instantiated in this process");
+    return *it->second;
+  }
+
+ private:
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<std::string, std::unique_ptr<Kernel>, Hash, std::equal_to<>> kernels_;
+};
+
+int DeviceAttribute(const Driver& driver, int attribute, CUdevice device) {
+  int value = 0;
+  driver.Check(driver.cuDeviceGetAttribute(&value, attribute, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+CUdevice CurrentDevice(const Driver& driver) {
+  CUdevice device = 0;
+  driver.Check(driver.cuCtxGetDevice(&device), "cuCtxGetDevice");
+  if (device >= kMaxDevices) throw std::runtime_error("device ordinal " + std::to_string(device) + " is not supported");
+  return device;
+}
+
+void Load(const Driver& driver, const GemmCall& call, CUdevice device, Kernel& kernel) {
+  const int major = DeviceAttribute(driver, kDeviceAttributeComputeCapabilityMajor, device);
+  const int minor = DeviceAttribute(driver, kDeviceAttributeComputeCapabilityMinor, device);
+  const std::string capability = "sm_" + std::to_string(major) + std::to_string(minor);
+  if (call.arch.substr(0, capability.size()) != capability) {
+    throw std::runtime_error("the program was lowered for " + std::string(call.arch) + ", the device is " + capability +
+                             "; lower it with implementation=\"xla\"");
+  }
+  if (kernel.kernel == nullptr) {
+    driver.Check(driver.cuLibraryLoadData(&kernel.library, kernel.binary->cubin.data(), nullptr, nullptr, 0, nullptr,
+                                          nullptr, 0),
+                 "cuLibraryLoadData");
+    CUkernel handle = nullptr;
+    driver.Check(driver.cuLibraryGetKernel(&handle, kernel.library, kSymbol), "cuLibraryGetKernel");
+    kernel.kernel = handle;
+  }
+  driver.Check(driver.cuKernelSetAttribute(kFunctionAttributeMaxDynamicSharedBytes, call.smem_bytes, kernel.kernel, device),
+               ("shared memory of " + std::to_string(call.smem_bytes) + " bytes").c_str());
+  CUfunction loaded = nullptr;  // loads the code on this device now: under a graph capture it could not be
+  driver.Check(driver.cuKernelGetFunction(&loaded, kernel.kernel), "cuKernelGetFunction");
+}
+
+void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffers) {
+  const Driver& driver = Driver::Get();
+  const CUdevice device = CurrentDevice(driver);
+  const Geometry geometry = DescribeGeometry(call, buffers[0], buffers[1],
+                                             DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device));
+  if (geometry.blocks == 0) return;
+
+  // The kernel's one parameter: tensor maps, pointers (at least one slot), m, n, k, batch.
+  alignas(64) std::byte parameters[kMaxParameterBytes];
+  const size_t map_count = call.maps.size() / 6;
+  const size_t pointer_count = std::max<size_t>(1, call.pointers.size());
+  if (map_count * sizeof(CUtensorMap) + pointer_count * sizeof(void*) + 4 * sizeof(int32_t) > kMaxParameterBytes) {
+    throw std::invalid_argument(std::to_string(map_count) + " tensor maps and " + std::to_string(pointer_count) +
+                                " pointers exceed the kernel's parameter space");
+  }
+  const auto buffer_at = [&](int32_t index) -> const Buffer& {
+    if (index < 0 || static_cast<size_t>(index) >= buffers.size()) {
+      throw std::invalid_argument("there is no buffer " + std::to_string(index));
+    }
+    return buffers[index];
+  };
+  std::byte* next = parameters;
+  for (size_t i = 0; i < map_count; ++i, next += sizeof(CUtensorMap)) {
+    MapRequest request;
+    std::memcpy(&request, call.maps.begin() + 6 * i, sizeof(request));
+    EncodeMap(driver, request, buffer_at(request.buffer), new (next) CUtensorMap);
+  }
+  for (size_t i = 0; i < pointer_count; ++i, next += sizeof(void*)) {
+    void* const data = i < call.pointers.size() ? buffer_at(call.pointers[i]).data : nullptr;
+    std::memcpy(next, &data, sizeof(data));
+  }
+  const int32_t sizes[4] = {geometry.m, geometry.n, geometry.k, geometry.batch};
+  std::memcpy(next, sizes, sizeof(sizes));
+
+  CUlaunchAttribute cluster{};
+  cluster.id = kLaunchAttributeClusterDimension;
+  cluster.value.cluster_dim = {static_cast<unsigned>(call.cluster_m), 1, 1};
+  CUlaunchConfig config{};
+  config.grid_x = geometry.blocks;
+  config.grid_y = config.grid_z = 1;
+  config.block_x = call.threads;
+  config.block_y = config.block_z = 1;
+  config.shared_bytes = call.smem_bytes;
+  config.stream = stream;
+  config.attributes = &cluster;
+  config.attribute_count = 1;
+  const Kernel& kernel = Registry::Get().Find(call.key);
+  void* arguments[] = {parameters};
+  // The driver takes a CUkernel in a CUfunction's place and finds the current device's code.
+  driver.Check(driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.kernel.load()), arguments, nullptr),
+               "cuLaunchKernelEx");
+}
+
+std::string Describe(std::span<const Buffer> buffers, size_t operands) {
+  std::string text = " (";
+  for (size_t i = 0; i < buffers.size(); ++i) text += (i == 0 ? "" : i == operands ? " -> " : ", ") + buffers[i].ToString();
+  return text + ")";
+}
+
+std::string Prefix(const GemmCall& call) { return "coda_jax: " + std::string(call.name); }
+
+ffi::Error InstantiateGemm(const GemmCall& call) {
+  try {
+    const std::shared_ptr<Compiler> compiler = Compiler::Get();
+    if (call.abi != kAbi || call.headers != compiler->settings().headers_hash) {
+      return ffi::Error::InvalidArgument(
+          Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " + std::to_string(call.abi) +
+          ", kernel headers " + std::string(call.headers) + "); this one has program ABI " + std::to_string(kAbi) +
+          ", kernel headers " + compiler->settings().headers_hash + ". Export it again.");
+    }
+    Registry::Get().Insert(call.key, compiler
+                                         ->Submit({std::string(call.key), std::string(call.name),
+                                                   std::string(call.source), std::string(call.arch)})
+                                         .get());
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(Prefix(call) + ": " + error.what());
+  }
+}
+
+ffi::Error InitializeGemm(const GemmCall& call) {
+  try {
+    const Driver& driver = Driver::Get();
+    const CUdevice device = CurrentDevice(driver);
+    Kernel& kernel = Registry::Get().Find(call.key);
+    const uint64_t bit = uint64_t{1} << device;
+    if (kernel.ready_devices.load(std::memory_order_acquire) & bit) return ffi::Error::Success();
+    std::lock_guard lock(kernel.loading);
+    if (kernel.ready_devices.load(std::memory_order_relaxed) & bit) return ffi::Error::Success();
+    Load(driver, call, device, kernel);
+    kernel.ready_devices.fetch_or(bit, std::memory_order_release);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(Prefix(call) + ": " + error.what());
+  }
+}
+
+ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const GemmCall& call) {
+  Buffer buffers[kMaxBuffers];
+  const size_t count = args.size() + rets.size();
+  if (args.size() < 2 || count > kMaxBuffers) {
+    return ffi::Error::InvalidArgument(Prefix(call) + ": " + std::to_string(args.size()) + " operands, " +
+                                       std::to_string(rets.size()) + " results");
+  }
+  const auto view = [](const ffi::AnyBuffer& buffer) {
+    return Buffer{buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
+  };
+  for (size_t i = 0; i < args.size(); ++i) buffers[i] = view(args.get<ffi::AnyBuffer>(i).value());
+  for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
+  const std::span<const Buffer> all(buffers, count);
+  try {
+    Launch(static_cast<CUstream>(stream), call, all);
+    return ffi::Error::Success();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(Prefix(call) + Describe(all, args.size()) + ": " + error.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(Prefix(call) + Describe(all, args.size()) + ": " + error.what());
+  }
+}
+
+}  // namespace
+
+Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, int multiprocessors) {
+  if (a.dims.size() < 2 || a.dims.size() > 3 || b.dims.size() < 2 || b.dims.size() > 3) {
+    throw std::invalid_argument("a and b need rank 2 or 3");
+  }
+  const auto a_dims = a.dims.last(2), b_dims = b.dims.last(2);
+  const int64_t m = a_dims[call.transpose_a ? 1 : 0], k = a_dims[call.transpose_a ? 0 : 1];
+  const int64_t n = b_dims[call.transpose_b ? 0 : 1], b_k = b_dims[call.transpose_b ? 1 : 0];
+  const int64_t a_batch = a.dims.size() == 3 ? a.dims[0] : 1, b_batch = b.dims.size() == 3 ? b.dims[0] : 1;
+  const int64_t batch = a.dims.size() == 3 ? a_batch : b_batch;
+  if (k != b_k) throw std::invalid_argument("k is " + std::to_string(k) + " in a and " + std::to_string(b_k) + " in b");
+  if (a.dims.size() == b.dims.size() && a_batch != b_batch) throw std::invalid_argument("batch sizes differ");
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  if (m > kMax || n > kMax || k > kMax || batch > kMax) throw std::invalid_argument("a size exceeds 2^31 - 1");
+  if (call.tile_m < 1 || call.tile_n < 1 || call.ways < 1 || call.cluster_m < 1 || call.tile_n % call.ways != 0 ||
+      n % call.ways != 0) {
+    throw std::invalid_argument("tile " + std::to_string(call.tile_m) + "x" + std::to_string(call.tile_n) + ", " +
+                                std::to_string(call.ways) + " ways, cluster " + std::to_string(call.cluster_m));
+  }
+
+  const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+  Geometry geometry{};
+  geometry.m = static_cast<int32_t>(m);
+  geometry.n = static_cast<int32_t>(n);
+  geometry.k = static_cast<int32_t>(k);
+  geometry.batch = static_cast<int32_t>(batch);
+  geometry.clusters = batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) *
+                      ceil_div(n / call.ways, call.tile_n / call.ways);
+  const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
+  geometry.blocks = static_cast<uint32_t>(call.cluster_m * std::min(geometry.clusters, resident));
+  return geometry;
+}
+
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::BindInstantiate().Attrs<GemmCall>().To(InstantiateGemm).release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::BindInitialize().Attrs<GemmCall>().To(InitializeGemm).release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+  // One launch of a fixed kernel with its parameters by value: may be recorded into a CUDA graph.
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<void*>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs<GemmCall>()
+                             .To(ExecuteGemm, {ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+}  // namespace coda

@@ -1,0 +1,41 @@
+// The one XLA handler, "coda_gemm": attributes and buffers in, a cluster launch out.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "tensor_map.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace coda {
+
+/// The attributes of the custom call. Buffer indices count operands first, then results.
+struct GemmCall {
+  int32_t abi;
+  std::string_view headers;  // hash of the headers that the program was generated for
+  std::string_view name;     // for messages
+  std::string_view key;      // of the source, see coda_jax.ffi.kernel_key
+  std::string_view arch;
+  std::string_view source;
+  xla::ffi::Span<const int32_t> maps;      // MapRequest each
+  xla::ffi::Span<const int32_t> pointers;  // buffer index each
+  bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
+  int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
+};
+
+/// The product's sizes, read off operands 0 and 1, and the number of thread blocks.
+struct Geometry {
+  int32_t m, n, k, batch;
+  int64_t clusters;  // with work
+  uint32_t blocks;   // launched; 0: nothing to do
+};
+
+/// Throws std::invalid_argument for shapes that are no product.
+Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, int multiprocessors);
+
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame);
+
+}  // namespace coda

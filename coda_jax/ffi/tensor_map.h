@@ -1,0 +1,43 @@
+// Tensor maps (TMA descriptors) of row-major buffers.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "cuda_api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace coda {
+
+/// An operand or result of the call: row-major [batch,] rows, columns for those that have a tensor map.
+struct Buffer {
+  xla::ffi::DataType dtype = xla::ffi::DataType::INVALID;
+  std::span<const int64_t> dims;
+  void* data = nullptr;
+
+  std::string ToString() const;  // "bf16[128,256]"
+};
+
+/// One map of the attribute `maps`, six int32 a map. `ways` 2 makes the halves of the columns (or of the rows, where
+/// split_rows is 1) an axis of their own, so that a box in one half is clipped at the half's end.
+struct MapRequest {
+  int32_t buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes;
+};
+
+/// Arguments of cuTensorMapEncodeTiled, innermost dimension first: columns, ways, rows, batch.
+struct MapLayout {
+  TensorMapType type;
+  uint64_t dims[4];
+  uint64_t strides_bytes[3];
+  uint32_t box[4];
+  TensorMapSwizzle swizzle;
+};
+
+/// Throws std::invalid_argument naming the buffer where TMA cannot address it.
+MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer);
+
+/// Throws std::runtime_error naming the buffer where the driver refuses the map.
+void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map);
+
+}  // namespace coda
