@@ -1,5 +1,6 @@
 """The epilogue language: JAX functions of whole arrays that one tile of a product can compute by itself, and their CUDA."""
 
+from coda_jax.epilogue.emit import emit as emit
 from coda_jax.epilogue.locality import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind

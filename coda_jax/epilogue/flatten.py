@@ -1,13 +1,18 @@
 """Inlining: a jaxpr with nested calls becomes one straight list of equations over numbered variables."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+
+# The source line of an operation, in messages and in profiles, is the user's, not one of this package.
+source_info_util.register_exclusion(str(Path(__file__).resolve().parents[1]) + os.sep)
 
 CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite", "custom_lin"}

@@ -96,18 +96,26 @@ class Local:
 
 @dataclass(frozen=True)
 class Finished:
-    """A value that XLA computes after the kernel; `why` says what it is, for messages."""
+    """A value that XLA computes after the kernel, from reductions or from vectors; `why` says what it is, for messages."""
 
     why: str
+    from_reduction: bool = False
 
 
-Value = Local | Finished
+@dataclass(frozen=True)
+class Stacked:
+    """Values stacked along a new first axis: what jnp.select makes of its conditions before it looks for the first true one."""
+
+    items: tuple[Local, ...]
+
+
+Value = Local | Finished | Stacked
 
 
 def same_size(a: Any, b: Any) -> bool:
     """Equality of dimensions; False for symbolic ones that cannot be compared."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
+    if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
+        return int(a) == int(b)
     return type(a) is type(b) and bool(a == b)
 
 
@@ -180,40 +188,55 @@ class Analysis:
     def equation(self, equation: Equation) -> None:
         from coda_jax.epilogue.structure import RULES
 
+        if not equation.outputs or "callback" in equation.name:
+            self.refuse(equation, "calls back into Python, which a kernel cannot do")
         for variable in equation.outputs:
             self.producers[variable] = equation
         inputs = [self.value(atom) for atom in equation.inputs]
-        tile = any(isinstance(value, Local) and value.tile for value in inputs)
+        tile = any(is_tile(value) for value in inputs)
         finished = next((value for value in inputs if isinstance(value, Finished)), None)
         if finished is not None:
             if tile:
-                self.refuse(
-                    equation,
-                    f"combines the tile with {finished.why}, which is known only after all tiles. Return the reduction and use it in a later "
-                    "epilogue, or compute it before the call and pass it as an operand",
-                )
-            self.finish_later(equation, finished.why)
+                self.refuse(equation, _combination(finished))
+            self.finish_later(equation, finished)
             return
-        local = [value for value in inputs if isinstance(value, Local)]
         try:
-            if equation.name in RULES:
-                outputs = RULES[equation.name](self, equation, local)
+            if any(isinstance(value, Stacked) for value in inputs):
+                outputs: list[Any] = [self.first_true(equation, inputs)]
+            elif equation.name in RULES:
+                outputs = RULES[equation.name](self, equation, inputs)
             elif equation.name in IDENTITIES:
-                outputs = self.identity(equation, local)
+                outputs = self.identity(equation, inputs)
             else:
-                outputs = [self.elementwise(equation, local)]
+                outputs = [self.elementwise(equation, inputs)]
         except _NotElementwise as error:
             if tile:
                 self.refuse(equation, str(error))
-            self.finish_later(equation, f"the result of {equation.where()}")
+            self.finish_later(equation, Finished(f"the result of {equation.where()}"))
             return
         self.values.update(zip(equation.outputs, outputs, strict=True))
 
-    def finish_later(self, equation: Equation, why: str) -> None:
+    def finish_later(self, equation: Equation, value: Finished) -> None:
         if any(hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in jax.tree.leaves(list(equation.params.values()))):
             self.refuse(equation, "is control flow or a nested program, which an epilogue cannot hold")
         for variable in equation.outputs:
-            self.values[variable] = Finished(why)
+            self.values[variable] = value
+
+    def first_true(self, equation: Equation, inputs: Sequence[Any]) -> Local:
+        """argmax over stacked conditions: the index of the first true one, 0 if there is none."""
+        if equation.name != "argmax" or tuple(equation.params["axes"]) != (0,) or len(inputs) != 1:
+            raise _NotElementwise("works on stacked arrays")
+        (stacked,) = inputs
+        if any(self.nodes[item.nodes[0]].dtype != "bool" for item in stacked.items):
+            raise _NotElementwise("looks for the largest of stacked arrays; use jnp.maximum and jnp.where")
+
+        def first(conditions: tuple[int, ...]) -> int:
+            index = self.literal(0, "int32")
+            for number in range(len(conditions) - 1, -1, -1):
+                index = self.node("select_n", (conditions[number], index, self.literal(number, "int32")), "int32")
+            return index
+
+        return self.map(stacked.items, first)
 
     def identity(self, equation: Equation, inputs: list[Local]) -> list[Local]:
         if equation.name != "reduce_precision":
@@ -227,7 +250,7 @@ class Analysis:
         return [rounded]
 
     def elementwise(self, equation: Equation, inputs: list[Local]) -> Local:
-        name = {"add_any": "add", "log2": "log2"}.get(equation.name, equation.name)
+        name = "add" if equation.name == "add_any" else equation.name
         operation = elementwise.OPERATIONS.get(name)
         if operation is None:
             raise _NotElementwise("is not local to a tile of the product, or not an operation that epilogues know")
@@ -272,7 +295,7 @@ class Analysis:
         found = {tag for tag in tags if tag is not None}
         known = found - {INDEX}
         if len(known) > 1:
-            raise _NotElementwise(f"combines an axis indexed by the {sorted(known)[1]} with one indexed by the {sorted(known)[0]}")
+            raise _NotElementwise(f"combines an axis indexed by the {sorted(known)[1]} with one indexed by the {sorted(known)[0]} of the product")
         return known.pop() if known else (INDEX if found else None)
 
     def resolve(self, value: Local, tags: tuple[Tag, ...]) -> Local:
@@ -343,7 +366,7 @@ class Analysis:
         self.sources[source] = ("reduction", index)
         self.values[source] = Finished("")
         self.append_finishing(equation, complete, source)
-        return [Finished(f"the finished reduction {equation.where()}")]
+        return [Finished(f"the reduction {equation.where()}", from_reduction=True)]
 
     def check_reduction_dtype(self, equation: Equation, value: Local, aval: Any) -> None:
         dtype = np.dtype(aval.dtype).name
@@ -396,6 +419,8 @@ class Analysis:
         value, aval = self.value(atom), self.flat.aval(atom)
         if isinstance(value, Finished):
             return None
+        if isinstance(value, Stacked):
+            raise NotTileLocalError(f"epilogue '{self.name}': output {output} is a stack of arrays; return them one by one. {ALLOWED}")
         whole = same_shape(aval.shape, (self.m, self.n))
         half = self.ways == 2 and same_shape(aval.shape, (self.m, self.half))
         unit = same_size(self.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
@@ -473,6 +498,19 @@ class Analysis:
             replace(self.reductions[i], values=tuple(map(visit, self.reductions[i].values))) for i in used
         )
         return Program(self.operands, self.ways, tuple(nodes), new_stores, new_reductions, num_outputs, finish)
+
+
+def is_tile(value: Value) -> bool:
+    return any(map(is_tile, value.items)) if isinstance(value, Stacked) else isinstance(value, Local) and value.tile
+
+
+def _combination(value: Finished) -> str:
+    if value.from_reduction:
+        return (
+            f"combines the tile with {value.why}, which is known only after all tiles. Return the reduction, and apply it to the "
+            "product's result outside, or pass it to a later product as an operand"
+        )
+    return f"combines the tile with {value.why}, which a tile cannot compute. Compute that before the call and pass it as an operand"
 
 
 class LiteralFloat(float):

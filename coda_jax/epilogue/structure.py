@@ -15,6 +15,7 @@ from coda_jax.epilogue.locality import (
     ROW,
     Analysis,
     Local,
+    Stacked,
     Tag,
     Value,
     _NotElementwise,
@@ -179,6 +180,12 @@ def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Loc
     return [value]
 
 
+def stack(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
+    if int(equation.params["axis"]) != 0:
+        raise _NotElementwise("stacks arrays")
+    return [Stacked(tuple(inputs))]
+
+
 def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
     return analysis.reduce(equation, inputs)
 
@@ -193,5 +200,6 @@ RULES: dict[str, Rule] = {
     "split": split,
     "concatenate": concatenate,
     "pad": pad,
+    "stack": stack,
     **dict.fromkeys(REDUCTIONS, reduce),
 }

@@ -127,7 +127,10 @@ def _as_float32(operand: Operand) -> Operand:
 
 def _operand(x: Any, m: Any, n: Any, label: str, name: str) -> Operand:
     """What x is, by its shape."""
-    shape, dtype = tuple(x.shape), np.dtype(x.dtype)
+    shape = tuple(x.shape)
+    if not isinstance(x.dtype, np.dtype):
+        raise NotTileLocalError(f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands.")
+    dtype = np.dtype(x.dtype)
     half = n // 2 if isinstance(n, int) and n % 2 == 0 else None
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),

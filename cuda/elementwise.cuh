@@ -1,0 +1,182 @@
+// What a generated epilogue is made of: the types that describe its operands, and functions of one element. Compiles for
+// the device (NVRTC, no includes) and for the host, where tests run generated epilogues.
+#pragma once
+
+#ifdef __CUDA_ARCH__
+#define CODA_ON_DEVICE 1
+#else
+#define CODA_ON_DEVICE 0
+#endif
+
+#ifdef __CUDACC__
+#define CODA_DEVICE __device__ __forceinline__
+#else
+#define CODA_DEVICE inline
+#include <cmath>
+#include <cstring>
+#endif
+
+namespace coda {
+
+/// One operand value in a register: .f for floating types (converted to float32), .i for int32 and bool.
+union Word {
+  float f;
+  int i;
+};
+
+enum class DType { bf16, f16, f32, i32, pred };
+enum class Op { sum, max, min };
+
+/// A tile read or written: its tensor map and the half of N that this entry stands for.
+struct TileAccess {
+  int map;
+  int way;
+  DType dtype;
+  bool batched;
+};
+
+/// A row vector, column vector or scalar: its pointer, the half of N, and whether the array spans all of N or one half.
+struct VectorAccess {
+  int pointer;
+  int way;
+  bool full;
+  DType dtype;
+  bool batched;
+};
+
+/// A reduction's partial results.
+struct ReductionAccess {
+  int pointer;
+  int way;
+  bool full;
+  Op op;
+};
+
+CODA_DEVICE float from_bits(unsigned bits) {
+#if CODA_ON_DEVICE
+  return __uint_as_float(bits);
+#elif defined(__CUDACC__)
+  return 0.f;
+#else
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+#endif
+}
+
+CODA_DEVICE float infinity() { return from_bits(0x7F800000u); }
+CODA_DEVICE float nan() { return from_bits(0x7FC00000u); }
+
+// ---- rounding to 16 bits: to nearest, ties to even, NaN stays NaN
+
+CODA_DEVICE float round_to_bf16(float x) {
+#if CODA_ON_DEVICE
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return __uint_as_float(static_cast<unsigned>(bits) << 16);
+#elif !defined(__CUDACC__)
+  if (x != x) return x;
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return from_bits((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
+#else
+  return x;
+#endif
+}
+
+CODA_DEVICE float round_to_f16(float x) {
+#if CODA_ON_DEVICE
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+#elif !defined(__CUDACC__)
+  return static_cast<float>(static_cast<_Float16>(x));
+#else
+  return x;
+#endif
+}
+
+// ---- maximum and minimum: NaN if either is NaN, as in JAX
+
+CODA_DEVICE float maximum(float a, float b) {
+#if CODA_ON_DEVICE
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+#else
+  return a != a || a > b ? a : b;
+#endif
+}
+CODA_DEVICE float minimum(float a, float b) {
+#if CODA_ON_DEVICE
+  float out;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+#else
+  return a != a || a < b ? a : b;
+#endif
+}
+CODA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
+CODA_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
+
+/// min(max(x, low), high).
+template <class T>
+CODA_DEVICE T clamp(T low, T x, T high) {
+  return minimum(maximum(x, low), high);
+}
+
+// ---- floating point
+
+/// -1, 1, or x itself where it is a zero or NaN.
+CODA_DEVICE float sign(float x) { return x > 0.f ? 1.f : x < 0.f ? -1.f : x; }
+
+CODA_DEVICE bool is_finite(float x) { return fabsf(x) <= 3.40282347e+38f; }
+
+CODA_DEVICE float rsqrt(float x) {
+#ifdef __CUDACC__
+  return rsqrtf(x);
+#else
+  return 1.f / sqrtf(x);
+#endif
+}
+
+/// 1 / (1 + exp(-x)).
+CODA_DEVICE float logistic(float x) { return 1.f / (1.f + expf(-x)); }
+
+/// x to a constant power, by squaring.
+template <int power, class T>
+CODA_DEVICE T integer_power(T x) {
+  if constexpr (power < 0) {
+    return T(1) / integer_power<-power>(x);
+  } else if constexpr (power == 0) {
+    return T(1);
+  } else if constexpr (power == 1) {
+    return x;
+  } else {
+    const T half = integer_power<power / 2>(x);
+    if constexpr (power % 2 == 0) return half * half;
+    return half * half * x;
+  }
+}
+
+// ---- integers, where C++ leaves open what XLA defines
+
+/// Truncated and saturated; 0 for NaN.
+CODA_DEVICE int to_int(float x) {
+#if CODA_ON_DEVICE
+  return __float2int_rz(x);
+#else
+  return x != x ? 0 : x >= 2147483648.f ? 2147483647 : x < -2147483648.f ? -2147483647 - 1 : static_cast<int>(x);
+#endif
+}
+CODA_DEVICE int absolute(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
+CODA_DEVICE int sign(int x) { return (x > 0) - (x < 0); }
+/// a / 0 is -1.
+CODA_DEVICE int divide(int a, int b) {
+  return b == 0 ? -1 : b == -1 ? static_cast<int>(0u - static_cast<unsigned>(a)) : a / b;
+}
+/// a % 0 is a.
+CODA_DEVICE int remainder(int a, int b) { return b == 0 ? a : b == -1 ? 0 : a % b; }
+
+}  // namespace coda
