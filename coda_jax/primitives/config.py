@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -65,9 +66,9 @@ class EpilogueTraffic:
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
         loads = [
             np.dtype(operand.dtype).itemsize
-            for operand in program.operands
+            for i, operand in enumerate(program.operands)
             if operand.kind is Kind.TILE
-            for _ in range(ways_of(program, operand.width))
+            for _ in program.loads(i)
         ]
         stores = [
             np.dtype(dtype).itemsize
@@ -124,15 +125,14 @@ def choose_config(m, n: int, program: Program, out_dtypes: Sequence[np.dtype], g
     base = dataclasses.replace(
         given, cluster_m=given.cluster_m or (2 if not isinstance(m, int) or m > GemmConfig.tile_m else 1)
     )
-    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings.
-    for stages, subtile_n, load_slots, store_slots in (
-        (stages, *rings) for stages in range(6, 1, -1) for rings in ((32, 2, 2), (16, 2, 2), (16, 2, 1))
-    ):
+    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Subtiles of 32
+    # columns are no faster than 16 and spill in programs that need many registers.
+    for stages, store_slots in itertools.product(range(6, 1, -1), (2, 1)):
         config = dataclasses.replace(
             base,
             stages=given.stages or stages,
-            subtile_n=given.subtile_n or subtile_n,
-            load_slots=given.load_slots or load_slots,
+            subtile_n=given.subtile_n or 16,
+            load_slots=given.load_slots or 2,
             store_slots=given.store_slots or store_slots,
         )
         if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:

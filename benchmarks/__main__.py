@@ -1,0 +1,172 @@
+"""`python -m benchmarks`: the bare product against XLA's, and the price of each epilogue over the bare product.
+
+Needs a Hopper GPU. Every row is checked for correctness before it is timed. Writes benchmarks/results/<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+
+import coda_jax as coda
+from benchmarks import programs, timing
+from coda_jax import ffi
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+# (layout, m, n, k); layout: how a and b are stored.
+PRODUCTS = [
+    ("A[M,K] B[N,K]", 16384, 2048, 2048),
+    ("A[M,K] B[N,K]", 16384, 16384, 2048),
+    ("A[M,K] B[N,K]", 16384, 2048, 8192),
+    ("A[M,K] B[N,K]", 16384, 4096, 4096),
+    ("A[M,K] B[K,N]", 16384, 4096, 4096),
+    ("A[K,M] B[K,N]", 8192, 8192, 8192),
+    ("A[K,M] B[K,N]", 2048, 2048, 16384),
+]
+# (program, m, n, k)
+EPILOGUES = [
+    (program, *shape)
+    for program, shapes in (
+        (
+            "residual_sumsq",
+            [(16384, 2048, 2048), (16384, 4096, 4096), (16384, 2048, 8192), (16384, 4096, 14336)],
+        ),
+        ("swiglu", [(16384, 16384, 2048), (16384, 28672, 4096)]),
+        ("residual", [(16384, 2048, 2048), (16384, 4096, 4096)]),
+        ("bias_gelu", [(16384, 8192, 2048), (16384, 16384, 4096)]),
+        ("column_sum", [(16384, 2048, 2048), (16384, 4096, 4096)]),
+    )
+    for shape in shapes
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of four executions each")
+    arguments = parser.parse_args()
+    rows = [*_bare_products(arguments.rounds), *_epilogue_prices(arguments.rounds)]
+    _write(rows)
+    _compile_report()
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def _jitted(name, function):
+    """jax.jit with the module name that `timing.interleaved` looks for."""
+    function.__name__ = name
+    return jax.jit(function)
+
+
+def _bare_products(rounds: int) -> list[dict]:
+    print(f"bare product, bf16, float32 accumulation   [{timing.clock()}]")
+    print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>10}{'coda':>10}   TFLOP/s  coda/XLA")
+    rows = []
+    for layout, m, n, k in PRODUCTS:
+        transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
+        a = _normal(0, *((k, m) if transpose_a else (m, k)))
+        b = _normal(1, *((n, k) if transpose_b else (k, n)))
+
+        def coda_product(a, b, flags=(transpose_a, transpose_b)):
+            return coda.gemm(a, b, transpose_a=flags[0], transpose_b=flags[1], implementation="cuda")
+
+        def xla_product(a, b, flags=(transpose_a, transpose_b)):
+            contract = ((0 if flags[0] else 1,), (1 if flags[1] else 0,))
+            product = jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+            return product.astype(jnp.bfloat16)
+
+        ours, xla = _jitted("coda_product", coda_product), _jitted("xla_product", xla_product)
+        programs.check(f"{layout} {m} {n} {k}", ours(a, b), xla(a, b))
+        times = timing.interleaved(
+            {"coda_product": lambda f=ours, a=a, b=b: f(a, b), "xla_product": lambda f=xla, a=a, b=b: f(a, b)},
+            rounds=rounds,
+        )
+        tflops = {name: 2e-6 * m * n * k / us for name, us in times.items()}
+        ratio = tflops["coda_product"] / tflops["xla_product"]
+        rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **times))
+        print(
+            f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:10.0f}{tflops['coda_product']:10.0f}{ratio:21.3f}", flush=True
+        )
+    mean = math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
+    print(f"geometric mean {mean:.3f}   [{timing.clock()}]\n")
+    return rows
+
+
+def _epilogue_prices(rounds: int) -> list[dict]:
+    print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
+    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}")
+    rows = []
+    for name, m, n, k in EPILOGUES:
+        program = programs.PROGRAMS[name]
+        a, b = _normal(0, m, k), _normal(1, n, k) / jnp.bfloat16(math.sqrt(k))
+        operands = program.operands(m, n)
+
+        def bare(a, b):
+            return coda.gemm(a, b, transpose_b=True, implementation="cuda")
+
+        def fused(a, b, operands, program=program):
+            return coda.gemm(
+                a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda"
+            )
+
+        def xla(a, b, operands, program=program):
+            return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
+
+        bare, fused, xla = _jitted("bare", bare), _jitted("fused", fused), _jitted("xla", xla)
+        programs.check(f"{name} {m} {n} {k}", fused(a, b, operands), xla(a, b, operands))
+        times = timing.interleaved(
+            {
+                "bare": lambda f=bare, a=a, b=b: f(a, b),
+                "fused": lambda f=fused, a=a, b=b, o=operands: f(a, b, o),
+                "xla": lambda f=xla, a=a, b=b, o=operands: f(a, b, o),
+            },
+            rounds=rounds,
+        )
+        price = times["fused"] / times["bare"] - 1
+        rows.append(dict(kind="epilogue", program=name, m=m, n=n, k=k, price=price, **times))
+        print(
+            f"{name:16}{m:7}{n:7}{k:7}{times['bare']:10.1f}{times['fused']:10.1f}{price:8.1%}{times['xla']:10.1f}"
+            f"{times['xla'] / times['fused']:11.2f}",
+            flush=True,
+        )
+    print(f"[{timing.clock()}]\n")
+    return rows
+
+
+def _write(rows: list[dict]) -> None:
+    device = jax.devices()[0].device_kind
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = dict(
+        device=device, jax=jax.__version__, commit=commit or "unknown", date=datetime.date.today().isoformat(), clock=timing.clock()
+    )
+    columns = ["kind", "program", "m", "n", "k", "xla_product", "coda_product", "ratio", "bare", "fused", "xla", "price"]
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{device.replace(' ', '_').lower()}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*columns, *about], restval="")
+        writer.writeheader()
+        writer.writerows({**row, **about} for row in rows)
+    print(f"written: {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}\n")
+
+
+def _compile_report() -> None:
+    """Compilation time, registers and spills of each program's kernel, compiled afresh."""
+    print(f"{'program':16}{'NVRTC s':>9}{'registers':>11}{'spilled bytes':>15}")
+    for name, program in programs.PROGRAMS.items():
+        source = programs.kernel_source(program, m=4096, n=4096, k=4096)
+        compiled = ffi.compile(source + f"// compiled afresh {datetime.datetime.now()}\n", name)
+        usage = programs.resource_usage(compiled.log)
+        print(f"{name:16}{compiled.seconds:9.2f}{usage.registers:11}{usage.spilled_bytes:15}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""The epilogues that benchmarks and device tests run, each an ordinary JAX function, with operands to run them on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import trace
+from coda_jax.primitives import kernel
+from coda_jax.primitives.config import choose_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An epilogue and the types of its operands, as functions of m and n."""
+
+    epilogue: Callable[..., Any] | None
+    operand_types: Callable[[int, int], tuple[jax.ShapeDtypeStruct, ...]] = lambda m, n: ()
+    out_dtypes: tuple = (jnp.bfloat16,)  # of the tile outputs
+
+    def operands(self, m: int, n: int, seed: int = 7) -> tuple[jax.Array, ...]:
+        """Random-normal operands (integers 0 to 9, booleans at random)."""
+        keys = jax.random.split(jax.random.key(seed), 16)
+        return tuple(_random(key, type_) for key, type_ in zip(keys, self.operand_types(m, n), strict=False))
+
+
+def _random(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
+    if type_.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, shape=type_.shape)
+    if jnp.issubdtype(type_.dtype, jnp.integer):
+        return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
+    return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
+
+
+def _type(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _residual(acc, x):
+    return acc + x
+
+
+def _residual_sumsq(acc, x):
+    y = acc + x
+    return y, jnp.sum(y * y, axis=1)
+
+
+def _swiglu(acc, rstd):
+    z = acc * rstd
+    gate, up = jnp.split(z, 2, axis=1)
+    return z, jax.nn.silu(gate) * up
+
+
+def _swiglu_backward(acc, z, dz):
+    gate, up = jnp.split(z, 2, axis=1)
+    dgate, dup = jnp.split(acc + dz, 2, axis=1)
+    s = jax.nn.sigmoid(gate)
+    out = jnp.concatenate([dgate * up * (s + gate * s * (1 - s)), dup * gate * s], axis=1)
+    return out, jnp.sum(out * z, axis=1)
+
+
+def _bias_gelu(acc, bias):
+    return jax.nn.gelu(acc + bias)
+
+
+def _gelu_erf(acc):
+    return jax.nn.gelu(acc, approximate=False)
+
+
+def _column_sum(acc, bias):
+    y = acc + bias
+    return y, jnp.sum(y, axis=0)
+
+
+def _row_max_min(acc):
+    return acc, jnp.max(acc, axis=1), jnp.min(acc, axis=1)
+
+
+def _accumulate(acc, total):
+    return acc + total
+
+
+def _every_vector(acc, scale, shift, index, mask, x, column):
+    y = jnp.where(mask, acc * scale + shift, x) + column
+    return y + index.astype(jnp.float32), jnp.max(y, axis=0)
+
+
+def _two_outputs(acc, x):
+    y = acc + x
+    return {"sum": y, "half": y.astype(jnp.float16), "full": y * 2}
+
+
+def _causal(acc):
+    row = jax.lax.broadcasted_iota(jnp.int32, acc.shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, acc.shape, 1)
+    return jnp.where(row >= column, acc, -1e9)
+
+
+def _exp_sum(acc):
+    return jnp.sum(jnp.exp(acc), axis=1), jnp.sum(jnp.log(acc * acc), axis=0)
+
+
+def _mean_square(acc):
+    return acc, jnp.mean(acc * acc, axis=1, keepdims=True)
+
+
+PROGRAMS: dict[str, Program] = {
+    "identity": Program(None),
+    "residual": Program(_residual, lambda m, n: (_type((m, n)),)),
+    "residual_sumsq": Program(_residual_sumsq, lambda m, n: (_type((m, n)),)),
+    "swiglu": Program(_swiglu, lambda m, n: (_type((m, 1), jnp.float32),), (jnp.bfloat16, jnp.bfloat16)),
+    "swiglu_backward": Program(_swiglu_backward, lambda m, n: (_type((m, n)), _type((m, n)))),
+    "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
+    "gelu_erf": Program(_gelu_erf),
+    "column_sum": Program(_column_sum, lambda m, n: (_type((n,), jnp.float32),)),
+    "row_max_min": Program(_row_max_min),
+    "accumulate": Program(_accumulate, lambda m, n: (_type((m, n), jnp.float32),), (jnp.float32,)),
+    "every_vector": Program(
+        _every_vector,
+        lambda m, n: (
+            _type((), jnp.float32),
+            _type((1, n), jnp.float16),
+            _type((n,), jnp.int32),
+            _type((m, 1), jnp.bool_),
+            _type((m, n), jnp.float16),
+            _type((m, 1), jnp.bfloat16),
+        ),
+    ),
+    "two_outputs": Program(
+        _two_outputs, lambda m, n: (_type((m, n)),), (jnp.bfloat16, jnp.float16, jnp.float32)
+    ),
+    "causal": Program(_causal),
+    "exp_sum": Program(_exp_sum, out_dtypes=()),
+    "mean_square": Program(_mean_square),
+}
+
+
+def kernel_source(program: Program, m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> str:
+    """The CUDA source of the program's kernel for a (M, K) b (N, K)."""
+    operands = program.operand_types(m, n)
+    epilogue, captured = trace(program.epilogue, _type((m, n), jnp.float32), operands)
+    if captured:
+        raise ValueError("the programs here capture nothing")
+    out_dtypes = [np.dtype(out_dtype) for out_dtype in program.out_dtypes]
+    return kernel.lower(
+        epilogue.program,
+        _type((m, k), dtype),
+        _type((n, k), dtype),
+        operands,
+        out_dtypes=out_dtypes,
+        transpose_a=False,
+        transpose_b=True,
+        batched=(False,) * (2 + len(operands)),
+        config=choose_config(m, n, epilogue.program, out_dtypes),
+        name=epilogue.name,
+    ).source
+
+
+@dataclasses.dataclass(frozen=True)
+class ResourceUsage:
+    registers: int
+    spilled_bytes: int
+
+
+def resource_usage(log: str) -> ResourceUsage:
+    """Registers a thread and spilled bytes, from the assembler's report."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if registers is None or spills is None:
+        raise ValueError(f"no resource report in the compiler's log: {log!r}")
+    return ResourceUsage(int(registers[1]), int(spills[1]) + int(spills[2]))
+
+
+def check(name: str, out: Any, expected: Any) -> None:
+    """Raises unless the two trees agree to the rounding of a 16-bit output and the order of a float32 sum."""
+    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
+        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+        error = float(jnp.max(jnp.abs(got - want)) / jnp.max(jnp.abs(want)))
+        if not error < 1e-2:
+            raise AssertionError(f"{name}: relative error {error}")

@@ -1,0 +1,75 @@
+"""Device time of jitted functions, interleaved in one run."""
+
+from __future__ import annotations
+
+import collections
+import glob
+import random
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def interleaved(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 20, burst: int = 4) -> dict[str, float]:
+    """Median device time in microseconds of each function, kernels only, measured by the profiler (CUPTI).
+
+    Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
+    alike. A function's time is the sum of the kernels of one execution.
+
+    Args:
+      functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
+        kernels are told apart by the name of their XLA module, `jit_<name>`.
+      rounds, burst: how often; the median is over rounds x burst executions.
+
+    Raises:
+      RuntimeError: the trace holds no kernels of a function.
+    """
+    for function in functions.values():
+        jax.block_until_ready(function())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(rounds):
+                order = list(functions)
+                random.shuffle(order)
+                for name in order:
+                    for _ in range(burst):
+                        result = functions[name]()
+                    jax.block_until_ready(result)
+        path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
+        kernels = _kernels_by_module(jax.profiler.ProfileData.from_file(path))
+    executions = rounds * burst
+    medians = {}
+    for name in functions:
+        durations = kernels.get(f"jit_{name}", [])
+        if not durations or len(durations) % executions:
+            raise RuntimeError(f"{name}: {len(durations)} kernels in the trace for {executions} executions")
+        each = len(durations) // executions
+        totals = [sum(durations[i : i + each]) for i in range(0, len(durations), each)]
+        medians[name] = statistics.median(totals) / 1e3
+    return medians
+
+
+def _kernels_by_module(profile) -> dict[str, list[float]]:
+    """Durations in ns of the device's kernels in time order, by XLA module."""
+    events = collections.defaultdict(list)
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                module = dict(event.stats).get("hlo_module")
+                if module is not None:
+                    events[module].append((event.start_ns, event.duration_ns))
+    return {module: [duration for _, duration in sorted(entries)] for module, entries in events.items()}
+
+
+def clock() -> str:
+    """SM clock and power as nvidia-smi has them now."""
+    command = ["nvidia-smi", "--query-gpu=name,clocks.sm,power.draw", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

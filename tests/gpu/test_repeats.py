@@ -1,0 +1,96 @@
+"""Races: every output element is written, and a thousand launches give the same bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.programs import PROGRAMS
+from coda_jax.primitives.config import GemmConfig
+from tests.gpu.poisoned import poisoned_call
+
+REPEATS = 1000
+# Small k lets the epilogue run ahead of everything else; more tiles than SMs make both consumers work; edges clip.
+SHAPE = (1160, 1552, 136)
+CASES = [
+    *((name, jnp.bfloat16, False, True, None) for name in PROGRAMS),
+    ("residual_sumsq", jnp.float16, False, False, None),
+    ("swiglu", jnp.bfloat16, True, False, None),
+    ("column_sum", jnp.float16, True, True, None),
+    ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(cluster_m=1)),
+    ("swiglu_backward", jnp.bfloat16, False, False, GemmConfig(stages=2)),
+    ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(load_slots=5, store_slots=1, subtile_n=16, stages=5)),
+]
+
+
+def _arguments(name, dtype, transpose_a, transpose_b):
+    m, n, k = SHAPE
+    key = jax.random.split(jax.random.key(3), 2)
+    a = jax.random.normal(key[0], (k, m) if transpose_a else (m, k)).astype(dtype)
+    b = jax.random.normal(key[1], (n, k) if transpose_b else (k, n)).astype(dtype)
+    return a, b, PROGRAMS[name].operands(m, n)
+
+
+@jax.jit
+def _differing(first, second):
+    bits = {2: jnp.uint16, 4: jnp.uint32}
+    as_bits = lambda x: jax.lax.bitcast_convert_type(x, bits[x.dtype.itemsize])
+    return sum(jnp.sum(as_bits(x) != as_bits(y)) for x, y in zip(first, second, strict=True))
+
+
+def _count_differing(call, repeats):
+    first = call()
+    total = jnp.zeros((), jnp.int32)
+    for _ in range(repeats):
+        total += _differing(first, call())
+    return first, int(total)
+
+
+@pytest.mark.parametrize(("name", "dtype", "transpose_a", "transpose_b", "config"), CASES)
+def test_every_launch_gives_the_same_bits_and_writes_everything(name, dtype, transpose_a, transpose_b, config):
+    a, b, operands = _arguments(name, dtype, transpose_a, transpose_b)
+    call = poisoned_call(
+        PROGRAMS[name], a, b, operands, transpose_a=transpose_a, transpose_b=transpose_b, config=config
+    )
+    first, differing = _count_differing(call, REPEATS)
+    for i, out in enumerate(first):
+        missing = np.argwhere(np.isnan(np.asarray(out, np.float32)))
+        assert missing.size == 0, f"output {i}: {len(missing)} elements unwritten, the first at {missing[0]}"
+    assert differing == 0
+
+
+# Each fault moves or drops one wait, in a way that cannot deadlock: (what stands in the kernel, what replaces it).
+FAULTS = {
+    "multiply before the operands have arrived": [
+        ("stages.wait_full(at);", ""),
+        ("        previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
+    ],
+    "read a tile operand before it has arrived": [
+        ("ring.wait_full(loaded);", ""),
+        (
+            "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+            "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+        ),
+    ],
+    "overwrite a result that is still being stored": [
+        ("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_shows(fault):
+    """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
+    a, b, operands = _arguments("residual_sumsq", jnp.bfloat16, False, True)
+
+    def plant(source):
+        for there, instead in FAULTS[fault]:
+            assert source.count(there) == 1, there
+            source = source.replace(there, instead)
+        return source
+
+    config = GemmConfig(store_slots=1)
+    arguments = (PROGRAMS["residual_sumsq"], a, b, operands)
+    right = poisoned_call(*arguments, transpose_b=True, config=config)()
+    broken = poisoned_call(*arguments, transpose_b=True, config=config, rewrite=plant)
+    assert any(int(_differing(right, broken())) > 0 for _ in range(REPEATS))
