@@ -1,0 +1,86 @@
+"""Checkpoints of a training run: atomic, resumed by default, refused when the run's settings have changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+SETTINGS_FILE = "settings.json"
+
+
+class SettingsChanged(Exception):
+    """The run's folder holds a run with other settings."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: its state (a pytree of arrays) and its history (JSON), the last two kept.
+
+    Orbax writes a checkpoint into a temporary folder and renames it, so a run killed at any moment finds its last
+    complete one.
+
+    Args:
+      folder: the run's folder, created if needed.
+      settings: JSON-able settings that the state depends on; a run that was started with others is not resumed.
+
+    Raises:
+      SettingsChanged: the folder holds a run with other settings; the message names them.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._manager = ocp.CheckpointManager(
+            folder.resolve() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
+        path = folder / SETTINGS_FILE
+        if self.latest_step is not None:
+            _check_settings(folder, json.loads(path.read_text()), settings)
+        else:
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(settings, indent=1) + "\n")
+            os.replace(part, path)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the last complete checkpoint, None for a run that has none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, history: list[dict[str, float]]) -> None:
+        """Starts to write a checkpoint; the files are written while training goes on."""
+        # The next step donates the state's buffers: what is still being written must not be among them.
+        state = jax.tree.map(jnp.copy, state)
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history))
+        )
+
+    def restore(self, like: Any) -> tuple[Any, list[dict[str, float]]]:
+        """The last checkpoint's state, shaped and placed as `like`, and its history."""
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        restored = self._manager.restore(
+            self.latest_step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore()),
+        )
+        return restored.state, restored.history
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _check_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    changed = [
+        f"{name}: {saved.get(name)} there, {settings.get(name)} now"
+        for name in sorted({*saved, *settings})
+        if saved.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise SettingsChanged(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}). "
+            "Give the same settings to resume it, another --out to start beside it, or delete the folder to start over."
+        )
