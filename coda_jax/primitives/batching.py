@@ -1,0 +1,52 @@
+"""vmap of the primitive: one leading batch axis, with a flag for each argument that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from coda_jax.primitives.gemm_primitive import coda_gemm_p
+
+
+def _batch(
+    arguments: Sequence[jax.Array], dims: Sequence[int | None], *, batched: Sequence[bool], **params: Any
+) -> tuple[list[jax.Array], list[int]]:
+    """Adds a batch axis, or merges it with the one already there, repeating what lacks one of the two."""
+    mapped = [dim is not None for dim in dims]
+    new = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
+    moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
+    if not any(batched):
+        return _bind(moved, mapped, **params), [0] * len(params["out_dtypes"])
+
+    old = next(x.shape[is_mapped] for x, flag, is_mapped in zip(moved, batched, mapped, strict=True) if flag)
+    merged = [
+        _merge(x, new, old, is_mapped, flag) if is_mapped or flag else x
+        for x, is_mapped, flag in zip(moved, mapped, batched, strict=True)
+    ]
+    flags = [is_mapped or flag for is_mapped, flag in zip(mapped, batched, strict=True)]
+    outputs = _bind(merged, flags, **params)
+    return [x.reshape(new, old, *x.shape[1:]) for x in outputs], [0] * len(outputs)
+
+
+def _merge(x: jax.Array, new: Any, old: Any, is_mapped: bool, has_old: bool) -> jax.Array:
+    matrix = x.shape[is_mapped + has_old :]
+    x = x.reshape(new if is_mapped else 1, old if has_old else 1, *matrix)
+    return jnp.broadcast_to(x, (new, old, *matrix)).reshape(new * old, *matrix)
+
+
+def _bind(
+    arguments: Sequence[jax.Array],
+    batched: Sequence[bool],
+    input_output_aliases: tuple[tuple[int, int], ...],
+    **params: Any,
+) -> list[jax.Array]:
+    # An operand that all products of the batch share cannot take the place of a result of each.
+    aliases = tuple((operand, output) for operand, output in input_output_aliases if batched[2 + operand])
+    return coda_gemm_p.bind(*arguments, batched=tuple(batched), input_output_aliases=aliases, **params)
+
+
+batching.primitive_batchers[coda_gemm_p] = _batch

@@ -1,0 +1,188 @@
+"""A product that JAX can differentiate: the epilogue's derivative is JAX's own, the products are the primitive's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, TileStore, Width, trace
+from coda_jax.epilogue.program import Node
+from coda_jax.primitives.config import GemmConfig
+from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
+from coda_jax.primitives.pullback import Pullback
+
+PREACTIVATION_NAME = "coda_preactivation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a call says beside its arrays and its epilogue."""
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+    residuals: str = "preactivation"
+    implementation: str = "auto"
+    config: GemmConfig | None = None
+    input_output_aliases: tuple[tuple[int, int], ...] = ()
+
+
+def product(
+    a: jax.Array,
+    b: jax.Array,
+    operands: Sequence[jax.Array],
+    epilogue: Callable[..., Any] | None,
+    out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
+    options: Options,
+) -> tuple[list[jax.Array], Epilogue]:
+    """epilogue(a @ b, *operands) of matrices, flat, and the traced epilogue.
+
+    Args:
+      a: (M, K), or (K, M) with transpose_a.
+      b: (K, N), or (N, K) with transpose_b.
+      operands: as the epilogue language has them.
+      out_dtypes: gives the dtype of each flat output of a traced epilogue.
+    """
+    axes = _varying(a, b, *operands)
+    multiply = functools.partial(accumulate, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+    while True:
+        a, b, *operands = _vary(axes, a, b, *operands)
+        acc = jax.eval_shape(multiply, a, b)
+        traced, captured = trace(epilogue, acc, operands)
+        if _varying(*captured) <= axes:
+            break
+        axes |= _varying(*captured)
+    dtypes = tuple(out_dtypes(traced))
+    name = "gemm" if epilogue is None else traced.name
+    return _differentiable(traced, acc, dtypes, name, options)(a, b, *operands, *captured), traced
+
+
+def _differentiable(
+    epilogue: Epilogue, acc: Any, out_dtypes: Sequence[np.dtype], name: str, options: Options
+) -> Callable[..., Any]:
+    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array."""
+    call = functools.partial(
+        bind,
+        transpose_a=options.transpose_a,
+        transpose_b=options.transpose_b,
+        implementation=options.implementation,
+        config=options.config,
+        name=name,
+        input_output_aliases=options.input_output_aliases,
+    )
+    pullbacks: list[Pullback] = []
+
+    @jax.custom_vjp
+    def run(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
+        return call(a, b, arguments, program=epilogue.program, out_dtypes=out_dtypes)
+
+    def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
+        pullback = Pullback.of(epilogue, acc, arguments)
+        pullbacks[:] = [pullback]
+        if pullback.needs_acc and options.residuals == "preactivation":
+            program = _with_acc(epilogue.program)
+            dtypes = (*out_dtypes, compute_dtype(a, b))
+            *outputs, preactivation = call(a, b, arguments, program=program, out_dtypes=dtypes)
+            kept = checkpoint_name(preactivation, PREACTIVATION_NAME)
+        else:
+            outputs, kept = run(a, b, *arguments), None
+        return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback.needs, strict=True) if needed])
+
+    def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+        a, b, preactivation, arguments = residuals
+        (pullback,) = pullbacks
+        if pullback.needs_acc and preactivation is None:
+            dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
+        else:
+            dacc, darguments = pullback(preactivation, arguments, cotangents)
+        da, db = _factors(a, b, dacc.astype(compute_dtype(a, b)), options)
+        return (da, db, *darguments)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _with_acc(program: Program) -> Program:
+    """The program with acc as one more output."""
+    nodes, values = list(program.nodes), []
+    for way in range(program.ways):
+        leaf = Node("acc", (), "float32", (("way", way),))
+        if leaf not in nodes:
+            nodes.append(leaf)
+        values.append(nodes.index(leaf))
+    store = TileStore(program.num_outputs, Width.FULL, tuple(values))
+    return dataclasses.replace(
+        program, nodes=tuple(nodes), stores=(*program.stores, store), num_outputs=program.num_outputs + 1
+    )
+
+
+def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
+    if options.transpose_a:  # (K, M) = b @ dacc.T
+        da = _plain(b, dacc, a.dtype, options, transpose_a=options.transpose_b, transpose_b=True)
+    else:  # (M, K) = dacc @ b.T
+        da = _plain(dacc, b, a.dtype, options, transpose_b=not options.transpose_b)
+    if options.transpose_b:  # (N, K) = dacc.T @ a
+        db = _plain(dacc, a, b.dtype, options, transpose_a=True, transpose_b=options.transpose_a)
+    else:  # (K, N) = a.T @ dacc
+        db = _plain(a, dacc, b.dtype, options, transpose_a=not options.transpose_a)
+    return da, db
+
+
+def _plain(
+    a: jax.Array,
+    b: jax.Array,
+    dtype: np.dtype,
+    options: Options,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> jax.Array:
+    plain = Options(transpose_a, transpose_b, implementation=options.implementation)
+    (out,), _ = product(a, b, (), None, lambda _: (dtype,), plain)
+    return out
+
+
+def _recomputed(
+    pullback: Pullback,
+    a: jax.Array,
+    b: jax.Array,
+    arguments: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+    options: Options,
+) -> tuple[jax.Array, list[jax.Array | None]]:
+    """The pullback at the product computed again: in its epilogue if tile-local, else from the rounded product."""
+    again = dataclasses.replace(options, config=None, input_output_aliases=())
+    dtype = compute_dtype(a, b)
+    try:
+        outputs, _ = product(
+            a,
+            b,
+            [*arguments, *pullback.as_operands(cotangents)],
+            pullback.as_epilogue(),
+            lambda epilogue: pullback.out_dtypes(epilogue, dtype),
+            again,
+        )
+    except NotTileLocalError:  # the derivative of a maximum compares with the finished maximum
+        acc = _plain(a, b, dtype, options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+        return pullback(acc, arguments, cotangents)
+    return outputs[0], pullback.restored(outputs[1:])
+
+
+def _varying(*arrays: Any) -> frozenset[str]:
+    """The manual mesh axes of an enclosing shard_map over which any of the arrays varies."""
+    axes: frozenset[str] = frozenset()
+    for x in arrays:
+        axes |= frozenset(jax.typeof(x).manual_axis_type.varying)
+    return axes
+
+
+def _vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
+    """The arrays, all varying over `axes`, so that every cotangent has its argument's type."""
+    missing = [tuple(sorted(axes - _varying(x))) for x in arrays]
+    return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]

@@ -1,0 +1,233 @@
+"""coda.gemm: a matrix product with an epilogue written in JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import Epilogue, Kind, TileStore
+from coda_jax.epilogue.locality import same_shape, same_size
+from coda_jax.primitives import batching as batching
+from coda_jax.primitives import gemm_cuda as gemm_cuda
+from coda_jax.primitives.config import GemmConfig
+from coda_jax.primitives.differentiate import Options, product
+from coda_jax.primitives.results import row_axes
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def gemm(
+    a: jax.Array,
+    b: jax.Array,
+    *operands: jax.Array,
+    epilogue: Callable[..., Any] | None = None,
+    out_dtype: Any = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    residuals: str = "preactivation",
+    implementation: str = "auto",
+    config: GemmConfig | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """epilogue(a @ b, *operands), where the epilogue runs inside the product on the float32 accumulator.
+
+        acc[m, n] = sum_k a[m, k] b[k, n] in float32;   outputs = epilogue(acc, *operands)
+
+    The factors are multiplied in their common dtype, `jnp.promote_types(a.dtype, b.dtype)`: bfloat16 with float16
+    gives float32. The Hopper kernel takes bfloat16 and float16; for everything else, and on every other platform, XLA
+    evaluates the same function.
+
+    Args:
+      a: (..., M, K) bfloat16, float16 or float32. The epilogue sees the leading axes flattened into M. With
+        transpose_a (K, M), without leading axes.
+      b: (K, N); with transpose_b (N, K).
+      *operands: scalars (), row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles (..., M, N). N/2 may
+        stand in the place of N where the epilogue works on the two halves of N. Tiles are bfloat16, float16 or
+        float32, the others also int32 or bool.
+      epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
+        elementwise operations, the two halves of N, and sums and maxima along rows or columns as outputs. acc and
+        every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become operands,
+        with gradients. None returns acc.
+      out_dtype: of the tile outputs, a's by default: one dtype, or a pytree of dtypes (None for the default) that is
+        a prefix of what the epilogue returns. Reductions are float32.
+      transpose_a, transpose_b: how a and b are stored.
+      residuals: what is kept for the gradient of an epilogue that is not linear in acc: "preactivation" keeps acc
+        rounded to the common dtype of a and b and runs the derivative as one XLA kernel; "recompute" keeps only the
+        arguments and runs the derivative in the epilogue of the product computed again. The derivative of a maximum
+        needs the finished maximum: there "recompute" computes the rounded acc again and goes on as "preactivation".
+      implementation: "auto" uses the kernel where it can, and warns once per reason on a GPU where it cannot; "cuda"
+        raises there; "xla" never uses it.
+      config: tile and pipeline sizes of the kernel; not those of the gradient's products.
+      input_output_aliases: {operand index: flat output index} lets a float32 tile output take the place of a float32
+        tile operand of its shape, to accumulate without a copy.
+
+    Returns:
+      What the epilogue returns, with the leading axes of a in the place of M. Results are finished and have the same
+      shapes on every platform.
+
+    Raises:
+      TypeError: an argument of another dtype or kind.
+      ValueError: shapes that do not fit.
+      NotTileLocalError (a ValueError): an epilogue that one tile of the product cannot compute by itself, on every
+        platform.
+      NotImplementedError: implementation="cuda" where the kernel cannot run, when the call is lowered.
+
+    Numerics: float32 accumulation and epilogue, one rounding at the store. The gradient is JAX's own of the epilogue,
+    taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
+    splits them.
+    """
+    a, b = _factor("a", a), _factor("b", b)
+    operands = tuple(_operand(i, x) for i, x in enumerate(operands))
+    _check_choice("residuals", residuals, ("preactivation", "recompute"))
+    _check_choice("implementation", implementation, ("auto", "cuda", "xla"))
+    if config is not None and not isinstance(config, GemmConfig):
+        raise TypeError(f"gemm: config is {type(config).__name__}; it must be a GemmConfig or None")
+    if epilogue is not None and not callable(epilogue):
+        raise TypeError(
+            f"gemm: epilogue is {type(epilogue).__name__}; it must be a function of (acc, *operands) or None"
+        )
+    leading, m, n = _product_shape(a, b, transpose_a, transpose_b)
+    aliases = tuple(sorted((input_output_aliases or {}).items()))
+
+    matrix = a.reshape(math.prod(leading) * m, a.shape[-1]) if leading else a
+    flat_operands = [_flattened(i, x, leading, m, n) for i, x in enumerate(operands)]
+
+    def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
+        dtypes = _out_dtypes(traced, out_dtype, a.dtype)
+        _check_aliases(traced, dtypes, aliases, len(operands))
+        return dtypes
+
+    options = Options(transpose_a, transpose_b, residuals, implementation, config, aliases)
+    outputs, traced = product(matrix, b, flat_operands, epilogue, checked_dtypes, options)
+    if leading:
+        axes = row_axes(traced, matrix.shape[0])
+        outputs = [
+            x if axis is None else x.reshape(*x.shape[:axis], *leading, m, *x.shape[axis + 1 :])
+            for x, axis in zip(outputs, axes, strict=True)
+        ]
+    return jax.tree.unflatten(traced.out_tree, outputs)
+
+
+def _factor(name: str, x: Any) -> jax.Array:
+    dtype = _dtype(name, x)
+    if dtype.name not in FLOATS:
+        raise TypeError(f"gemm: {name} has dtype {dtype}; it must be bfloat16, float16 or float32")
+    if np.ndim(x) < 2:
+        raise ValueError(f"gemm: {name} has shape {np.shape(x)}; it must be a matrix")
+    return jnp.asarray(x)
+
+
+def _operand(index: int, x: Any) -> jax.Array:
+    if isinstance(x, (bool, int, float)):
+        return jnp.asarray(x, {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}[type(x)])
+    dtype = _dtype(f"operand {index}", x)
+    if dtype.name not in (*FLOATS, "int32", "bool"):
+        raise TypeError(
+            f"gemm: operand {index} has dtype {dtype}; it must be bfloat16, float16, float32, int32 or bool"
+        )
+    return jnp.asarray(x)
+
+
+def _dtype(name: str, x: Any) -> np.dtype:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"gemm: {name} is {type(x).__name__}; it must be an array")
+    return np.dtype(x.dtype) if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"gemm: {name} = {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def _product_shape(
+    a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool
+) -> tuple[tuple[Any, ...], Any, Any]:
+    """Leading axes of a, M and N."""
+    if transpose_a and a.ndim != 2:
+        raise ValueError(f"gemm: a has shape {a.shape}; with transpose_a it must be (K, M), without leading axes")
+    if b.ndim != 2:
+        raise ValueError(
+            f"gemm: b has shape {b.shape}; it must be {'(N, K)' if transpose_b else '(K, N)'}. "
+            "Use jax.vmap for a batch of them."
+        )
+    *leading, m, k = (a.shape[1], a.shape[0]) if transpose_a else a.shape
+    n, k_of_b = b.shape if transpose_b else b.shape[::-1]
+    if not same_size(k, k_of_b):
+        raise ValueError(
+            f"gemm: a {a.shape}{' transposed' if transpose_a else ''} has K = {k}, b {b.shape}"
+            f"{' transposed' if transpose_b else ''} has K = {k_of_b}; they must be equal"
+        )
+    return tuple(leading), m, n
+
+
+def _flattened(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: Any) -> jax.Array:
+    """An operand for the product with the leading axes flattened into M."""
+    if not leading or x.ndim < 2 or (x.ndim == 2 and same_size(x.shape[0], 1)):
+        return x  # what it is, if anything, the epilogue's trace decides
+    if not same_shape(x.shape[:-1], (*leading, m)):
+        raise ValueError(
+            f"gemm: operand {index} has shape {x.shape}; beside an output of shape {(*leading, m, n)} it must be "
+            f"a scalar (), a row vector ({n},) or (1, {n}), a column vector {(*leading, m, 1)} or a tile "
+            f"{(*leading, m, n)}"
+        )
+    return x.reshape(math.prod(leading) * m, x.shape[-1])
+
+
+def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.dtype]:
+    """One dtype for each flat output."""
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
+    try:
+        template = jax.tree.unflatten(traced.out_tree, list(traced.out_avals))
+        asked = jax.tree.leaves(jax.tree.broadcast(out_dtype, template, is_leaf=is_none), is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            f"gemm: out_dtype = {out_dtype} does not fit what epilogue '{traced.name}' returns, "
+            f"{traced.out_tree}: {error}"
+        ) from None
+    one_for_all = jax.tree.leaves(out_dtype, is_leaf=is_none) == [out_dtype]
+    tiles = {store.output for store in traced.program.stores}
+    dtypes = []
+    for i, (dtype, aval) in enumerate(zip(asked, traced.out_avals, strict=True)):
+        given = None if dtype is None else jnp.dtype(dtype)
+        if i not in tiles:
+            if given is not None and not one_for_all and given != aval.dtype:
+                raise TypeError(
+                    f"gemm: out_dtype of output {i} of epilogue '{traced.name}' is {given}; what is "
+                    f"not a tile keeps the epilogue's dtype, {aval.dtype}"
+                )
+            dtypes.append(aval.dtype)
+        elif given is not None and given.name not in FLOATS:
+            raise TypeError(f"gemm: out_dtype of output {i} is {given}; a tile is bfloat16, float16 or float32")
+        else:
+            dtypes.append(given or default)
+    return dtypes
+
+
+def _check_aliases(
+    traced: Epilogue, dtypes: Sequence[np.dtype], aliases: Sequence[tuple[int, int]], num_operands: int
+) -> None:
+    stores: dict[int, TileStore] = {store.output: store for store in traced.program.stores}
+    if len({output for _, output in aliases}) < len(aliases):
+        raise ValueError(f"gemm: input_output_aliases = {dict(aliases)} gives two operands to one output")
+    for index, output in aliases:
+        if not 0 <= index < num_operands:
+            raise ValueError(f"gemm: input_output_aliases names operand {index}; there are {num_operands}")
+        operand = traced.program.operands[index]
+        if operand.kind is not Kind.TILE or operand.dtype != jnp.float32:
+            raise ValueError(
+                f"gemm: input_output_aliases names operand {index}, {operand.kind.value} {operand.dtype}; only a "
+                "float32 tile can be aliased"
+            )
+        if output not in stores or stores[output].width is not operand.width or dtypes[output] != jnp.float32:
+            raise ValueError(
+                f"gemm: input_output_aliases gives operand {index} to output {output}, which is not a float32 tile of "
+                "its shape"
+            )

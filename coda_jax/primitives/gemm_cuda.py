@@ -1,0 +1,172 @@
+"""The CUDA lowering: the kernel's custom call and the finish of its reductions, or the XLA form and why."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from coda_jax import ffi
+from coda_jax.epilogue import Axis, Kind, Program
+from coda_jax.primitives import kernel
+from coda_jax.primitives.config import choose_config, unsupported_reason
+from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
+
+CAPABILITY = "9.0"
+
+
+class FallbackWarning(UserWarning):
+    """A product on a GPU takes its XLA form; the message names the rule and the value."""
+
+
+_reported: set[str] = set()
+
+
+def fallback_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
+    """Why this product takes the XLA form on the attached GPUs (on a Hopper GPU if there are none), or None."""
+    if params["implementation"] == "xla":
+        return "implementation='xla'"
+    return _device_reason() or ffi.unavailable_reason() or _product_reason(avals, params)
+
+
+def _device_reason() -> str | None:
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:  # export and ahead-of-time compilation
+        return None
+    other = {device.compute_capability for device in devices} - {CAPABILITY}
+    if other:
+        return f"the GPU has compute capability {min(other)}; the kernel needs {CAPABILITY} (Hopper)"
+    return None
+
+
+def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
+    a, b, *operands = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    program = params["program"]
+    dtypes = store_dtypes(program, params["out_dtypes"])
+    return unsupported_reason(a, b, operands, program, dtypes, params["transpose_a"], params["transpose_b"])
+
+
+def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.dtype, ...]:
+    """Dtypes of the program's stores, from those of all flat outputs."""
+    return tuple(out_dtypes[store.output] for store in program.stores)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
+    reason = fallback_reason(ctx.avals_in, params)
+    if reason is None:
+        return mlir.lower_fun(functools.partial(kernel_form, **params), multiple_results=True)(ctx, *arguments)
+    if params["implementation"] == "cuda":
+        raise NotImplementedError(f"gemm '{params['name']}': implementation='cuda' was asked for, but {reason}")
+    if params["implementation"] == "auto" and reason not in _reported:
+        _reported.add(reason)
+        warnings.warn(f"gemm '{params['name']}' takes its XLA form: {reason}", FallbackWarning, stacklevel=2)
+    return lower_xla(ctx, *arguments, **params)
+
+
+mlir.register_lowering(coda_gemm_p, _lower, platform="cuda")
+
+
+def kernel_form(
+    a: jax.Array, b: jax.Array, *operands: jax.Array, batched: Sequence[bool], **params: Any
+) -> list[jax.Array]:
+    """The custom call, the finish of its reductions, and the outputs in f's order."""
+    program, out_dtypes = params["program"], params["out_dtypes"]
+    batch: Any = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), None)
+    if any(batched) and _folds(program, batched, params["transpose_a"]):
+        rows = a.shape[1]
+        flat = [_fold(x, kind, batch, rows) for x, kind in zip(operands, _kinds(program), strict=True)]
+        stores, reductions = _launch(a.reshape(batch * rows, a.shape[2]), b, flat, (False,) * len(batched), **params)
+        stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
+        reductions = [x.reshape(batch, rows) for x in reductions]
+    else:
+        stores, reductions = _launch(a, b, operands, batched, **params)
+
+    finished: dict[int, jax.Array] = {}
+    if program.finishing.outputs:
+        axes = [0 if flag else None for flag in batched[2:]]
+        finish = jax.vmap(program.finish, in_axes=(0, axes), axis_size=batch) if any(batched) else program.finish
+        finished = finish(reductions, list(operands))
+    outputs = finished | {store.output: x for store, x in zip(program.stores, stores, strict=True)}
+    return [outputs[i].astype(dtype) for i, dtype in enumerate(out_dtypes)]
+
+
+def _kinds(program: Program) -> list[Kind]:
+    return [operand.kind for operand in program.operands]
+
+
+def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool:
+    """Whether the batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
+    a_batched, b_batched, *flags = batched
+    return (
+        a_batched
+        and not b_batched
+        and not transpose_a
+        and all(reduction.axis is Axis.ROW for reduction in program.reductions)
+        and not any(node.op == "row" for node in program.nodes)
+        and all(
+            flag if kind is Kind.TILE else kind is Kind.COLUMN_VECTOR or not flag
+            for kind, flag in zip(_kinds(program), flags, strict=True)
+        )
+    )
+
+
+def _fold(x: jax.Array, kind: Kind, batch: Any, rows: Any) -> jax.Array:
+    if kind in (Kind.SCALAR, Kind.ROW_VECTOR):
+        return x
+    columns = x.shape[-1]
+    if x.ndim == 2:  # a column vector that the batch shares
+        x = jnp.broadcast_to(x, (batch, rows, columns))
+    return x.reshape(batch * rows, columns)
+
+
+def _launch(
+    a: jax.Array,
+    b: jax.Array,
+    operands: Sequence[jax.Array],
+    batched: Sequence[bool],
+    *,
+    program: Program,
+    out_dtypes: Sequence[np.dtype],
+    transpose_a: bool,
+    transpose_b: bool,
+    config: Any,
+    name: str,
+    input_output_aliases: Sequence[tuple[int, int]],
+    **_: Any,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
+    a_type, b_type, *operand_types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b, *operands))
+    dtypes = store_dtypes(program, out_dtypes)
+    m = a.shape[-1] if transpose_a else a.shape[-2]
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    lowered = kernel.lower(
+        program,
+        a_type,
+        b_type,
+        operand_types,
+        out_dtypes=dtypes,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        batched=batched,
+        config=choose_config(m, n, program, dtypes, config),
+        name=name,
+    )
+    ffi.compile_async(lowered.source, name)
+    position = {store.output: i for i, store in enumerate(program.stores)}
+    results = ffi.gemm_call(
+        (a, b, *operands),
+        lowered.results,
+        source=lowered.source,
+        input_output_aliases={2 + operand: position[output] for operand, output in input_output_aliases},
+        **lowered.attributes,
+    )
+    stores, partials = list(results[: len(dtypes)]), results[len(dtypes) :]
+    over_tiles = zip(program.reductions, partials, strict=True)
+    return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]

@@ -1,0 +1,133 @@
+"""The derivative of an epilogue, and what it needs kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
+
+from coda_jax.epilogue import Epilogue
+from coda_jax.primitives.results import row_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Pullback:
+    """The derivative of an epilogue with respect to acc and its floating arguments, as one jaxpr without dead code.
+
+    Attributes:
+      name: of the epilogue.
+      jaxpr: (acc, arguments, cotangents: the needed ones) -> (dacc, cotangents of the floating arguments), all as f
+        sees them.
+      needs_acc: whether it reads acc; it does not where f is linear in it.
+      needs: for each argument (operands, then captured arrays) whether it reads it.
+      dtypes: stored dtype of each argument.
+      traced: dtype of each argument inside f.
+      floating_outputs: which flat outputs have a cotangent; `reads_cotangent` says which of these it reads.
+      row_axes: for each flat output the axis indexed by rows, or None.
+    """
+
+    name: str
+    jaxpr: jex_core.ClosedJaxpr
+    needs_acc: bool
+    needs: tuple[bool, ...]
+    dtypes: tuple[np.dtype, ...]
+    traced: tuple[np.dtype, ...]
+    floating_outputs: tuple[int, ...]
+    reads_cotangent: tuple[bool, ...]
+    row_axes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, epilogue: Epilogue, acc: Any, arguments: Sequence[Any]) -> Pullback:
+        """Differentiates `epilogue` at the types of `acc` and of its arguments."""
+        operands = epilogue.program.operands
+
+        def as_traced(*arguments: jax.Array) -> list[jax.Array]:
+            return [x.astype(operand.traced_dtype) for x, operand in zip(arguments, operands, strict=True)]
+
+        typed = jax.eval_shape(as_traced, *arguments)
+        outputs = jax.eval_shape(epilogue.evaluate, acc, *typed)
+        floating_outputs = [i for i, x in enumerate(outputs) if _is_floating(x.dtype)]
+        floating = [i for i, x in enumerate(typed) if _is_floating(x.dtype)]
+
+        def pull(acc: jax.Array, arguments: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+            def function(acc: jax.Array, *varied: jax.Array) -> list[jax.Array]:
+                given = dict(zip(floating, varied, strict=True))
+                outputs = epilogue.evaluate(acc, *(given.get(i, x) for i, x in enumerate(arguments)))
+                return [outputs[i] for i in floating_outputs]
+
+            _, vjp = jax.vjp(function, acc, *(arguments[i] for i in floating))
+            return vjp(cotangents)
+
+        closed = jax.make_jaxpr(pull)(acc, typed, [outputs[i] for i in floating_outputs])
+        live, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        needs, reads = used[1 : 1 + len(typed)], used[1 + len(typed) :]
+        return cls(
+            epilogue.name,
+            jex_core.ClosedJaxpr(live, closed.consts),
+            used[0],
+            tuple(needs),
+            tuple(operand.dtype for operand in operands),
+            tuple(operand.traced_dtype for operand in operands),
+            tuple(floating_outputs),
+            tuple(reads),
+            row_axes(epilogue, acc.shape[0]),
+        )
+
+    def __call__(
+        self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        """dacc float32 and each argument's cotangent (None for integers), from the needed arguments and all cotangents."""
+        read = [cotangents[i] for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
+        dacc, *rest = self._run(acc, arguments, read)
+        return dacc, self.restored(rest)
+
+    def _run(
+        self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        given = [*arguments, *cotangents]
+        if self.needs_acc:
+            assert acc is not None
+            given = [acc, *given]
+        typed = (x.astype(aval.dtype) for x, aval in zip(given, self.jaxpr.in_avals, strict=True))
+        return jex_core.jaxpr_as_fun(self.jaxpr)(*typed)
+
+    def restored(self, cotangents: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """Cotangents of all arguments in their stored dtypes and shapes, from those of the floating ones."""
+        rest = iter(cotangents)
+        return [next(rest).astype(dtype) if _is_floating(dtype) else None for dtype in self.dtypes]
+
+    def as_operands(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+        """The cotangents that are read, in shapes that broadcast against acc: (M,) becomes (M, 1)."""
+        chosen = [i for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
+        return [cotangents[i][:, None] if self._is_column(i, cotangents[i]) else cotangents[i] for i in chosen]
+
+    def _is_column(self, output: int, x: jax.Array) -> bool:
+        return x.ndim == 1 and self.row_axes[output] == 0
+
+    def as_epilogue(self) -> Callable[..., list[jax.Array]]:
+        """The same function for `as_operands`' shapes."""
+        shapes = [t.shape for t in self.jaxpr.in_avals[1:]]
+
+        def derivative(acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+            arguments = [x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)]
+            return self._run(acc, arguments, ())
+
+        derivative.__name__ = self.name
+        return derivative
+
+    def out_dtypes(self, epilogue: Epilogue, dacc: np.dtype) -> list[np.dtype]:
+        """Tiles leave the epilogue in the dtypes of what they are cotangents of, all else in its own."""
+        tiles = {store.output for store in epilogue.program.stores}
+        stored = [dacc, *(dtype for dtype in self.dtypes if _is_floating(dtype))]
+        outputs = zip(stored, epilogue.out_avals, strict=True)
+        return [dtype if i in tiles else x.dtype for i, (dtype, x) in enumerate(outputs)]
+
+
+def _is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
