@@ -4,6 +4,7 @@ Values of dtype bfloat16 and float16 are held as float32 in registers and rounde
 `evaluate` does the same with XLA.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,15 @@ def _select(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     return "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1])) + cases[-1]
 
 
+def _horner(x: jax.Array, *coefficients: jax.Array) -> jax.Array:
+    return functools.reduce(lambda total, c: total * x + c, reversed(coefficients))
+
+
+def _horner_text(x: list[str], _: list[str], __: dict[str, Any]) -> str:
+    value, *coefficients = x
+    return functools.reduce(lambda total, c: f"({total}) * {value} + {c}", reversed(coefficients))
+
+
 def _power(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     exponent = x[1] if dtypes[1] in FLOATS else f"static_cast<float>({x[1]})"
     return f"powf({x[0]}, {exponent})"
@@ -103,6 +113,7 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, y: lax.integer_pow(x, y), lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})", dtypes=(*FLOATS, "int32")
     ),
     "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32")),
+    "polynomial": Operation(_horner, _horner_text, dtypes=FLOATS),
     "sqrt": _function(lax.sqrt, "sqrtf"),
     "rsqrt": _function(lax.rsqrt, "coda::rsqrt"),
     "cbrt": _function(lax.cbrt, "cbrtf"),

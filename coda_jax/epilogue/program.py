@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -164,6 +164,15 @@ class Program:
 
     def __hash__(self) -> int:
         return hash(self._text)
+
+    def with_acc(self) -> "Program":
+        """The program with acc as one more output, the last."""
+        nodes = list(self.nodes)
+        leaves = [Node("acc", (), "float32", (("way", way),)) for way in range(self.ways)]
+        nodes += [leaf for leaf in leaves if leaf not in nodes]
+        store = TileStore(self.num_outputs, Width.FULL, tuple(map(nodes.index, leaves)))
+        stores = (*self.stores, store)
+        return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
     def loads(self, index: int) -> tuple[int, ...]:
         """The ways of operand `index` that the elementwise program reads."""

@@ -114,6 +114,15 @@ def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
     return Local(tags, (value.nodes[way],), value.tile)
 
 
+def _offset(analysis: Analysis, value: Local, start: int, stride: int) -> Local:
+    """A one-dimensional function of the index i becomes that function of start + stride * i."""
+    index = analysis.node(INDEX, (), "int32")
+    if stride != 1:
+        index = analysis.node("mul", (index, analysis.literal(stride, "int32")), "int32")
+    index = analysis.node("add", (index, analysis.literal(start, "int32")), "int32")
+    return Local(value.tags, (analysis.substitute(value.nodes[0], index, {}),), value.tile)
+
+
 def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
     value, (before, _) = inputs[0], _shapes(analysis, equation)
     params = equation.params
@@ -123,6 +132,9 @@ def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
     ):
         tag = value.tags[axis]
         if tag is None or (same_size(start, 0) and same_size(limit, before[axis]) and stride == 1):
+            continue
+        if tag == INDEX and isinstance(start, int | np.integer):
+            value = _offset(analysis, value, int(start), int(stride))
             continue
         first = same_size(start, 0) and same_size(limit, analysis.half)
         second = same_size(start, analysis.half) and same_size(limit, analysis.n)

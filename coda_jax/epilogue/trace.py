@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten
@@ -47,6 +48,14 @@ class Epilogue:
             for x in arguments[: self._num_operands]
         ]
         return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :], bind_equation)
+
+    def with_acc(self) -> "Epilogue":
+        """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
+        flat = replace(self._flat, outputs=(*self._flat.outputs, 0))
+        acc = flat.avals[0]
+        out_avals = (*self.out_avals, jax.ShapeDtypeStruct(acc.shape, acc.dtype))
+        out_tree = jax.tree.structure([0] * len(out_avals))
+        return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, _flat=flat)
 
 
 def trace(
@@ -116,8 +125,7 @@ def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
 
 def _aval(x: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
     """The type f is traced with; inside shard_map it varies over the same mesh axes as x."""
-    vma = getattr(x, "vma", None)
-    return jax.ShapeDtypeStruct(x.shape, dtype, **({"vma": vma} if vma else {}))
+    return jax.eval_shape(lambda x: lax.convert_element_type(x, dtype), x)
 
 
 def _as_float32(operand: Operand) -> Operand:

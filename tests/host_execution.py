@@ -1,0 +1,128 @@
+"""Runs generated epilogues on the host: many programs compiled by g++ into one shared object, driven as the kernel drives them.
+
+Buffers are found through the emitted access tables (map and pointer numbers, ways, widths, dtypes), so these are tested too.
+"""
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import Axis, Kind, Program, Width, emit
+
+HEADERS = Path(__file__).resolve().parents[1] / "cuda"
+
+DRIVER = r"""
+#include "elementwise.cuh"
+using namespace coda;
+
+static Word load(const void* base, long long index, DType dtype) {
+  Word word;
+  if (dtype == DType::f32) word.f = static_cast<const float*>(base)[index];
+  if (dtype == DType::i32) word.i = static_cast<const int*>(base)[index];
+  if (dtype == DType::pred) word.i = static_cast<const unsigned char*>(base)[index];
+  if (dtype == DType::f16) word.f = static_cast<const _Float16*>(base)[index];
+  if (dtype == DType::bf16) word.f = from_bits(static_cast<unsigned>(static_cast<const unsigned short*>(base)[index]) << 16);
+  return word;
+}
+static float combine(Op op, float a, float b) {
+  return op == Op::sum ? a + b : op == Op::max ? maximum(a, b) : minimum(a, b);
+}
+
+// columns[i]: row pitch of map i. Reductions start from their neutral element; `n` is the columns of one way.
+template <class E>
+static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
+  for (int row = 0; row < m; ++row)
+    for (int column = 0; column < n; ++column) {
+      typename E::Element in;
+      typename E::Result out;
+      in.row = row;
+      for (int way = 0; way < E::ways; ++way) {
+        in.column[way] = way * n + column;
+        in.acc[way] = acc[static_cast<long long>(row) * n * E::ways + way * n + column];
+      }
+      for (int i = 0; i < E::tile_loads; ++i) {
+        const TileAccess t = E::tile_load[i];
+        in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + t.way * n + column, t.dtype);
+      }
+      for (int i = 0; i < E::row_vectors; ++i) {
+        const VectorAccess v = E::row_vector[i];
+        in.row_vector[i] = load(pointer[v.pointer], (v.full ? v.way * n : 0) + column, v.dtype);
+      }
+      for (int i = 0; i < E::column_vectors; ++i)
+        in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
+      for (int i = 0; i < E::scalars; ++i) in.scalar[i] = load(pointer[E::scalar[i].pointer], 0, E::scalar[i].dtype);
+      E::evaluate(in, out);
+      for (int i = 0; i < E::tile_stores; ++i) {
+        const TileAccess t = E::tile_store[i];
+        static_cast<float*>(map[t.map])[static_cast<long long>(row) * columns[t.map] + t.way * n + column] = out.tile[i];
+      }
+      for (int i = 0; i < E::row_reductions; ++i) {
+        const ReductionAccess r = E::row_reduction[i];
+        float& to = static_cast<float*>(pointer[r.pointer])[row];
+        to = combine(r.op, to, out.row[i]);
+      }
+      for (int i = 0; i < E::column_reductions; ++i) {
+        const ReductionAccess r = E::column_reduction[i];
+        float& to = static_cast<float*>(pointer[r.pointer])[(r.full ? r.way * n : 0) + column];
+        to = combine(r.op, to, out.column[i]);
+      }
+    }
+}
+"""
+
+
+class HostPrograms:
+    """Programs compiled together; `run(i, ...)` executes number i."""
+
+    def __init__(self, programs: Sequence[Program], directory: Path):
+        self.programs = list(programs)
+        parts = [DRIVER]
+        for i, program in enumerate(self.programs):
+            text = emit(program, [np.dtype(np.float32)] * len(program.stores), [False] * len(program.operands))
+            parts.append(f"namespace p{i} {{\n{text}}}\n")
+            parts.append(
+                f'extern "C" void run_{i}(int m, int n, const float* acc, void** map, const int* columns, void** pointer) '
+                f"{{ drive<p{i}::Epilogue>(m, n, acc, map, columns, pointer); }}\n"
+            )
+        source = "".join(parts)
+        name = hashlib.sha256(source.encode()).hexdigest()[:16]
+        (directory / f"{name}.cc").write_text(source)
+        library = directory / f"{name}.so"
+        command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{HEADERS}", "-o", str(library)]
+        done = subprocess.run([*command, str(directory / f"{name}.cc")], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+        self.library = ctypes.CDLL(str(library))
+
+    def run(self, index: int, acc: np.ndarray, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Flat outputs of program `index`; tiles as float32."""
+        program = self.programs[index]
+        m, columns = acc.shape
+        n = columns // program.ways
+        acc = np.ascontiguousarray(acc, np.float32)
+        operands = [np.ascontiguousarray(x) for x in operands]
+        for x, operand in zip(operands, program.operands, strict=True):
+            assert x.dtype == operand.dtype
+        tiles = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is Kind.TILE]
+        others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
+        width = {Width.FULL: columns, Width.HALF: columns // 2}
+        stores = [np.full((m, width[s.width]), np.nan, np.float32) for s in program.stores]
+        reductions = [
+            np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions
+        ]
+        maps, pointers = [acc, acc, *tiles, *stores], [*others, *reductions]
+        pitches = (ctypes.c_int * len(maps))(*(x.shape[1] for x in maps))
+        self.library[f"run_{index}"](
+            m, n, acc.ctypes.data_as(ctypes.c_void_p), _addresses(maps), pitches, _addresses(pointers)
+        )
+        outputs = program.finish([jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
+        outputs.update({store.output: x for store, x in zip(program.stores, stores, strict=True)})
+        return [np.asarray(outputs[i]) for i in range(program.num_outputs)]
+
+
+def _addresses(arrays: Sequence[np.ndarray]) -> ctypes.Array:
+    return (ctypes.c_void_p * max(1, len(arrays)))(*(x.ctypes.data for x in arrays))
