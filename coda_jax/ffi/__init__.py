@@ -1,4 +1,4 @@
-"""The XLA FFI module: generated kernels are compiled with NVRTC and launched on XLA's stream by one handler, "coda_gemm".
+"""The XLA FFI module: compiles kernels with NVRTC and launches them on XLA's stream by one handler, "coda_gemm".
 
 Everything that a kernel needs travels in the custom call's attributes, so a program loaded from XLA's compilation cache
 or from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a
@@ -16,11 +16,11 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -45,12 +45,19 @@ ARCH = "sm_90a"
 TARGET = "coda_gemm"
 
 _CACHE_LIMIT_BYTES = 256 << 20
-_OPTIONS = ("--std=c++20", "--fmad=true", "--prec-div=false", "--prec-sqrt=false", "--ptxas-options=-v")
+_OPTIONS = (
+    "--std=c++20",
+    "--device-as-default-execution-space",
+    "--fmad=true",
+    "--prec-div=false",
+    "--prec-sqrt=false",
+    "--ptxas-options=-v",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: the image, NVRTC's log with registers and spills, the seconds it took and whether it came from disk."""
+    """A compiled kernel; `log` lists registers and spills, `cached` says that it came from disk."""
 
     cubin: bytes
     log: str
@@ -207,11 +214,8 @@ def _nvrtc_libraries() -> list[tuple[str, str]]:
 
 
 def _nvidia_namespace() -> list[pathlib.Path]:
-    try:
-        import nvidia  # a namespace package: its parts may lie in several folders
-    except ImportError:
-        return []
-    return [pathlib.Path(path) for path in nvidia.__path__]
+    spec = importlib.util.find_spec("nvidia")  # a namespace package: its parts may lie in several folders
+    return [pathlib.Path(path) for path in (spec.submodule_search_locations or [])] if spec else []
 
 
 def _version(path: pathlib.Path) -> tuple[int, ...]:

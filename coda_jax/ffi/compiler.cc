@@ -39,8 +39,9 @@ Nvrtc OpenNvrtc(const std::vector<std::pair<std::string, std::string>>& candidat
     Nvrtc nvrtc;
 #define CODA_RESOLVE(name) Resolve(library, #name, nvrtc.name)
     if (CODA_RESOLVE(nvrtcVersion) && CODA_RESOLVE(nvrtcGetErrorString) && CODA_RESOLVE(nvrtcCreateProgram) &&
-        CODA_RESOLVE(nvrtcDestroyProgram) && CODA_RESOLVE(nvrtcCompileProgram) && CODA_RESOLVE(nvrtcGetProgramLogSize) &&
-        CODA_RESOLVE(nvrtcGetProgramLog) && CODA_RESOLVE(nvrtcGetCUBINSize) && CODA_RESOLVE(nvrtcGetCUBIN)) {
+        CODA_RESOLVE(nvrtcDestroyProgram) && CODA_RESOLVE(nvrtcCompileProgram) &&
+        CODA_RESOLVE(nvrtcGetProgramLogSize) && CODA_RESOLVE(nvrtcGetProgramLog) && CODA_RESOLVE(nvrtcGetCUBINSize) &&
+        CODA_RESOLVE(nvrtcGetCUBIN)) {
 #undef CODA_RESOLVE
       int major = 0, minor = 0;
       nvrtc.nvrtcVersion(&major, &minor);
@@ -96,8 +97,8 @@ Binary RunNvrtc(const Nvrtc& nvrtc, const CompilerSettings& settings, const Comp
   }
   nvrtc.nvrtcDestroyProgram(&program);
   if (result != 0) {
-    throw std::runtime_error(request.name + ": compilation for " + request.arch + " failed: " +
-                             nvrtc.nvrtcGetErrorString(result) + "\n" + binary.log);
+    throw std::runtime_error(request.name + ": compilation for " + request.arch +
+                             " failed: " + nvrtc.nvrtcGetErrorString(result) + "\n" + binary.log);
   }
   binary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return binary;
@@ -125,8 +126,8 @@ std::shared_ptr<Compiler>& GlobalCompiler() {
   return *compiler;
 }
 
-// A forked child has none of the pool's threads: it starts a compiler of its own and leaves the parent's, whose lock some
-// thread may have held, untouched. Finished kernels come back from the disk.
+// A forked child has none of the pool's threads: it starts a compiler of its own and leaves the parent's, whose lock
+// some thread may have held, untouched. Finished kernels come back from the disk.
 void HandleFork() {
   pthread_atfork([] { GlobalMutex().lock(); }, [] { GlobalMutex().unlock(); },
                  [] {
@@ -144,7 +145,9 @@ void HandleFork() {
 Compiler::Compiler(CompilerSettings settings)
     : settings_(std::move(settings)), cache_(settings_.cache_directory, settings_.cache_limit_bytes) {}
 
-Compiler::~Compiler() { Shutdown(); }
+Compiler::~Compiler() {
+  Shutdown();
+}
 
 std::shared_ptr<Compiler> Compiler::Get() {
   std::lock_guard lock(GlobalMutex());

@@ -68,8 +68,9 @@ struct Driver {
   CUresult (*cuKernelGetFunction)(CUfunction*, CUkernel);
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel, CUdevice);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap*, int type, uint32_t rank, void* address, const uint64_t* dims,
-                                     const uint64_t* strides_bytes, const uint32_t* box, const uint32_t* element_strides,
-                                     int interleave, int swizzle, int l2_promotion, int out_of_bounds_fill);
+                                     const uint64_t* strides_bytes, const uint32_t* box,
+                                     const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion,
+                                     int out_of_bounds_fill);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void** parameters, void** extra);
 
   /// Throws std::runtime_error when there is no driver.

@@ -16,8 +16,9 @@ struct Binary {
   bool cached = false;
 };
 
-/// One file an entry: checksum, sizes, cubin, log. Written to a temporary file and renamed, so that a reader sees a whole
-/// entry or none; verified when read, so that a damaged one is a miss. A directory that cannot be written is no error.
+/// One file an entry: checksum, sizes, cubin, log. Written to a temporary file and renamed, so that a reader sees a
+/// whole entry or none; verified when read, so that a damaged one is a miss. A directory that cannot be written is no
+/// error.
 class DiskCache {
  public:
   /// `directory` empty: no cache. Beyond `limit_bytes` the entries that were not used for longest are removed.

@@ -15,13 +15,16 @@
 
 #include "compiler.h"
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::coda::GemmCall, StructMember<int32_t>("abi"), StructMember<std::string_view>("headers"),
-    StructMember<std::string_view>("name"), StructMember<std::string_view>("key"), StructMember<std::string_view>("arch"),
-    StructMember<std::string_view>("source"), StructMember<Span<const int32_t>>("maps"),
-    StructMember<Span<const int32_t>>("pointers"), StructMember<bool>("transpose_a"), StructMember<bool>("transpose_b"),
-    StructMember<int32_t>("tile_m"), StructMember<int32_t>("tile_n"), StructMember<int32_t>("ways"),
-    StructMember<int32_t>("cluster_m"), StructMember<int32_t>("threads"), StructMember<int32_t>("smem_bytes"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::coda::GemmCall, StructMember<int32_t>("abi"),
+                                      StructMember<std::string_view>("headers"), StructMember<std::string_view>("name"),
+                                      StructMember<std::string_view>("key"), StructMember<std::string_view>("arch"),
+                                      StructMember<std::string_view>("source"),
+                                      StructMember<Span<const int32_t>>("maps"),
+                                      StructMember<Span<const int32_t>>("pointers"), StructMember<bool>("transpose_a"),
+                                      StructMember<bool>("transpose_b"), StructMember<int32_t>("tile_m"),
+                                      StructMember<int32_t>("tile_n"), StructMember<int32_t>("ways"),
+                                      StructMember<int32_t>("cluster_m"), StructMember<int32_t>("threads"),
+                                      StructMember<int32_t>("smem_bytes"));
 
 namespace coda {
 namespace {
@@ -105,8 +108,9 @@ void Load(const Driver& driver, const GemmCall& call, CUdevice device, Kernel& k
     driver.Check(driver.cuLibraryGetKernel(&handle, kernel.library, kSymbol), "cuLibraryGetKernel");
     kernel.kernel = handle;
   }
-  driver.Check(driver.cuKernelSetAttribute(kFunctionAttributeMaxDynamicSharedBytes, call.smem_bytes, kernel.kernel, device),
-               ("shared memory of " + std::to_string(call.smem_bytes) + " bytes").c_str());
+  driver.Check(
+      driver.cuKernelSetAttribute(kFunctionAttributeMaxDynamicSharedBytes, call.smem_bytes, kernel.kernel, device),
+      ("shared memory of " + std::to_string(call.smem_bytes) + " bytes").c_str());
   CUfunction loaded = nullptr;  // loads the code on this device now: under a graph capture it could not be
   driver.Check(driver.cuKernelGetFunction(&loaded, kernel.kernel), "cuKernelGetFunction");
 }
@@ -166,20 +170,23 @@ void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffe
 
 std::string Describe(std::span<const Buffer> buffers, size_t operands) {
   std::string text = " (";
-  for (size_t i = 0; i < buffers.size(); ++i) text += (i == 0 ? "" : i == operands ? " -> " : ", ") + buffers[i].ToString();
+  for (size_t i = 0; i < buffers.size(); ++i)
+    text += (i == 0 ? "" : i == operands ? " -> " : ", ") + buffers[i].ToString();
   return text + ")";
 }
 
-std::string Prefix(const GemmCall& call) { return "coda_jax: " + std::string(call.name); }
+std::string Prefix(const GemmCall& call) {
+  return "coda_jax: " + std::string(call.name);
+}
 
 ffi::Error InstantiateGemm(const GemmCall& call) {
   try {
     const std::shared_ptr<Compiler> compiler = Compiler::Get();
     if (call.abi != kAbi || call.headers != compiler->settings().headers_hash) {
       return ffi::Error::InvalidArgument(
-          Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " + std::to_string(call.abi) +
-          ", kernel headers " + std::string(call.headers) + "); this one has program ABI " + std::to_string(kAbi) +
-          ", kernel headers " + compiler->settings().headers_hash + ". Export it again.");
+          Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " +
+          std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) + "); this one has program ABI " +
+          std::to_string(kAbi) + ", kernel headers " + compiler->settings().headers_hash + ". Export it again.");
     }
     Registry::Get().Insert(call.key, compiler
                                          ->Submit({std::string(call.key), std::string(call.name),
@@ -216,7 +223,8 @@ ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets
                                        std::to_string(rets.size()) + " results");
   }
   const auto view = [](const ffi::AnyBuffer& buffer) {
-    return Buffer{buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
+    return Buffer{
+        buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
   };
   for (size_t i = 0; i < args.size(); ++i) buffers[i] = view(args.get<ffi::AnyBuffer>(i).value());
   for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
@@ -258,8 +266,8 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.n = static_cast<int32_t>(n);
   geometry.k = static_cast<int32_t>(k);
   geometry.batch = static_cast<int32_t>(batch);
-  geometry.clusters = batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) *
-                      ceil_div(n / call.ways, call.tile_n / call.ways);
+  geometry.clusters =
+      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.ways, call.tile_n / call.ways);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
   geometry.blocks = static_cast<uint32_t>(call.cluster_m * std::min(geometry.clusters, resident));
   return geometry;

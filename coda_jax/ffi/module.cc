@@ -79,8 +79,8 @@ nb::dict DescribeMapForTest(std::array<int32_t, 6> map, const std::string& dtype
   return result;
 }
 
-nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, bool transpose_a, bool transpose_b, int tile_m, int tile_n,
-                                 int ways, int cluster_m, int multiprocessors) {
+nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, bool transpose_a, bool transpose_b, int tile_m,
+                                 int tile_n, int ways, int cluster_m, int multiprocessors) {
   GemmCall call{};
   call.transpose_a = transpose_a;
   call.transpose_b = transpose_b;

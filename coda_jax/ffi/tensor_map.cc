@@ -18,12 +18,23 @@ std::string Prefix(const MapRequest& request, const Buffer& buffer) {
 std::string Buffer::ToString() const {
   std::string text;
   switch (dtype) {
-    case DataType::BF16: text = "bf16"; break;
-    case DataType::F16: text = "f16"; break;
-    case DataType::F32: text = "f32"; break;
-    case DataType::S32: text = "s32"; break;
-    case DataType::PRED: text = "pred"; break;
-    default: text = "dtype" + std::to_string(static_cast<int>(dtype));
+    case DataType::BF16:
+      text = "bf16";
+      break;
+    case DataType::F16:
+      text = "f16";
+      break;
+    case DataType::F32:
+      text = "f32";
+      break;
+    case DataType::S32:
+      text = "s32";
+      break;
+    case DataType::PRED:
+      text = "pred";
+      break;
+    default:
+      text = "dtype" + std::to_string(static_cast<int>(dtype));
   }
   text += "[";
   for (size_t i = 0; i < dims.size(); ++i) text += (i ? "," : "") + std::to_string(dims[i]);
@@ -35,20 +46,34 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
   MapLayout layout{};
   uint64_t element_bytes = 2;
   switch (buffer.dtype) {
-    case DataType::BF16: layout.type = TensorMapType::kBF16; break;
-    case DataType::F16: layout.type = TensorMapType::kF16; break;
+    case DataType::BF16:
+      layout.type = TensorMapType::kBF16;
+      break;
+    case DataType::F16:
+      layout.type = TensorMapType::kF16;
+      break;
     case DataType::F32:
       layout.type = TensorMapType::kF32;
       element_bytes = 4;
       break;
-    default: fail("a tensor map needs bf16, f16 or f32");
+    default:
+      fail("a tensor map needs bf16, f16 or f32");
   }
   switch (request.swizzle_bytes) {
-    case 0: layout.swizzle = TensorMapSwizzle::kNone; break;
-    case 32: layout.swizzle = TensorMapSwizzle::k32B; break;
-    case 64: layout.swizzle = TensorMapSwizzle::k64B; break;
-    case 128: layout.swizzle = TensorMapSwizzle::k128B; break;
-    default: fail("swizzle of " + std::to_string(request.swizzle_bytes) + " bytes");
+    case 0:
+      layout.swizzle = TensorMapSwizzle::kNone;
+      break;
+    case 32:
+      layout.swizzle = TensorMapSwizzle::k32B;
+      break;
+    case 64:
+      layout.swizzle = TensorMapSwizzle::k64B;
+      break;
+    case 128:
+      layout.swizzle = TensorMapSwizzle::k128B;
+      break;
+    default:
+      fail("swizzle of " + std::to_string(request.swizzle_bytes) + " bytes");
   }
   const size_t rank = buffer.dims.size();
   if (rank != 2 && rank != 3) fail("a tensor map needs rank 2 or 3");
@@ -74,8 +99,11 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
     uint64_t& stride = layout.strides_bytes[i];
     if (stride % kAlignmentBytes == 0) continue;
     if (layout.dims[i + 1] != 1) {
-      fail((i == 0 ? "the distance of its halves" : i == 1 ? "its row pitch" : "the size of a matrix") + std::string(", ") +
-           std::to_string(stride) + " bytes, is not a multiple of " + std::to_string(kAlignmentBytes));
+      fail((i == 0   ? "the distance of its halves"
+            : i == 1 ? "its row pitch"
+                     : "the size of a matrix") +
+           std::string(", ") + std::to_string(stride) + " bytes, is not a multiple of " +
+           std::to_string(kAlignmentBytes));
     }
     stride += kAlignmentBytes - stride % kAlignmentBytes;  // never stepped over; the driver checks it all the same
   }
@@ -92,13 +120,13 @@ void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& bu
     throw std::invalid_argument(Prefix(request, buffer) + "its address is not a multiple of 16");
   }
   static constexpr uint32_t kElementStrides[4] = {1, 1, 1, 1};
-  const CUresult result = driver.cuTensorMapEncodeTiled(
-      map, static_cast<int>(layout.type), /*rank=*/4, buffer.data, layout.dims, layout.strides_bytes, layout.box,
-      kElementStrides, kTensorMapInterleaveNone, static_cast<int>(layout.swizzle), kTensorMapL2Promotion256B,
-      kTensorMapOutOfBoundsZeros);
+  const CUresult result = driver.cuTensorMapEncodeTiled(map, static_cast<int>(layout.type), /*rank=*/4, buffer.data,
+                                                        layout.dims, layout.strides_bytes, layout.box, kElementStrides,
+                                                        kTensorMapInterleaveNone, static_cast<int>(layout.swizzle),
+                                                        kTensorMapL2Promotion256B, kTensorMapOutOfBoundsZeros);
   if (result != kCudaSuccess) [[unlikely]] {
-    driver.Check(result, (Prefix(request, buffer) + "cuTensorMapEncodeTiled, box " + std::to_string(layout.box[0]) + "x" +
-                          std::to_string(layout.box[2]) + ", swizzle " + std::to_string(request.swizzle_bytes))
+    driver.Check(result, (Prefix(request, buffer) + "cuTensorMapEncodeTiled, box " + std::to_string(layout.box[0]) +
+                          "x" + std::to_string(layout.box[2]) + ", swizzle " + std::to_string(request.swizzle_bytes))
                              .c_str());
   }
 }

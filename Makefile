@@ -1,0 +1,63 @@
+# make train | test | gpu-test | bench | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+#   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
+#   VENV=...     where the environment lies
+#   JAX=0.10.2   a jax version other than the newest supported one
+#   SYSTEM=1     no environment, no network: build into PYTHON, which has jax, flax, nanobind and scikit-build-core already
+#   ARGS=...     arguments of examples/train_lm.py, pytest or the benchmarks
+comma := ,
+VENV ?= .venv
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c "$(SUPPORTED)" 2>/dev/null && { echo $$python; break; }; done)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard coda_jax/ffi/*.cc coda_jax/ffi/*.h)
+
+ifeq ($(SYSTEM),1)
+RUN := $(PYTHON)
+STAMPS := build/system
+TOOLS :=
+else
+RUN := $(VENV)/bin/python
+STAMPS := $(VENV)/stamps
+TOOLS := $(VENV)/bin/
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
+endif
+
+
+.PHONY: train test gpu-test bench lint clean
+.DELETE_ON_ERROR:
+
+train: $(STAMPS)/train
+	$(RUN) examples/train_lm.py $(ARGS)
+
+test: $(STAMPS)/test
+	$(RUN) -m pytest -n 2 $(ARGS)
+
+gpu-test: $(STAMPS)/test
+	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+
+bench: $(STAMPS)/train
+	$(RUN) -m benchmarks $(ARGS)
+
+lint: $(STAMPS)/dev
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(TOOLS)clang-format --dry-run -Werror $$(git ls-files 'cuda/*.cuh' 'coda_jax/ffi/*.cc' 'coda_jax/ffi/*.h')
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A stamp an extra; test holds train, and dev holds both. Installing compiles the small FFI module.
+$(STAMPS)/%: $(SOURCES)
+	@$(or $(PYTHON),false) -c "$(SUPPORTED)" || { echo "coda_jax needs Python 3.11 to 3.13: make PYTHON=..." >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "coda_jax needs a C++20 compiler (g++ 10, clang 14 or newer; CXX=...)" >&2; exit 1; }
+ifeq ($(SYSTEM),1)
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+else
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing coda_jax with its $* dependencies into $(VENV) (minutes, once)"
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e ".[$*$(CUDA)]" $(if $(JAX),jax==$(JAX))
+endif
+	@mkdir -p $(STAMPS)
+	@touch $(STAMPS)/train $(if $(filter test dev,$*),$(STAMPS)/test) $@

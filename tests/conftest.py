@@ -1,0 +1,12 @@
+"""Settings of the whole test run: kernels are cached in a folder of its own, thrown away at the end."""
+
+import atexit
+import os
+import shutil
+import tempfile
+
+if "CODA_JAX_CACHE_DIR" not in os.environ:  # set before coda_jax is imported; pytest-xdist's workers inherit it
+    folder = tempfile.mkdtemp(prefix="coda_jax-test-")
+    os.environ["CODA_JAX_CACHE_DIR"] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+os.environ.setdefault("CODA_JAX_QUIET", "1")
