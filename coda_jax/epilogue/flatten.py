@@ -20,9 +20,9 @@ CALLS = frozenset(
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Literal:
-    """A constant of rank 0 that stands in an equation."""
+    """A constant of rank 0 that stands in an equation. Compared by identity: the value may be NaN."""
 
     value: np.generic | np.ndarray
 
@@ -143,7 +143,31 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
         return list(map(read, body.outvars))
 
     flat.outputs = tuple(inline(jaxpr, range(flat.num_inputs)))
+    _drop_unused(flat)
     return flat
+
+
+def _drop_unused(flat: Flat) -> None:
+    """Removes equations whose outputs nothing needs. Those without outputs act by side effect and stay."""
+    needed = {atom for atom in flat.outputs if isinstance(atom, int)}
+    kept: list[Equation] = []
+    for equation in reversed(flat.equations):
+        if not equation.outputs or needed.intersection(equation.outputs):
+            kept.append(equation)
+            needed.update(atom for atom in equation.inputs if isinstance(atom, int))
+    flat.equations = kept[::-1]
+
+
+def keep_used_constants(flats: Sequence[Flat], captured: Constants) -> list[Any]:
+    """The captured arrays that some equation or output reads, renumbered in `flats`."""
+    read: set[int] = set()
+    for flat in flats:
+        atoms = {*flat.outputs, *(atom for equation in flat.equations for atom in equation.inputs)}
+        read |= {index for index, variable in flat.constants.items() if variable in atoms}
+    order = sorted(read)
+    for flat in flats:
+        flat.constants = {order.index(i): variable for i, variable in flat.constants.items() if i in read}
+    return [captured.arrays[index] for index in order]
 
 
 def evaluate(

@@ -1,7 +1,6 @@
 """Rules for operations that move axes about: which axis of the result is indexed by what."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,11 +101,6 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
     return [_placed(analysis, Local(tags, (index,), False), tags, shape)]
 
 
-def _is_whole(analysis: Analysis, equation: Equation, axis: int) -> bool:
-    before, _ = _shapes(analysis, equation)
-    return same_size(before[axis], analysis.n)
-
-
 def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
     """Half `way` of a value whose `axis` is the columns."""
     analysis.halves()
@@ -123,13 +117,10 @@ def _offset(analysis: Analysis, value: Local, start: int, stride: int) -> Local:
     return Local(value.tags, (analysis.substitute(value.nodes[0], index, {}),), value.tile)
 
 
-def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    value, (before, _) = inputs[0], _shapes(analysis, equation)
-    params = equation.params
-    strides = params["strides"] or (1,) * len(before)
-    for axis, (start, limit, stride) in enumerate(
-        zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    ):
+def _take(
+    analysis: Analysis, value: Local, before: Any, starts: Sequence[Any], limits: Sequence[Any], strides: Sequence[int]
+) -> list[Local]:
+    for axis, (start, limit, stride) in enumerate(zip(starts, limits, strides, strict=True)):
         tag = value.tags[axis]
         if tag is None or (same_size(start, 0) and same_size(limit, before[axis]) and stride == 1):
             continue
@@ -143,6 +134,30 @@ def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
             raise _NotElementwise(f"takes {stop} of the {before[axis]} {tag}s")
         value = _half(analysis, value, axis, int(second))
     return [value]
+
+
+def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
+    before, params = _shapes(analysis, equation)[0], equation.params
+    strides = params["strides"] or (1,) * len(before)
+    return _take(analysis, inputs[0], before, params["start_indices"], params["limit_indices"], strides)
+
+
+def gather(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
+    """A slice with a constant start: what indexing with static slices becomes where the other dimension is symbolic."""
+    (value, index), before = inputs, _shapes(analysis, equation)[0]
+    dimensions, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    constant = analysis.nodes[index.nodes[0]]
+    if (
+        constant.op != "literal"
+        or index.tags != (None,)
+        or len(dimensions.start_index_map) != 1
+        or tuple(dimensions.offset_dims) != tuple(range(len(before)))
+    ):
+        raise _NotElementwise("takes elements by an index")
+    axis, start = int(dimensions.start_index_map[0]), int(constant["value"])
+    starts = tuple(start if i == axis else 0 for i in range(len(before)))
+    limits = tuple(start + size if i == axis else size for i, size in enumerate(sizes))
+    return _take(analysis, value, before, starts, limits, (1,) * len(before))
 
 
 def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -213,5 +228,6 @@ RULES: dict[str, Rule] = {
     "concatenate": concatenate,
     "pad": pad,
     "stack": stack,
+    "gather": gather,
     **dict.fromkeys(REDUCTIONS, reduce),
 }

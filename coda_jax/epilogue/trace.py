@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.elementwise import FLOATS
-from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten
+from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
 from coda_jax.epilogue.locality import Analysis, NeedsHalves, NotTileLocalError, same_shape, same_size
 from coda_jax.epilogue.program import Kind, Operand, Program, Width, bind_equation
 
@@ -93,9 +93,9 @@ def trace(
     constants = Constants()
     differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
     flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
-    captured = tuple(constants.arrays)
+    captured = tuple(keep_used_constants((differentiable, flat), constants))
     closed_over = [_operand(x, m, n, f"captured array {i}", name) for i, x in enumerate(captured)]
-    order = [*range(1, len(avals)), *(flat.constants[i] for i in range(len(captured)))]
+    order = [*range(1, len(avals)), *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured))]
     program = _analyse(flat, order, [*explicit, *closed_over], name)
     out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
     return Epilogue(name, program, trees[-1], out_avals, differentiable, len(operands)), captured
