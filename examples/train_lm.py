@@ -74,7 +74,7 @@ def parse_arguments(arguments: list[str] | None, platform: str) -> tuple[Setting
 
 
 class Interrupt:
-    """While entered, turns the first SIGINT or SIGTERM into a flag, so that the run can save; a second acts as usual."""
+    """Once entered, turns the first SIGINT or SIGTERM into a flag, so that the run can save; the next acts as usual."""
 
     signal: int | None = None
 
@@ -133,8 +133,6 @@ def fit(
 def main(arguments: list[str] | None = None) -> int:
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     settings, options = parse_arguments(arguments, platform)
-    if platform == "gpu" and settings.dtype == "float32":
-        print("float32 compute never reaches the Hopper kernels: every product goes to XLA. --dtype bfloat16 does.")
     began = time.monotonic()
 
     train, validation = stdlib_text.load()
@@ -168,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     bigram = stdlib_text.bigram_bits_per_byte(train, many)
     sample = trainer.sample(state["params"], b"import os\n\n\ndef ", 400)
     print(f"\n--- sample ---\n{sample.decode(errors='replace')}\n--- end of sample ---\n")
-    print(report.lowering(trainer.step, state, trainer.text))
+    print(report.lowering(trainer.step_jaxpr, trainer.step))
     curve = options.out / "loss.png"
     report.plot(history, bigram, curve)
     print(f"\nloss curve: {curve}")

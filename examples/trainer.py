@@ -31,7 +31,10 @@ class Settings:
 
 
 class Trainer:
-    """The jitted functions of a run. A state is {"params", "opt", "step"}; step is also the position in the data."""
+    """The compiled functions of a run. A state is {"params", "opt", "step"}; step is also the position in the data.
+
+    step(state, text) -> (state, loss) gives the state's buffers away; its jaxpr is step_jaxpr.
+    """
 
     def __init__(self, settings: Settings, train: np.ndarray):
         self.settings = settings
@@ -47,8 +50,9 @@ class Trainer:
         self.graphdef, self._params = nnx.split(model, nnx.Param)
         self.optimizer = make_optimizer(settings)
         self.text = jnp.asarray(train)
-        self.step = jax.jit(self._step, donate_argnums=0)
         self.loss = jax.jit(self._loss)
+        traced = jax.jit(self._step, donate_argnums=0).trace(self.initial_state(), self.text)
+        self.step_jaxpr, self.step = traced.jaxpr, traced.lower().compile()
 
     def initial_state(self) -> dict[str, Any]:
         return {"params": self._params, "opt": self.optimizer.init(self._params), "step": jnp.zeros((), jnp.int32)}
