@@ -226,7 +226,7 @@ def runnable_threads() -> int:
 
 
 def test_cold_kernels_compile_side_by_side(cache):
-    """Counts threads that want a core, which neighbours on a busy machine do not change as they do the time it takes."""
+    """Counts threads that want a core: that does not depend on how busy the machine is, as time does."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
     ffi.compile(source(1), "gemm[warm]")  # opens NVRTC

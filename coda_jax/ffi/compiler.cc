@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -115,6 +116,12 @@ void Dump(const std::string& directory, const CompileRequest& request, const Bin
   std::ofstream(path.string() + ".cubin", std::ios::binary) << binary.cubin;
 }
 
+size_t AvailableCores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
 // The process's compiler is never destroyed by static destruction: Python's atexit shuts it down.
 std::mutex& GlobalMutex() {
   static auto* mutex = new std::mutex;
@@ -186,8 +193,7 @@ Compiler::Job Compiler::Submit(CompileRequest request) {
     return job;
   }
   queue_.push_back(std::move(task));
-  const size_t limit = std::max(1u, std::thread::hardware_concurrency());
-  if (idle_ < queue_.size() && threads_.size() < limit) threads_.emplace_back([this] { Work(); });
+  if (idle_ < queue_.size() && threads_.size() < AvailableCores()) threads_.emplace_back([this] { Work(); });
   wake_.notify_one();
   return job;
 }

@@ -1,0 +1,268 @@
+"""The custom call: its text, what XLA makes of it, and the geometry that the handler computes from it.
+
+The stages that need no GPU run through XLA's CPU backend, where the handler is registered under a name of its own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from coda_jax import ffi
+
+needs_nvrtc = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
+
+SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
+M, N, K = 256, 192, 64
+
+
+def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
+    m = a.shape[0]
+    return ffi.gemm_call(
+        [a, b] if aliases is None else [a, b, jnp.zeros((m, N), jnp.bfloat16)],
+        [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)],
+        name="gemm[test]",
+        source=source,
+        maps=[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128],
+        pointers=pointers,
+        transpose_a=False,
+        transpose_b=True,
+        tile_m=128,
+        tile_n=192,
+        ways=1,
+        cluster_m=2,
+        threads=384,
+        smem_bytes=200_000,
+        input_output_aliases=aliases,
+    )[0]
+
+
+A = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+B = jax.ShapeDtypeStruct((N, K), jnp.bfloat16)
+
+
+def cuda_text(f, *args) -> str:
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_custom_call_carries_everything():
+    text = cuda_text(product, A, B)
+    assert "stablehlo.custom_call @coda_gemm(%arg0, %arg1)" in text
+    for attribute in (
+        f"abi = {ffi.ABI} : i32",
+        'arch = "sm_90a"',
+        f'headers = "{ffi.headers_hash()}"',
+        f'key = "{ffi.kernel_key(SOURCE)}"',
+        'name = "gemm[test]"',
+        "maps = dense<[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128]> : tensor<12xi32>",
+        "pointers = dense<2> : tensor<1xi32>",
+        "transpose_a = false",
+        "transpose_b = true",
+        "tile_m = 128 : i32",
+        "tile_n = 192 : i32",
+        "ways = 1 : i32",
+        "cluster_m = 2 : i32",
+        "threads = 384 : i32",
+        "smem_bytes = 200000 : i32",
+        "coda_gemm(float* x)",
+    ):
+        assert attribute in text, attribute
+
+
+def test_alias_is_in_the_call():
+    text = cuda_text(functools.partial(product, aliases={2: 0}), A, B)
+    assert "operand_index = 2" in text
+
+
+def test_key_depends_on_the_source_alone():
+    assert ffi.kernel_key(SOURCE) == ffi.kernel_key(str(SOURCE))
+    assert ffi.kernel_key(SOURCE) != ffi.kernel_key(SOURCE + " ")
+
+
+def test_export_for_cuda_from_any_host():
+    check = [export.DisabledSafetyCheck.custom_call("coda_gemm")]
+    exported = export.export(jax.jit(product), platforms=["cuda"], disabled_checks=check)(A, B)
+    again = export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert "coda_gemm" in again.mlir_module()
+
+
+def test_export_with_a_symbolic_size():
+    (m,) = export.symbolic_shape("m")
+    check = [export.DisabledSafetyCheck.custom_call("coda_gemm")]
+    a = jax.ShapeDtypeStruct((m, K), jnp.bfloat16)
+    exported = export.export(jax.jit(product), platforms=["cuda"], disabled_checks=check)(a, B)
+    assert exported.out_avals[0].shape == (m, N)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Routes gemm_call to the CPU backend: instantiate runs there, initialize and execute want a GPU."""
+    name = "coda_gemm_on_cpu"
+    jax.ffi.register_ffi_target(name, ffi._ffi.handlers(), platform="cpu")
+    monkeypatch.setattr(ffi, "TARGET", name)
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("pointers", [(), (2,), (2, 0, 1)])
+def test_instantiate_compiles_by_itself(pointers):
+    jax.jit(functools.partial(product, pointers=pointers)).lower(A, B).compile()
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+def test_compile_error_reaches_the_user_with_the_operators_name():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gemm\[test\].*\n.*undeclared"):
+        jax.jit(functools.partial(product, source="int x = undeclared;")).lower(A, B).compile()
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+def test_program_of_another_version_is_refused(monkeypatch):
+    with monkeypatch.context() as other:
+        other.setattr(ffi, "ABI", 77)
+        lowered = jax.jit(lambda a, b: product(a, b)).lower(A, B)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"ABI 77, .*{ffi.headers_hash()}.*ABI {ffi.ABI},"):
+        lowered.compile()
+    here = ffi.headers_hash()
+    with monkeypatch.context() as other:
+        other.setattr(ffi, "headers_hash", lambda: "0123456789abcdef")
+        lowered = jax.jit(lambda a, b: product(a, b)).lower(A, B)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"headers 0123456789abcdef.*headers {here}"):
+        lowered.compile()
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+def test_without_a_gpu_execution_is_an_error_and_no_crash():
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.jit(lambda a, b: product(a, b))(jnp.ones(A.shape, A.dtype), jnp.ones(B.shape, B.dtype)).block_until_ready()
+
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+
+
+@pytest.mark.parametrize(
+    ("map_", "dtype", "dims", "expected_dims", "expected_strides", "box"),
+    [
+        # buffer, ways, split_rows, box_columns, box_rows, swizzle
+        ((0, 1, 0, 64, 128, 128), BF16, (300, 72), (72, 1, 300, 1), (144, 144, 43200), (64, 1, 128, 1)),
+        ((0, 1, 0, 32, 128, 128), F32, (5, 300, 72), (72, 1, 300, 5), (288, 288, 86400), (32, 1, 128, 1)),
+        # b (K, 2F) split by columns: the up half starts F elements behind the gate half
+        ((1, 2, 0, 64, 64, 128), F16, (64, 2 * 72), (72, 2, 64, 1), (144, 288, 18432), (64, 1, 64, 1)),
+        # b (2F, K) split by rows: F rows behind
+        ((1, 2, 1, 64, 64, 128), BF16, (2 * 72, 64), (64, 2, 72, 1), (72 * 128, 128, 144 * 128), (64, 1, 64, 1)),
+        ((1, 2, 1, 64, 64, 128), BF16, (3, 144, 64), (64, 2, 72, 3), (72 * 128, 128, 144 * 128), (64, 1, 64, 1)),
+        # strides along dimensions of 1 are rounded up
+        ((0, 1, 0, 8, 1, 32), BF16, (1, 4), (4, 1, 1, 1), (16, 16, 16), (8, 1, 1, 1)),
+    ],
+)
+def test_tensor_map(map_, dtype, dims, expected_dims, expected_strides, box):
+    layout = ffi._ffi.describe_map(map_, dtype, dims)
+    assert tuple(layout["dims"]) == expected_dims
+    assert tuple(layout["strides_bytes"]) == expected_strides
+    assert tuple(layout["box"]) == box
+    assert layout["type"] == {F16: 6, F32: 7, BF16: 9}[dtype]
+    assert layout["swizzle"] == {32: 1, 128: 3}[map_[5]]
+
+
+@pytest.mark.parametrize("split_rows", [0, 1])
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("dims", [(48, 64), (3, 48, 64)])
+def test_tensor_map_addresses_every_element(ways, split_rows, dims):
+    """The map's (column, way, row, batch) order is that of the reshaped array."""
+    layout = ffi._ffi.describe_map((0, ways, split_rows, 8, 8, 0), F32, dims)
+    batch, rows, columns = (1, *dims)[-3:]
+    array = np.arange(batch * rows * columns)
+    if split_rows:
+        expected = array.reshape(batch, ways, rows // ways, columns).transpose(3, 1, 2, 0)
+    else:
+        expected = array.reshape(batch, rows, ways, columns // ways).transpose(3, 2, 1, 0)
+    index = np.indices(layout["dims"])
+    strides = (4, *layout["strides_bytes"])
+    np.testing.assert_array_equal(sum(i * s for i, s in zip(index, strides, strict=True)) // 4, expected)
+
+
+@pytest.mark.parametrize(
+    ("map_", "dtype", "dims", "message"),
+    [
+        (
+            (3, 1, 0, 8, 8, 0),
+            BF16,
+            (8, 50257),
+            r"buffer 3 bf16\[8,50257\]: its row pitch, 100514 bytes, .*multiple of 16",
+        ),
+        ((1, 2, 0, 8, 8, 0), BF16, (8, 24), r"distance of its halves, 24 bytes"),
+        ((1, 2, 0, 8, 8, 0), BF16, (8, 25), r"25 columns do not split into 2"),
+        ((1, 2, 1, 8, 8, 0), BF16, (7, 8), r"7 rows do not split into 2"),
+        ((0, 1, 0, 8, 8, 0), "int32", (8, 8), r"s32\[8,8\]: a tensor map needs bf16, f16 or f32"),
+        ((0, 1, 0, 8, 8, 0), BF16, (8,), r"rank 2 or 3"),
+        ((0, 1, 0, 8, 8, 48), BF16, (8, 8), r"swizzle of 48 bytes"),
+    ],
+)
+def test_tensor_map_refused(map_, dtype, dims, message):
+    with pytest.raises(ValueError, match=message):
+        ffi._ffi.describe_map(map_, dtype, dims)
+
+
+def geometry(a, b, transpose_a=False, transpose_b=False, tile=(128, 128), ways=1, cluster_m=2, multiprocessors=132):
+    return ffi._ffi.describe_geometry(
+        a=a,
+        b=b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        tile_m=tile[0],
+        tile_n=tile[1],
+        ways=ways,
+        cluster_m=cluster_m,
+        multiprocessors=multiprocessors,
+    )
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_sizes_are_read_off_the_operands(transpose_a, transpose_b):
+    a, b = ((40, 300) if transpose_a else (300, 40)), ((200, 40) if transpose_b else (40, 200))
+    for batch in ((), (5,)):
+        sizes = geometry(batch + a, batch + b, transpose_a, transpose_b)
+        assert (sizes["m"], sizes["n"], sizes["k"], sizes["batch"]) == (300, 200, 40, 5 if batch else 1)
+    assert geometry((5, *a), b, transpose_a, transpose_b)["batch"] == 5  # a shared b
+    assert geometry(a, (5, *b), transpose_a, transpose_b)["batch"] == 5  # a shared a
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "clusters", "blocks"),
+    [
+        ((256, 64), (64, 256), {}, 2, 4),
+        ((257, 64), (64, 264), {}, 2 * 3, 12),  # 3 tiles of rows make 2 clusters; 3 tiles of columns
+        ((128, 64), (64, 2 * 72), {"ways": 2}, 2, 4),  # 72 columns a way, 64 of a tile's 128
+        ((16384, 64), (64, 4096), {}, 64 * 32, 132),  # persistent: as many clusters as fit
+        ((16384, 64), (64, 4096), {"multiprocessors": 133}, 64 * 32, 132),
+        ((7, 256, 64), (64, 128), {"cluster_m": 1}, 14, 14),
+        ((0, 64), (64, 128), {}, 0, 0),
+        ((128, 64), (64, 0), {}, 0, 0),
+        ((0, 128, 64), (64, 128), {}, 0, 0),
+        ((1, 8), (8, 8), {"multiprocessors": 1}, 1, 2),
+    ],
+)
+def test_grid(a, b, options, clusters, blocks):
+    sizes = geometry(a, b, **options)
+    assert (sizes["clusters"], sizes["blocks"]) == (clusters, blocks)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ((8, 16), (24, 8), "k is 16 in a and 24 in b"),
+        ((8,), (8, 8), "rank 2 or 3"),
+        ((2, 8, 16), (3, 16, 8), "batch sizes differ"),
+        ((2**31, 16), (16, 8), "exceeds"),
+    ],
+)
+def test_geometry_refused(a, b, message):
+    with pytest.raises(ValueError, match=message):
+        geometry(a, b)
