@@ -2,12 +2,6 @@
 // the device (NVRTC, no includes) and for the host, where tests run generated epilogues.
 #pragma once
 
-#ifdef __CUDA_ARCH__
-#define CODA_ON_DEVICE 1
-#else
-#define CODA_ON_DEVICE 0
-#endif
-
 #ifdef __CUDACC__
 #define CODA_DEVICE __device__ __forceinline__
 #else
@@ -53,10 +47,8 @@ struct ReductionAccess {
 };
 
 CODA_DEVICE float from_bits(unsigned bits) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   return __uint_as_float(bits);
-#elif defined(__CUDACC__)
-  return 0.f;
 #else
   float value;
   std::memcpy(&value, &bits, 4);
@@ -70,37 +62,33 @@ CODA_DEVICE float nan() { return from_bits(0x7FC00000u); }
 // ---- rounding to 16 bits: to nearest, ties to even, NaN stays NaN
 
 CODA_DEVICE float round_to_bf16(float x) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   unsigned short bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return __uint_as_float(static_cast<unsigned>(bits) << 16);
-#elif !defined(__CUDACC__)
+#else
   if (x != x) return x;
   unsigned bits;
   std::memcpy(&bits, &x, 4);
   return from_bits((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
-#else
-  return x;
 #endif
 }
 
 CODA_DEVICE float round_to_f16(float x) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   unsigned short bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;
-#elif !defined(__CUDACC__)
-  return static_cast<float>(static_cast<_Float16>(x));
 #else
-  return x;
+  return static_cast<float>(static_cast<_Float16>(x));
 #endif
 }
 
 // ---- maximum and minimum: NaN if either is NaN, as in JAX
 
 CODA_DEVICE float maximum(float a, float b) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   float out;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
   return out;
@@ -109,7 +97,7 @@ CODA_DEVICE float maximum(float a, float b) {
 #endif
 }
 CODA_DEVICE float minimum(float a, float b) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   float out;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
   return out;
@@ -164,7 +152,7 @@ CODA_DEVICE T integer_power(T x) {
 
 /// Truncated and saturated; 0 for NaN.
 CODA_DEVICE int to_int(float x) {
-#if CODA_ON_DEVICE
+#ifdef __CUDACC__
   return __float2int_rz(x);
 #else
   return x != x ? 0 : x >= 2147483648.f ? 2147483647 : x < -2147483648.f ? -2147483647 - 1 : static_cast<int>(x);

@@ -84,7 +84,8 @@ class HostPrograms:
         parts = [DRIVER]
         for i, program in enumerate(self.programs):
             text = emit(program, [np.dtype(np.float32)] * len(program.stores), [False] * len(program.operands))
-            parts.append(f"namespace p{i} {{\n{text}}}\n")
+            # Unnamed: the members of equally named classes in other shared objects would be taken for these.
+            parts.append(f"namespace {{ namespace p{i} {{\n{text}}} }}\n")
             parts.append(
                 f'extern "C" void run_{i}(int m, int n, const float* acc, void** map, const int* columns, void** pointer) '
                 f"{{ drive<p{i}::Epilogue>(m, n, acc, map, columns, pointer); }}\n"
@@ -104,7 +105,7 @@ class HostPrograms:
         m, columns = acc.shape
         n = columns // program.ways
         acc = np.ascontiguousarray(acc, np.float32)
-        operands = [np.ascontiguousarray(x) for x in operands]
+        operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
         tiles = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is Kind.TILE]

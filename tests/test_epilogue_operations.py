@@ -1,5 +1,6 @@
 """Each operation of the epilogue language: the generated visitor, run on the host, against the JAX function."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from host_execution import HostPrograms
 from jax import lax
 
-from coda_jax.epilogue import trace
+from coda_jax import ffi
+from coda_jax.epilogue import emit, trace
 
 M, N = 24, 16
 F = N // 2
@@ -265,3 +267,20 @@ def test_against_jax(name, results):
         _agree(evaluated[i], expected, expected.dtype, f"{where}, evaluate", absolute)
         _agree(reference[i], evaluated[i], expected.dtype, f"{where}, program", absolute)
         _agree(generated[i], evaluated[i], expected.dtype, f"{where}, generated", absolute)
+
+
+def test_every_program_compiles_for_hopper_without_spills():
+    if reason := ffi.unavailable_reason():
+        pytest.skip(reason)
+    parts = ['#include "elementwise.cuh"\n']
+    for i, (f, operands) in enumerate(CASES.values()):
+        program = trace(f, ACC, operands)[0].program
+        text = emit(program, [np.dtype(np.float32)] * len(program.stores), [False] * len(program.operands))
+        parts.append(f"namespace p{i} {{\n{text}}}\n")
+        parts.append(
+            f'extern "C" __global__ void run_{i}(const p{i}::Epilogue::Element* in, p{i}::Epilogue::Result* out) '
+            f"{{ p{i}::Epilogue::evaluate(in[threadIdx.x], out[threadIdx.x]); }}\n"
+        )
+    log = ffi.compile("".join(parts), "operations").log
+    assert log.count("Compiling entry function") == len(CASES)
+    assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
