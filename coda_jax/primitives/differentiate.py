@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, TileStore, Width, trace
-from coda_jax.epilogue.program import Node
+from coda_jax.epilogue import Epilogue, NotTileLocalError, trace
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
 from coda_jax.primitives.pullback import Pullback
+from coda_jax.primitives.varying import vary, varying_axes
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -48,77 +48,77 @@ def product(
       operands: as the epilogue language has them.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
     """
-    axes = _varying(a, b, *operands)
+    axes = varying_axes(a, b, *operands)
     multiply = functools.partial(accumulate, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
     while True:
-        a, b, *operands = _vary(axes, a, b, *operands)
+        a, b, *operands = vary(axes, a, b, *operands)
         acc = jax.eval_shape(multiply, a, b)
         traced, captured = trace(epilogue, acc, operands)
-        if _varying(*captured) <= axes:
+        if varying_axes(*captured) <= axes:
             break
-        axes |= _varying(*captured)
+        axes |= varying_axes(*captured)
     dtypes = tuple(out_dtypes(traced))
     name = "gemm" if epilogue is None else traced.name
     return _differentiable(traced, acc, dtypes, name, options)(a, b, *operands, *captured), traced
 
 
 def _differentiable(
-    epilogue: Epilogue, acc: Any, out_dtypes: Sequence[np.dtype], name: str, options: Options
+    epilogue: Epilogue,
+    acc: Any,
+    out_dtypes: Sequence[np.dtype],
+    name: str,
+    options: Options,
+    preactivation: int | None = None,
 ) -> Callable[..., Any]:
-    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array."""
-    call = functools.partial(
-        bind,
-        transpose_a=options.transpose_a,
-        transpose_b=options.transpose_b,
-        implementation=options.implementation,
-        config=options.config,
-        name=name,
-        input_output_aliases=options.input_output_aliases,
-    )
+    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array.
+
+    `preactivation` is the output that is acc in the common dtype of a and b, if there is one.
+    """
     pullbacks: list[Pullback] = []
 
     @jax.custom_vjp
     def run(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        return call(a, b, arguments, program=epilogue.program, out_dtypes=out_dtypes)
+        return bind(
+            a,
+            b,
+            arguments,
+            program=epilogue.program,
+            out_dtypes=out_dtypes,
+            transpose_a=options.transpose_a,
+            transpose_b=options.transpose_b,
+            implementation=options.implementation,
+            config=options.config,
+            name=name,
+            input_output_aliases=options.input_output_aliases,
+        )
 
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         pullback = Pullback.of(epilogue, acc, arguments)
         pullbacks[:] = [pullback]
-        if pullback.needs_acc and options.residuals == "preactivation":
-            program = _with_acc(epilogue.program)
+        keeps_acc = pullback.needs_acc and options.residuals == "preactivation"
+        if keeps_acc and preactivation is None:
             dtypes = (*out_dtypes, compute_dtype(a, b))
-            *outputs, preactivation = call(a, b, arguments, program=program, out_dtypes=dtypes)
-            kept = checkpoint_name(preactivation, PREACTIVATION_NAME)
+            extended = _differentiable(epilogue.with_acc(), acc, dtypes, name, options, len(out_dtypes))
+            *outputs, kept = extended(a, b, *arguments)
         else:
-            outputs, kept = run(a, b, *arguments), None
+            outputs = run(a, b, *arguments)
+            kept = outputs[preactivation] if keeps_acc and preactivation is not None else None
+        if kept is not None:
+            kept = checkpoint_name(kept, PREACTIVATION_NAME)
         return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback.needs, strict=True) if needed])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
-        a, b, preactivation, arguments = residuals
+        a, b, kept, arguments = residuals
         (pullback,) = pullbacks
-        if pullback.needs_acc and preactivation is None:
+        if pullback.needs_acc and kept is None:
             dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
         else:
-            dacc, darguments = pullback(preactivation, arguments, cotangents)
+            dacc, darguments = pullback(kept, arguments, cotangents)
         da, db = _factors(a, b, dacc.astype(compute_dtype(a, b)), options)
         return (da, db, *darguments)
 
     run.defvjp(forward, backward)
     return run
-
-
-def _with_acc(program: Program) -> Program:
-    """The program with acc as one more output."""
-    nodes, values = list(program.nodes), []
-    for way in range(program.ways):
-        leaf = Node("acc", (), "float32", (("way", way),))
-        if leaf not in nodes:
-            nodes.append(leaf)
-        values.append(nodes.index(leaf))
-    store = TileStore(program.num_outputs, Width.FULL, tuple(values))
-    return dataclasses.replace(
-        program, nodes=tuple(nodes), stores=(*program.stores, store), num_outputs=program.num_outputs + 1
-    )
 
 
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -172,17 +172,3 @@ def _recomputed(
         acc = _plain(a, b, dtype, options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
         return pullback(acc, arguments, cotangents)
     return outputs[0], pullback.restored(outputs[1:])
-
-
-def _varying(*arrays: Any) -> frozenset[str]:
-    """The manual mesh axes of an enclosing shard_map over which any of the arrays varies."""
-    axes: frozenset[str] = frozenset()
-    for x in arrays:
-        axes |= frozenset(jax.typeof(x).manual_axis_type.varying)
-    return axes
-
-
-def _vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
-    """The arrays, all varying over `axes`, so that every cotangent has its argument's type."""
-    missing = [tuple(sorted(axes - _varying(x))) for x in arrays]
-    return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]

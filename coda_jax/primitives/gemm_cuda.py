@@ -17,6 +17,7 @@ from coda_jax.epilogue import Axis, Kind, Program
 from coda_jax.primitives import kernel
 from coda_jax.primitives.config import choose_config, unsupported_reason
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
+from coda_jax.primitives.varying import vary, varying_axes
 
 CAPABILITY = "9.0"
 
@@ -167,6 +168,9 @@ def _launch(
         input_output_aliases={2 + operand: position[output] for operand, output in input_output_aliases},
         **lowered.attributes,
     )
-    stores, partials = list(results[: len(dtypes)]), results[len(dtypes) :]
+    results = vary(
+        varying_axes(a, b, *operands), *results
+    )  # the custom call's results are typed as varying over no axis
+    stores, partials = results[: len(dtypes)], results[len(dtypes) :]
     over_tiles = zip(program.reductions, partials, strict=True)
     return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]

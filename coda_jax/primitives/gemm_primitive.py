@@ -87,7 +87,7 @@ def xla_form(
     batched: Sequence[bool],
     **_: Any,
 ) -> list[jax.Array]:
-    """The program on the float32 product. Arguments flagged in `batched` have a leading batch axis, and then results."""
+    """The program on the float32 product. Arguments flagged in `batched`, and then results, have a batch axis first."""
 
     def matrix(a: jax.Array, b: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         outputs = program.evaluate(accumulate(a, b, transpose_a, transpose_b), *operands)

@@ -82,7 +82,7 @@ class Pullback:
     def __call__(
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """dacc float32 and each argument's cotangent (None for integers), from the needed arguments and all cotangents."""
+        """dacc float32 and each argument's cotangent (None for integers), from what is needed and all cotangents."""
         read = [cotangents[i] for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
         dacc, *rest = self._run(acc, arguments, read)
         return dacc, self.restored(rest)
