@@ -1,7 +1,6 @@
-"""The epilogue language: JAX functions of whole arrays that one tile of a product can compute by itself, and their CUDA."""
+"""The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA."""
 
 from coda_jax.epilogue.emit import emit as emit
-from coda_jax.epilogue.locality import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind
 from coda_jax.epilogue.program import Operand as Operand
@@ -12,3 +11,4 @@ from coda_jax.epilogue.program import TileStore as TileStore
 from coda_jax.epilogue.program import Width as Width
 from coda_jax.epilogue.trace import Epilogue as Epilogue
 from coda_jax.epilogue.trace import trace as trace
+from coda_jax.epilogue.values import NotTileLocalError as NotTileLocalError

@@ -1,7 +1,7 @@
-"""The elementwise operations an epilogue may use: for each, the JAX function that evaluates it and the CUDA expression for one element.
+"""The elementwise operations of epilogues: for each, the JAX function that evaluates it and its CUDA expression.
 
-Values of dtype bfloat16 and float16 are held as float32 in registers and rounded after every operation that is not exact in them;
-`evaluate` does the same with XLA.
+Values of dtype bfloat16 and float16 are held as float32 in registers and rounded after every operation that is not
+exact in them; `apply` does the same with XLA.
 """
 
 import functools
@@ -37,7 +37,9 @@ class Operation:
     dtypes: tuple[str, ...] = DTYPES
 
 
-def _function(apply: Callable[..., jax.Array], name: str, *, exact: bool = False, dtypes: tuple[str, ...] = FLOATS) -> Operation:
+def _function(
+    apply: Callable[..., jax.Array], name: str, *, exact: bool = False, dtypes: tuple[str, ...] = FLOATS
+) -> Operation:
     return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes)
 
 
@@ -48,8 +50,7 @@ def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...]
 def _by_dtype(apply: Callable[..., jax.Array], exact: bool = False, **texts: str) -> Operation:
     """`texts`: a format string for each class of input, among floats, int32 and bool."""
     dtypes = tuple(d for d in DTYPES if ("floats" if d in FLOATS else d) in texts)
-    key = lambda dtype: "floats" if dtype in FLOATS else dtype
-    return Operation(apply, lambda x, dtypes, _: texts[key(dtypes[0])].format(*x), exact, dtypes)
+    return Operation(apply, lambda x, of, _: texts["floats" if of[0] in FLOATS else of[0]].format(*x), exact, dtypes)
 
 
 def _convert(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str:
@@ -102,15 +103,21 @@ OPERATIONS: dict[str, Operation] = {
     "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
     "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
     "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=(*FLOATS, "int32")),
-    "max": _by_dtype(lax.max, exact=True, floats="coda::maximum({0}, {1})", int32="coda::maximum({0}, {1})", bool="{0} | {1}"),
-    "min": _by_dtype(lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"),
+    "max": _by_dtype(
+        lax.max, exact=True, floats="coda::maximum({0}, {1})", int32="coda::maximum({0}, {1})", bool="{0} | {1}"
+    ),
+    "min": _by_dtype(
+        lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"
+    ),
     "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=(*FLOATS, "int32")),
     "square": _by_dtype(lax.square, floats="{0} * {0}", int32="{0} * {0}"),
     "one_minus_square": _by_dtype(
         lambda x: (1 + x) * (1 - x), floats="(1.0f + {0}) * (1.0f - {0})", int32="(1 + {0}) * (1 - {0})"
     ),
     "integer_pow": Operation(
-        lambda x, y: lax.integer_pow(x, y), lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})", dtypes=(*FLOATS, "int32")
+        lambda x, y: lax.integer_pow(x, y),
+        lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})",
+        dtypes=(*FLOATS, "int32"),
     ),
     "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32")),
     "polynomial": Operation(_horner, _horner_text, dtypes=FLOATS),
@@ -129,7 +136,10 @@ OPERATIONS: dict[str, Operation] = {
     "floor": _function(lax.floor, "floorf", exact=True),
     "ceil": _function(lax.ceil, "ceilf", exact=True),
     "round": Operation(
-        _round, lambda x, _, a: f"{'roundf' if a['rounding_method'] == 0 else 'rintf'}({x[0]})", exact=True, dtypes=FLOATS
+        _round,
+        lambda x, _, a: f"{'roundf' if a['rounding_method'] == 0 else 'rintf'}({x[0]})",
+        exact=True,
+        dtypes=FLOATS,
     ),
     "is_finite": _function(lax.is_finite, "coda::is_finite"),
     "atan2": _function(lax.atan2, "atan2f"),
@@ -166,5 +176,7 @@ def apply(name: str, inputs: list[jax.Array], attributes: dict[str, Any]) -> jax
     if operation.exact or not any(is_rounded(x.dtype) for x in inputs):
         return operation.apply(*inputs, **attributes)
     dtype = next(x.dtype for x in inputs if is_rounded(x.dtype))
-    out = operation.apply(*(lax.convert_element_type(x, jnp.float32) if is_rounded(x.dtype) else x for x in inputs), **attributes)
+    out = operation.apply(
+        *(lax.convert_element_type(x, jnp.float32) if is_rounded(x.dtype) else x for x in inputs), **attributes
+    )
     return round_to(out, dtype) if out.dtype == jnp.float32 else out

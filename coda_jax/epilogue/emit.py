@@ -8,15 +8,39 @@ from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
 from coda_jax.epilogue.program import Axis, Kind, Node, Program, Reduction, ReductionOp, Width
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
-_MEMBERS = {Kind.SCALAR: "scalar", Kind.ROW_VECTOR: "row_vector", Kind.COLUMN_VECTOR: "column_vector", Kind.TILE: "tile"}
-_COMBINE = {ReductionOp.SUM: "{} + {}", ReductionOp.MAX: "coda::maximum({}, {})", ReductionOp.MIN: "coda::minimum({}, {})"}
+# Entries of the struct: array name (its count has an s) and type, with what stands in an array without entries.
+_ACCESS = {
+    "tile_load": "TileAccess",
+    "tile_store": "TileAccess",
+    "row_vector": "VectorAccess",
+    "column_vector": "VectorAccess",
+    "scalar": "VectorAccess",
+    "row_reduction": "ReductionAccess",
+    "column_reduction": "ReductionAccess",
+}
+_EMPTY = {
+    "TileAccess": "-1, 0, coda::DType::f32, false",
+    "VectorAccess": "-1, 0, false, coda::DType::f32, false",
+    "ReductionAccess": "-1, 0, false, coda::Op::sum",
+}
+_LOADS = {
+    Kind.TILE: ("tile_load", "tile"),
+    Kind.ROW_VECTOR: ("row_vector", "row_vector"),
+    Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
+    Kind.SCALAR: ("scalar", "scalar"),
+}
+_COMBINE = {
+    ReductionOp.SUM: "{} + {}",
+    ReductionOp.MAX: "coda::maximum({}, {})",
+    ReductionOp.MIN: "coda::minimum({}, {})",
+}
 
 
 def emit(program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]) -> str:
     """The CUDA definition of `struct Epilogue` for a program; see cuda/epilogue_sm90.cuh for how the kernel uses it.
 
-    Tensor maps are numbered a, b, tile operands in order, stores in order; pointers are numbered non-tile operands in order, then
-    reductions in order. What the program does not read has a number but no entry.
+    Tensor maps are numbered a, b, tile operands in order, stores in order; pointers are numbered non-tile operands in
+    order, then reductions in order. What the program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
@@ -29,7 +53,7 @@ def emit(program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Seq
 class _Emitter:
     def __init__(self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]):
         self.program = program
-        self.entries: dict[str, list[str]] = {name: [] for name in (*_MEMBERS.values(), "store", "row", "column")}
+        self.entries: dict[str, list[str]] = {name: [] for name in _ACCESS}
         self.slots: dict[tuple[int, int], str] = {}
         self.results: list[str] = []
         tiles = [i for i, operand in enumerate(program.operands) if operand.kind is Kind.TILE]
@@ -40,59 +64,52 @@ class _Emitter:
         for number, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
             for way, value in enumerate(store.values):
                 entry = f"{2 + len(tiles) + number}, {way}, {_dtype(np.dtype(dtype))}, false"
-                self.result("store", "tile", entry, self.name(value))
+                self.result("tile_store", entry, self.name(value))
         for number, reduction in enumerate(program.reductions):
             self.reduction(len(others) + number, reduction)
 
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
-        member, flag = _MEMBERS[operand.kind], str(bool(batched)).lower()
+        (array, member), flag = _LOADS[operand.kind], str(bool(batched)).lower()
         for way in self.program.loads(index):
-            self.slots[index, way] = f"in.{member}[{len(self.entries[member])}].{'f' if operand.dtype.name in FLOATS else 'i'}"
+            self.slots[index, way] = (
+                f"in.{member}[{len(self.entries[array])}].{'f' if operand.dtype.name in FLOATS else 'i'}"
+            )
             full = "" if operand.kind is Kind.TILE else f"{str(operand.width is Width.FULL).lower()}, "
-            self.entries[member].append(f"{position}, {way}, {full}{_dtype(operand.dtype)}, {flag}")
+            self.entries[array].append(f"{position}, {way}, {full}{_dtype(operand.dtype)}, {flag}")
 
-    def result(self, kind: str, member: str, entry: str, value: str) -> None:
-        self.results.append(f"out.{member}[{len(self.entries[kind])}] = {value};")
-        self.entries[kind].append(entry)
+    def result(self, array: str, entry: str, value: str) -> None:
+        self.results.append(f"out.{array.split('_')[0]}[{len(self.entries[array])}] = {value};")
+        self.entries[array].append(entry)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
         full, op = str(reduction.width is Width.FULL).lower(), f"coda::Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
         if reduction.axis is Axis.ROW:
             combined = values[0] if len(values) == 1 else _COMBINE[reduction.op].format(*values)
-            self.result("row", "row", f"{pointer}, 0, true, {op}", combined)
+            self.result("row_reduction", f"{pointer}, 0, true, {op}", combined)
             return
         for way, value in enumerate(values):
-            self.result("column", "column", f"{pointer}, {way}, {full}, {op}", value)
+            self.result("column_reduction", f"{pointer}, {way}, {full}, {op}", value)
 
     def text(self) -> str:
-        counts = {
-            "tile_loads": "tile", "tile_stores": "store", "row_vectors": "row_vector", "column_vectors": "column_vector",
-            "scalars": "scalar", "row_reductions": "row", "column_reductions": "column",
-        }  # fmt: skip
-        arrays = {
-            "tile_load": ("TileAccess", "tile"), "tile_store": ("TileAccess", "store"), "row_vector": ("VectorAccess", "row_vector"),
-            "column_vector": ("VectorAccess", "column_vector"), "scalar": ("VectorAccess", "scalar"),
-            "row_reduction": ("ReductionAccess", "row"), "column_reduction": ("ReductionAccess", "column"),
-        }  # fmt: skip
         size = {name: max(1, len(entries)) for name, entries in self.entries.items()}
         ways = self.program.ways
         lines = [
             "struct Epilogue {",
             f"  static constexpr int ways = {ways};",
-            *(f"  static constexpr int {name} = {len(self.entries[key])};" for name, key in counts.items()),
-            *(self.array(name, kind, self.entries[key]) for name, (kind, key) in arrays.items()),
+            *(f"  static constexpr int {name}s = {len(entries)};" for name, entries in self.entries.items()),
+            *map(self.array, self.entries),
             "  struct Element {",
             f"    float acc[{ways}];",
-            *(f"    coda::Word {member}[{size[member]}];" for member in ("tile", "row_vector", "column_vector", "scalar")),
+            *(f"    coda::Word {member}[{size[array]}];" for array, member in _LOADS.values()),
             "    int row;",
             f"    int column[{ways}];",
             "  };",
             "  struct Result {",
-            f"    float tile[{size['store']}];",
-            f"    float row[{size['row']}];",
-            f"    float column[{size['column']}];",
+            f"    float tile[{size['tile_store']}];",
+            f"    float row[{size['row_reduction']}];",
+            f"    float column[{size['column_reduction']}];",
             "  };",
             "  CODA_DEVICE static void evaluate(const Element& in, Result& out) {",
             *(
@@ -106,11 +123,10 @@ class _Emitter:
         ]
         return "\n".join(lines) + "\n"
 
-    def array(self, name: str, kind: str, entries: list[str]) -> str:
-        dummy = "-1, 0, false, coda::Op::sum" if kind == "ReductionAccess" else (
-            "-1, 0, coda::DType::f32, false" if kind == "TileAccess" else "-1, 0, false, coda::DType::f32, false"
-        )  # fmt: skip
-        return f"  static constexpr coda::{kind} {name}[] = {{{', '.join(f'{{{entry}}}' for entry in entries or [dummy])}}};"
+    def array(self, name: str) -> str:
+        kind = _ACCESS[name]
+        entries = ", ".join(f"{{{entry}}}" for entry in self.entries[name] or [_EMPTY[kind]])
+        return f"  static constexpr coda::{kind} {name}[] = {{{entries}}};"
 
     def name(self, number: int) -> str:
         """How a value is referred to: literals stand where they are used."""

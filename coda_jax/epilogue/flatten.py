@@ -54,7 +54,7 @@ class Equation:
         return self.primitive.name
 
     def where(self) -> str:
-        """The operation, the function called that holds it, and the user's source line: 'dot_general' in 'softmax' at train.py:12:4 (f)."""
+        """The operation, the function that holds it and the user's line: "'sort' in 'median' at train.py:12:4 (f)"."""
         inside = f" in '{self.call}'" if self.call not in ("", self.name) else ""
         line = source_info_util.summarize(self.source_info)
         return f"'{self.name}'{inside}{' at ' if line else ''}{line}"
@@ -76,7 +76,10 @@ class Constants:
 
 @dataclass
 class Flat:
-    """Equations without nested calls. Variables 0 .. num_inputs-1 are the inputs; `constants[i]` is the variable of captured array i."""
+    """Equations without nested calls.
+
+    Variables 0 .. num_inputs-1 are the inputs; `constants[i]` is the variable of captured array i.
+    """
 
     num_inputs: int
     avals: list[Any]
@@ -103,9 +106,10 @@ def _callee(params: dict[str, Any]) -> Any:
 
 
 def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool) -> Flat:
-    """Inlines every nested call of the closed jaxpr. Constants, nested ones too, become variables of their own, listed in `captured`.
+    """Inlines every nested call of the closed jaxpr and drops what no output needs.
 
-    With `inline_custom_derivatives` False calls of custom_jvp and custom_vjp functions stay, so that the result can be differentiated.
+    Constants, nested ones too, become variables of their own, listed in `captured`. With `inline_custom_derivatives`
+    False calls of custom_jvp and custom_vjp functions stay, so that the result can be differentiated.
     """
     flat = Flat(len(jaxpr.in_avals), list(jaxpr.in_avals))
 
@@ -123,21 +127,23 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
         def read(atom: Any) -> Atom:
             if not isinstance(atom, jex_core.Literal):
                 return names[atom]
-            value = np.asarray(atom.val, atom.aval.dtype)
+            value = np.asarray(atom.val, jax.typeof(atom.val).dtype)
             return constant(atom.val) if value.ndim else Literal(value)
 
         for eqn in body.eqns:
             inputs = tuple(map(read, eqn.invars))
             name = eqn.primitive.name
-            # The body of a jitted function is traced once and may carry the line of another caller: the outermost call's line is right.
+            # The body of a jitted function is traced once and may carry the line of another caller: the outermost
+            # call's line is right.
             source = eqn if call is None else call
             if name in CALLS or (inline_custom_derivatives and name in CUSTOM_DERIVATIVES):
-                outputs = inline(_callee(eqn.params), inputs, source)
+                outputs: list[Atom] = inline(_callee(eqn.params), inputs, source)
             else:
-                outputs = [flat.new(v.aval) for v in eqn.outvars]
+                variables = [flat.new(v.aval) for v in eqn.outvars]
+                outputs = list(variables)
                 called = "" if call is None else str(call.params.get("name", call.primitive.name))
                 flat.equations.append(
-                    Equation(eqn.primitive, eqn.params, inputs, tuple(outputs), source.source_info, called)
+                    Equation(eqn.primitive, eqn.params, inputs, tuple(variables), source.source_info, called)
                 )
             names.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(read, body.outvars))
@@ -179,11 +185,16 @@ def evaluate(
     """Runs the equations; `bind` may evaluate one itself, or return None for the ordinary binding."""
     values: dict[int, Any] = dict(enumerate(arguments))
     values.update({variable: captured[index] for index, variable in flat.constants.items()})
-    read = lambda atom: atom.value if isinstance(atom, Literal) else values[atom]
+
+    def read(atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Literal) else values[atom]
+
     for equation in flat.equations:
         inputs = [read(atom) for atom in equation.inputs]
         outputs = bind(equation, inputs)
-        values.update(zip(equation.outputs, bind_primitive(equation, inputs) if outputs is None else outputs, strict=True))
+        values.update(
+            zip(equation.outputs, bind_primitive(equation, inputs) if outputs is None else outputs, strict=True)
+        )
     return [read(atom) for atom in flat.outputs]
 
 

@@ -48,7 +48,13 @@ class ReductionOp(enum.Enum):
         return {ReductionOp.SUM: 0.0, ReductionOp.MAX: -np.inf, ReductionOp.MIN: np.inf}[self]
 
     def reduce(self, x: jax.Array, axis: int) -> jax.Array:
-        return {ReductionOp.SUM: jnp.sum, ReductionOp.MAX: jnp.max, ReductionOp.MIN: jnp.min}[self](x, axis=axis)
+        match self:
+            case ReductionOp.SUM:
+                return jnp.sum(x, axis=axis)
+            case ReductionOp.MAX:
+                return jnp.max(x, axis=axis)
+            case ReductionOp.MIN:
+                return jnp.min(x, axis=axis)
 
     def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return {ReductionOp.SUM: lax.add, ReductionOp.MAX: lax.max, ReductionOp.MIN: lax.min}[self](x, y)
@@ -59,7 +65,8 @@ class Operand:
     """An array beside acc.
 
     Attributes:
-      dtype: as stored. `traced_dtype` is what f sees: float32 for floating operands, the stored dtype for captured arrays.
+      dtype: as stored.
+      traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
       width: of a row vector or a tile.
     """
 
@@ -97,7 +104,7 @@ class TileStore:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A float32 reduction of `values` (one node for each way reduced over or kept). Along a row the ways are combined."""
+    """A float32 reduction of `values`, one node for each way reduced over or kept; along a row the ways are combined."""
 
     op: ReductionOp
     axis: Axis
@@ -120,7 +127,9 @@ class Finish:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A tile-local epilogue. Two programs are equal when they compute the same thing in the same order, whatever function they came from.
+    """A tile-local epilogue.
+
+    Two programs are equal when they compute the same thing in the same order, whatever function they came from.
 
     Attributes:
       operands: explicit operands in order, then captured arrays.
@@ -142,8 +151,13 @@ class Program:
     @cached_property
     def elementwise_text(self) -> str:
         """Canonical text of what runs on the tile."""
-        operand = lambda o: f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}"
-        names = lambda values: ", ".join(f"v{v}" for v in values)
+
+        def operand(o: Operand) -> str:
+            return f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}"
+
+        def names(values: Sequence[int]) -> str:
+            return ", ".join(f"v{v}" for v in values)
+
         return "\n".join(
             [f"ways {self.ways}"]
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
@@ -193,7 +207,10 @@ class Program:
         values: list[jax.Array] = []
         for node in self.nodes:
             values.append(self._evaluate_node(node, values, acc, operands, columns))
-        full = lambda value: jnp.broadcast_to(values[value], (rows, columns))
+
+        def full(value: int) -> jax.Array:
+            return jnp.broadcast_to(values[value], (rows, columns))
+
         outputs: dict[int, jax.Array] = {
             store.output: jnp.concatenate([full(value) for value in store.values], axis=1) for store in self.stores
         }
@@ -205,8 +222,13 @@ class Program:
         outputs.update(self.finish(reductions, operands))
         return [outputs[i] for i in range(self.num_outputs)]
 
-    def _evaluate_node(self, node: Node, values: list[jax.Array], acc: jax.Array, operands: Sequence[jax.Array], columns: int) -> jax.Array:
-        half = lambda x, way: x[:, way * columns : (way + 1) * columns] if x.shape[1] > columns else x
+    def _evaluate_node(
+        self, node: Node, values: list[jax.Array], acc: jax.Array, operands: Sequence[jax.Array], columns: int
+    ) -> jax.Array:
+
+        def half(x: jax.Array, way: int) -> jax.Array:
+            return x[:, way * columns : (way + 1) * columns] if x.shape[1] > columns else x
+
         match node.op:
             case "acc":
                 return half(acc, node["way"])
@@ -224,9 +246,14 @@ class Program:
         return elementwise.apply(node.op, list(inputs), dict(node.attributes))
 
     def finish(self, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
-        """Outputs that are not tile stores, from the finished reductions ((M,), (N,) or (N/2,) float32) and the operands.
+        """Outputs that are not tile stores.
 
-        Tile operands are not read and may be None.
+        Args:
+          reductions: finished, (M,), (N,) or (N/2,) float32, as in `self.reductions`.
+          operands: as in `self.operands`; tile operands are not read and may be None.
+
+        Returns:
+          The outputs by their number.
         """
         values: dict[int, Any] = {}
         for variable, source, index in self.finishing.inputs:
@@ -236,7 +263,10 @@ class Program:
                 x = operands[index]
                 assert x is not None
                 values[variable] = x.astype(self.operands[index].traced_dtype)
-        read = lambda atom: jnp.asarray(atom.value) if isinstance(atom, Literal) else values[atom]
+
+        def read(atom: int | Literal) -> Any:
+            return jnp.asarray(atom.value) if isinstance(atom, Literal) else values[atom]
+
         for equation in self.finishing.equations:
             inputs = [read(atom) for atom in equation.inputs]
             values.update(zip(equation.outputs, bind_equation(equation, inputs), strict=True))
@@ -263,8 +293,11 @@ def node_attributes(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, An
 
 
 def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation as the kernel would: operations on 16-bit floats are carried out in float32 and rounded once."""
-    sixteen_bits = lambda x: elementwise.is_rounded(x.dtype)
+    """Evaluates one equation as the kernel would: in float32, rounding once to a 16-bit type."""
+
+    def sixteen_bits(x: Any) -> bool:
+        return elementwise.is_rounded(x.dtype)
+
     if equation.name == "convert_element_type" and elementwise.is_rounded(equation.params["new_dtype"]):
         return [elementwise.apply(equation.name, list(inputs), {"dtype": np.dtype(equation.params["new_dtype"]).name})]
     operation = elementwise.OPERATIONS.get(equation.name)

@@ -1,27 +1,25 @@
 """Rules for operations that move axes about: which axis of the result is indexed by what."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from coda_jax.epilogue.flatten import Equation
-from coda_jax.epilogue.locality import (
+from coda_jax.epilogue.locality import Analysis, Rule
+from coda_jax.epilogue.reductions import REDUCTIONS, reduce
+from coda_jax.epilogue.values import (
     COLUMN,
     HALF,
     INDEX,
-    REDUCTIONS,
     ROW,
-    Analysis,
     Local,
+    NotElementwise,
     Stacked,
     Tag,
     Value,
-    _NotElementwise,
     same_size,
 )
-
-Rule = Callable[[Analysis, Equation, list[Local]], list[Any]]
 
 
 def _shapes(analysis: Analysis, equation: Equation) -> tuple[Any, Any]:
@@ -29,7 +27,7 @@ def _shapes(analysis: Analysis, equation: Equation) -> tuple[Any, Any]:
 
 
 def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any) -> Local:
-    """`value` with new tags; an index whose axis is now the first or the last of several becomes a row or column index."""
+    """`value` with new tags; an index along what is now the first or the last of several axes is resolved."""
     placed = Local(tags, value.nodes, value.tile)
     if INDEX not in tags or len(tags) < 2:
         return placed
@@ -42,7 +40,7 @@ def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any)
     elif axis == 0 and same_size(shape[axis], analysis.m):
         meaning = ROW
     else:
-        raise _NotElementwise("")
+        raise NotElementwise("")
     return analysis.resolve(placed, tuple(meaning if tag == INDEX else tag for tag in tags))
 
 
@@ -59,11 +57,13 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
     """Only axes of size 1 may come and go."""
     value, (before, after) = inputs[0], _shapes(analysis, equation)
     if equation.params.get("dimensions") is not None:
-        raise _NotElementwise("changes the order of the axes")
+        raise NotElementwise("changes the order of the axes")
     kept = [axis for axis, size in enumerate(before) if not same_size(size, 1)]
     wide = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
     if len(kept) != len(wide) or not all(same_size(before[a], after[b]) for a, b in zip(kept, wide, strict=True)):
-        raise _NotElementwise(f"reshapes {tuple(before)} to {tuple(after)}, and only axes of size 1 may be added or dropped")
+        raise NotElementwise(
+            f"reshapes {tuple(before)} to {tuple(after)}, and only axes of size 1 may be added or dropped"
+        )
     tags: list[Tag] = [None] * len(after)
     for a, b in zip(kept, wide, strict=True):
         tags[b] = value.tags[a]
@@ -84,7 +84,7 @@ def transpose(analysis: Analysis, equation: Equation, inputs: list[Local]) -> li
     tags = tuple(value.tags[int(axis)] for axis in equation.params["permutation"])
     order = [tag for tag in value.tags if tag is not None]
     if [tag for tag in tags if tag is not None] != order:
-        raise _NotElementwise("exchanges the rows and columns of the product")
+        raise NotElementwise("exchanges the rows and columns of the product")
     return [Local(tags, value.nodes, value.tile)]
 
 
@@ -93,9 +93,9 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
     dtype = np.dtype(equation.params["dtype"]).name
     size, rank = shape[axis], len(shape)
     if dtype not in ("int32", "float32", "bfloat16", "float16"):
-        raise _NotElementwise(f"makes {dtype} indices; int32 and floats are known")
+        raise NotElementwise(f"makes {dtype} indices; int32 and floats are known")
     if not any(same_size(size, known) for known in (analysis.m, analysis.n, analysis.half)):
-        raise _NotElementwise(f"counts to {size}, which is neither M, N nor N/2")
+        raise NotElementwise(f"counts to {size}, which is neither M, N nor N/2")
     index = analysis.convert(analysis.node(INDEX, (), "int32"), dtype)
     tags: tuple[Tag, ...] = tuple(INDEX if i == axis else None for i in range(rank))
     return [_placed(analysis, Local(tags, (index,), False), tags, shape)]
@@ -131,7 +131,7 @@ def _take(
         second = same_size(start, analysis.half) and same_size(limit, analysis.n)
         if tag != COLUMN or stride != 1 or not (first or second):
             stop = f"{start}:{limit}" + (f":{stride}" if stride != 1 else "")
-            raise _NotElementwise(f"takes {stop} of the {before[axis]} {tag}s")
+            raise NotElementwise(f"takes {stop} of the {before[axis]} {tag}s")
         value = _half(analysis, value, axis, int(second))
     return [value]
 
@@ -153,7 +153,7 @@ def gather(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         or len(dimensions.start_index_map) != 1
         or tuple(dimensions.offset_dims) != tuple(range(len(before)))
     ):
-        raise _NotElementwise("takes elements by an index")
+        raise NotElementwise("takes elements by an index")
     axis, start = int(dimensions.start_index_map[0]), int(constant["value"])
     starts = tuple(start if i == axis else 0 for i in range(len(before)))
     limits = tuple(start + size if i == axis else size for i, size in enumerate(sizes))
@@ -165,16 +165,14 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
     if value.tags[axis] is None or len(sizes) == 1:
         return [value] * len(sizes)
     if value.tags[axis] != COLUMN or len(sizes) != 2 or not all(same_size(int(s), analysis.half) for s in sizes):
-        raise _NotElementwise(f"takes the {value.tags[axis]}s apart into {tuple(int(s) for s in sizes)}")
+        raise NotElementwise(f"takes the {value.tags[axis]}s apart into {tuple(int(s) for s in sizes)}")
     return [_half(analysis, value, axis, way) for way in range(2)]
 
 
 def _join(analysis: Analysis, first: Local, second: Local, axis: int) -> Local:
     """Two halves, side by side along `axis`."""
     analysis.halves()
-    others = [
-        None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))
-    ]
+    others = [None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))]
     tags = tuple(COLUMN if i == axis else tag for i, tag in enumerate(others))
     target = tuple(HALF if i == axis else tag for i, tag in enumerate(others))
     nodes = tuple(analysis.resolve(value, target).nodes[0] for value in (first, second))
@@ -187,8 +185,8 @@ def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> 
     halves = len(inputs) == 2 and all(same_size(size, analysis.half) for size in sizes)
     last = axis == len(inputs[0].tags) - 1
     if not halves or not last or any(value.tags[axis] not in (HALF, None) for value in inputs):
-        raise _NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
-    return [_join(analysis, *inputs, axis)]
+        raise NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
+    return [_join(analysis, inputs[0], inputs[1], axis)]
 
 
 def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -196,12 +194,14 @@ def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Loc
     for axis, (low, high, interior) in enumerate(config):
         if (low, high, interior) == (0, 0, 0):
             continue
-        if value.tags[axis] not in (HALF, None) or interior or not any(
-            same_size(int(a), analysis.half) and int(b) == 0 for a, b in ((low, high), (high, low))
+        if (
+            value.tags[axis] not in (HALF, None)
+            or interior
+            or not any(same_size(int(a), analysis.half) and int(b) == 0 for a, b in ((low, high), (high, low)))
         ):
-            raise _NotElementwise(f"pads axis {axis} by {int(low)} and {int(high)}")
+            raise NotElementwise(f"pads axis {axis} by {int(low)} and {int(high)}")
         if not same_size(_shapes(analysis, equation)[0][axis], analysis.half) or axis != len(config) - 1:
-            raise _NotElementwise(f"pads axis {axis}")
+            raise NotElementwise(f"pads axis {axis}")
         blank = Local((None,) * len(value.tags), filling.nodes, False)
         value = _join(analysis, blank, value, axis) if low else _join(analysis, value, blank, axis)
     return [value]
@@ -209,12 +209,8 @@ def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Loc
 
 def stack(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
     if int(equation.params["axis"]) != 0:
-        raise _NotElementwise("stacks arrays")
+        raise NotElementwise("stacks arrays")
     return [Stacked(tuple(inputs))]
-
-
-def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
-    return analysis.reduce(equation, inputs)
 
 
 RULES: dict[str, Rule] = {

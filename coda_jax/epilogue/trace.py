@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
-from coda_jax.epilogue.locality import Analysis, NeedsHalves, NotTileLocalError, same_shape, same_size
+from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Kind, Operand, Program, Width, bind_equation
+from coda_jax.epilogue.structure import RULES
+from coda_jax.epilogue.values import NeedsHalves, NotTileLocalError, same_shape, same_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +61,14 @@ class Epilogue:
         return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, _flat=flat)
 
 
-def trace(
-    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]
-) -> tuple[Epilogue, tuple[Any, ...]]:
+def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tuple[Epilogue, tuple[Any, ...]]:
     """Traces f(acc, *operands), checks that it is local to a tile, and hoists the arrays that it closes over.
 
     Args:
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
-      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 in the place of N where f works on halves. f sees floating ones
-        as float32.
+      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 in the place of N where f works on halves. f sees
+        floating ones as float32.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
@@ -88,7 +89,9 @@ def trace(
         trees.append(tree)
         return leaves
 
-    avals = [_aval(acc, np.dtype(np.float32))] + [_aval(x, o.traced_dtype) for x, o in zip(operands, explicit, strict=True)]
+    avals = [_aval(acc, np.dtype(np.float32))] + [
+        _aval(x, o.traced_dtype) for x, o in zip(operands, explicit, strict=True)
+    ]
     jaxpr = jax.make_jaxpr(flat_f)(*avals)
     constants = Constants()
     differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
@@ -108,9 +111,9 @@ def _identity(acc: jax.Array) -> jax.Array:
 def _analyse(flat: Flat, order: Sequence[int], operands: Sequence[Operand], name: str) -> Program:
     halves = any(operand.width is Width.HALF for operand in operands)
     try:
-        return Analysis(flat, order, operands, 2 if halves else 1, name).program()
+        return assemble(Analysis(flat, order, operands, 2 if halves else 1, name, RULES))
     except NeedsHalves:
-        return Analysis(flat, order, operands, 2, name).program()
+        return assemble(Analysis(flat, order, operands, 2, name, RULES))
 
 
 def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
@@ -137,7 +140,9 @@ def _operand(x: Any, m: Any, n: Any, label: str, name: str) -> Operand:
     """What x is, by its shape."""
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
-        raise NotTileLocalError(f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands.")
+        raise NotTileLocalError(
+            f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
+        )
     dtype = np.dtype(x.dtype)
     half = n // 2 if isinstance(n, int) and n % 2 == 0 else None
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
@@ -156,14 +161,18 @@ def _operand(x: Any, m: Any, n: Any, label: str, name: str) -> Operand:
     if found is None:
         advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
         raise NotTileLocalError(
-            f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) as a scalar (), "
-            f"row vector (N,) or (1, N), column vector (M, 1) or tile (M, N).{advice}"
+            f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "
+            f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N).{advice}"
         )
     kind, width = found
     allowed = FLOATS if kind is Kind.TILE else (*FLOATS, "int32", "bool")
     if dtype.name not in allowed:
         raise NotTileLocalError(
             f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
-            + ("tiles are float32, bfloat16 or float16." if kind is Kind.TILE else "vectors and scalars are float32, bfloat16, float16, int32 or bool.")
+            + (
+                "tiles are float32, bfloat16 or float16."
+                if kind is Kind.TILE
+                else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
+            )
         )
     return Operand(kind, dtype, dtype, width)

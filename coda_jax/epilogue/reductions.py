@@ -1,0 +1,129 @@
+"""Sums, maxima and minima of the tile: what the kernel reduces, and what is left to do with its result."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.flatten import Atom, Constants, Equation, Literal, flatten
+from coda_jax.epilogue.locality import Analysis
+from coda_jax.epilogue.program import Axis, Reduction, ReductionOp, Width
+from coda_jax.epilogue.values import (
+    COLUMN,
+    HALF,
+    ROW,
+    Finished,
+    Local,
+    NotElementwise,
+    Tag,
+    Value,
+    same_shape,
+    same_size,
+)
+
+REDUCTIONS = {
+    "reduce_sum": ReductionOp.SUM,
+    "reduce_max": ReductionOp.MAX,
+    "reduce_min": ReductionOp.MIN,
+    "reduce_or": ReductionOp.MAX,
+    "reduce_and": ReductionOp.MIN,
+}
+
+
+def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
+    """A reduction of the tile along rows, along columns, or along rows in the kernel and then over them afterwards."""
+    (value,) = inputs
+    axes = tuple(int(axis) for axis in equation.params["axes"])
+    aval = analysis.flat.aval(equation.inputs[0])
+    reduced = [value.tags[axis] for axis in axes]
+    if not value.tile:
+        raise NotElementwise("is a reduction of vectors")
+    if any(tag is None and not same_size(aval.shape[axis], 1) for axis, tag in zip(axes, reduced, strict=True)):
+        raise NotElementwise("reduces an axis that is neither the rows nor the columns of the product")
+    if all(tag is None for tag in reduced):
+        kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
+        return [Local(kept, value.nodes, value.tile)]
+    _check_dtype(analysis, value, aval)
+    index = _number(analysis, _reduction(analysis, REDUCTIONS[equation.name], value, reduced))
+    _complete(analysis, equation, index, ROW in reduced)
+    return [Finished(f"the reduction {equation.where()}", from_reduction=True)]
+
+
+def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:
+    nodes = tuple(analysis.convert(node, "float32") for node in value.nodes)
+    if COLUMN in reduced or HALF in reduced:
+        return Reduction(op, Axis.ROW, Width.FULL, nodes)
+    return Reduction(op, Axis.COLUMN, Width.HALF if HALF in value.tags else Width.FULL, nodes)
+
+
+def _number(analysis: Analysis, reduction: Reduction) -> int:
+    """Position of the reduction, shared with an equal one."""
+    if reduction not in analysis.reductions:
+        analysis.reductions.append(reduction)
+    return analysis.reductions.index(reduction)
+
+
+def _check_dtype(analysis: Analysis, value: Local, aval: Any) -> None:
+    dtype = np.dtype(aval.dtype).name
+    if dtype in elementwise.FLOATS or dtype == "bool":
+        return
+    if not all(_is_count(analysis, node) for node in value.nodes):
+        raise NotElementwise(
+            f"is a reduction of {dtype} values, and reductions are float32. Convert them to float32 first"
+        )
+
+
+def _is_count(analysis: Analysis, number: int) -> bool:
+    """Whether the integer node is -1, 0 or 1, so that its float32 sum is exact up to 2^24 terms."""
+    node = analysis.nodes[number]
+    if node.op == "literal":
+        return bool(abs(node["value"]) <= 1)
+    if node.op == "convert_element_type":
+        return analysis.nodes[node.inputs[0]].dtype == "bool"
+    return node.op == "select_n" and all(_is_count(analysis, case) for case in node.inputs[1:])
+
+
+def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: bool) -> None:
+    """Defines the equation's output from the kernel's result: reduced over rows too where both axes are, and converted."""
+    reduction = analysis.reductions[index]
+    size = (
+        analysis.m if reduction.axis is Axis.ROW else (analysis.n if reduction.width is Width.FULL else analysis.half)
+    )
+    out = analysis.flat.avals[equation.outputs[0]]
+    both = over_rows and reduction.axis is Axis.ROW
+
+    def complete(x: jax.Array) -> jax.Array:
+        if both and out.dtype == jnp.int32:  # a count of the whole tile may exceed 2^24
+            x = x.astype(jnp.int32)
+        if both:
+            x = reduction.op.reduce(x, axis=0)
+        x = x if same_shape(x.shape, out.shape) else x.reshape(out.shape)
+        return x.astype(out.dtype)
+
+    source = analysis.flat.new(jax.ShapeDtypeStruct((size,), jnp.float32))
+    analysis.sources[source] = ("reduction", index)
+    _define(analysis, equation.outputs[0], complete, source)
+
+
+def _define(analysis: Analysis, output: int, f: Callable[[jax.Array], jax.Array], source: int) -> None:
+    """Defines variable `output` as f(source), evaluated after the kernel."""
+    flat = analysis.flat
+    body = flatten(jax.make_jaxpr(f)(flat.avals[source]), Constants(), inline_custom_derivatives=True)
+    names: dict[int, int] = {0: source}
+    (result,) = body.outputs
+    if result == 0:
+        analysis.sources[output] = analysis.sources[source]
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else names[atom]
+
+    for inner in body.equations:
+        for variable in inner.outputs:
+            names[variable] = output if variable == result else flat.new(body.avals[variable])
+        outputs = tuple(names[variable] for variable in inner.outputs)
+        moved = replace(inner, inputs=tuple(map(read, inner.inputs)), outputs=outputs)
+        analysis.producers.update(dict.fromkeys(outputs, moved))
