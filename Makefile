@@ -1,4 +1,4 @@
-# make train | test | gpu-test | bench | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | gpu-test | gpu-sanitize | bench | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -24,7 +24,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test gpu-test bench lint clean
+.PHONY: train test gpu-test gpu-sanitize bench lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -35,6 +35,12 @@ test: $(STAMPS)/test
 
 gpu-test: $(STAMPS)/test
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-sanitize: $(STAMPS)/test
+	for tool in memcheck racecheck; do \
+	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    --kernel-name kernel_substring=coda_gemm $(RUN) -m tests.gpu.sanitized || exit 1; \
+	done
 
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
@@ -57,7 +63,7 @@ ifeq ($(SYSTEM),1)
 else
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing coda_jax with its $* dependencies into $(VENV) (minutes, once)"
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e ".[$*$(CUDA)]" $(if $(JAX),jax==$(JAX))
+	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".[$*$(CUDA)]" $(if $(JAX),jax==$(JAX))
 endif
 	@mkdir -p $(STAMPS)
 	@touch $(STAMPS)/train $(if $(filter test dev,$*),$(STAMPS)/test) $@
