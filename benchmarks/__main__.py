@@ -50,9 +50,9 @@ EPILOGUES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of four executions each")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
     arguments = parser.parse_args()
-    rows = [*_bare_products(arguments.rounds), *_epilogue_prices(arguments.rounds)]
+    rows = [*_bare_products(arguments.seconds), *_epilogue_prices(arguments.seconds)]
     _write(rows)
     _compile_report()
 
@@ -67,7 +67,7 @@ def _jitted(name, function):
     return jax.jit(function)
 
 
-def _bare_products(rounds: int) -> list[dict]:
+def _bare_products(seconds: float) -> list[dict]:
     print(f"bare product, bf16, float32 accumulation   [{timing.clock()}]")
     print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>10}{'coda':>10}   TFLOP/s  coda/XLA")
     rows = []
@@ -88,22 +88,25 @@ def _bare_products(rounds: int) -> list[dict]:
         programs.check(f"{layout} {m} {n} {k}", ours(a, b), xla(a, b))
         times = timing.interleaved(
             {"coda_product": lambda f=ours, a=a, b=b: f(a, b), "xla_product": lambda f=xla, a=a, b=b: f(a, b)},
-            rounds=rounds,
+            seconds=seconds,
         )
         tflops = {name: 2e-6 * m * n * k / us for name, us in times.items()}
         ratio = tflops["coda_product"] / tflops["xla_product"]
         rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **times))
         print(
-            f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:10.0f}{tflops['coda_product']:10.0f}{ratio:21.3f}", flush=True
+            f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:10.0f}{tflops['coda_product']:10.0f}{ratio:21.3f}",
+            flush=True,
         )
     mean = math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
     print(f"geometric mean {mean:.3f}   [{timing.clock()}]\n")
     return rows
 
 
-def _epilogue_prices(rounds: int) -> list[dict]:
+def _epilogue_prices(seconds: float) -> list[dict]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
-    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}")
+    print(
+        f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}"
+    )
     rows = []
     for name, m, n, k in EPILOGUES:
         program = programs.PROGRAMS[name]
@@ -114,9 +117,7 @@ def _epilogue_prices(rounds: int) -> list[dict]:
             return coda.gemm(a, b, transpose_b=True, implementation="cuda")
 
         def fused(a, b, operands, program=program):
-            return coda.gemm(
-                a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda"
-            )
+            return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda")
 
         def xla(a, b, operands, program=program):
             return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
@@ -129,7 +130,7 @@ def _epilogue_prices(rounds: int) -> list[dict]:
                 "fused": lambda f=fused, a=a, b=b, o=operands: f(a, b, o),
                 "xla": lambda f=xla, a=a, b=b, o=operands: f(a, b, o),
             },
-            rounds=rounds,
+            seconds=seconds,
         )
         price = times["fused"] / times["bare"] - 1
         rows.append(dict(kind="epilogue", program=name, m=m, n=n, k=k, price=price, **times))
@@ -145,10 +146,27 @@ def _epilogue_prices(rounds: int) -> list[dict]:
 def _write(rows: list[dict]) -> None:
     device = jax.devices()[0].device_kind
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = dict(
-        device=device, jax=jax.__version__, commit=commit or "unknown", date=datetime.date.today().isoformat(), clock=timing.clock()
-    )
-    columns = ["kind", "program", "m", "n", "k", "xla_product", "coda_product", "ratio", "bare", "fused", "xla", "price"]
+    about = {
+        "device": device,
+        "jax": jax.__version__,
+        "commit": commit or "unknown",
+        "date": datetime.date.today().isoformat(),
+        "clock": timing.clock(),
+    }
+    columns = [
+        "kind",
+        "program",
+        "m",
+        "n",
+        "k",
+        "xla_product",
+        "coda_product",
+        "ratio",
+        "bare",
+        "fused",
+        "xla",
+        "price",
+    ]
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{device.replace(' ', '_').lower()}.csv"
     with path.open("w", newline="") as file:

@@ -29,6 +29,14 @@ class Program:
         keys = jax.random.split(jax.random.key(seed), 16)
         return tuple(_random(key, type_) for key, type_ in zip(keys, self.operand_types(m, n), strict=False))
 
+    def out_dtype(self, m: int, n: int) -> Any:
+        """`out_dtypes` in the structure that the epilogue returns; None where an output is no tile."""
+        epilogue, _ = trace(self.epilogue, _type((m, n), jnp.float32), self.operand_types(m, n))
+        leaves: list[Any] = [None] * epilogue.program.num_outputs
+        for store, dtype in zip(epilogue.program.stores, self.out_dtypes, strict=True):
+            leaves[store.output] = dtype
+        return jax.tree.unflatten(epilogue.out_tree, leaves)
+
 
 def _random(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
     if type_.dtype == jnp.bool_:
@@ -78,8 +86,8 @@ def _column_sum(acc, bias):
     return y, jnp.sum(y, axis=0)
 
 
-def _row_max_min(acc):
-    return acc, jnp.max(acc, axis=1), jnp.min(acc, axis=1)
+def _extrema(acc):
+    return acc, jnp.max(acc, axis=1), jnp.min(acc, axis=1), jnp.max(acc, axis=0)
 
 
 def _accumulate(acc, total):
@@ -88,7 +96,7 @@ def _accumulate(acc, total):
 
 def _every_vector(acc, scale, shift, index, mask, x, column):
     y = jnp.where(mask, acc * scale + shift, x) + column
-    return y + index.astype(jnp.float32), jnp.max(y, axis=0)
+    return y + index.astype(jnp.float32), jnp.sum(y, axis=0)
 
 
 def _two_outputs(acc, x):
@@ -119,7 +127,7 @@ PROGRAMS: dict[str, Program] = {
     "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
     "gelu_erf": Program(_gelu_erf),
     "column_sum": Program(_column_sum, lambda m, n: (_type((n,), jnp.float32),)),
-    "row_max_min": Program(_row_max_min),
+    "extrema": Program(_extrema),
     "accumulate": Program(_accumulate, lambda m, n: (_type((m, n), jnp.float32),), (jnp.float32,)),
     "every_vector": Program(
         _every_vector,
@@ -132,9 +140,7 @@ PROGRAMS: dict[str, Program] = {
             _type((m, 1), jnp.bfloat16),
         ),
     ),
-    "two_outputs": Program(
-        _two_outputs, lambda m, n: (_type((m, n)),), (jnp.bfloat16, jnp.float16, jnp.float32)
-    ),
+    "two_outputs": Program(_two_outputs, lambda m, n: (_type((m, n)),), (jnp.bfloat16, jnp.float16, jnp.float32)),
     "causal": Program(_causal),
     "exp_sum": Program(_exp_sum, out_dtypes=()),
     "mean_square": Program(_mean_square),

@@ -8,37 +8,42 @@ import random
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 20, burst: int = 4) -> dict[str, float]:
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.5, burst: int = 4
+) -> dict[str, float]:
     """Median device time in microseconds of each function, kernels only, measured by the profiler (CUPTI).
 
-    Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
-    alike. A function's time is the sum of the kernels of one execution.
+    Each round runs the functions in a fresh random order, `burst` times each, without a pause between them, after a warm-up of
+    half the time: the chip is at its power limit, as in training, and clock and temperature fall on all alike.
+    A function's time is the sum of the kernels of one execution.
 
     Args:
       functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
         kernels are told apart by the name of their XLA module, `jit_<name>`.
-      rounds, burst: how often; the median is over rounds x burst executions.
+      seconds: of measured execution, at least ten rounds.
+      burst: executions of a function in a row.
 
     Raises:
       RuntimeError: the trace holds no kernels of a function.
     """
     for function in functions.values():
         jax.block_until_ready(function())
+    started, warm_rounds = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds / 2:
+        _round(functions, burst)
+        warm_rounds += 1
+    rounds = max(10, 2 * warm_rounds)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(rounds):
-                order = list(functions)
-                random.shuffle(order)
-                for name in order:
-                    for _ in range(burst):
-                        result = functions[name]()
-                    jax.block_until_ready(result)
+                _round(functions, burst)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
         kernels = _kernels_by_module(jax.profiler.ProfileData.from_file(path))
     executions = rounds * burst
@@ -51,6 +56,15 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 20,
         totals = [sum(durations[i : i + each]) for i in range(0, len(durations), each)]
         medians[name] = statistics.median(totals) / 1e3
     return medians
+
+
+def _round(functions: Mapping[str, Callable[[], Any]], burst: int) -> None:
+    order = list(functions)
+    random.shuffle(order)
+    for name in order:
+        for _ in range(burst):
+            result = functions[name]()
+    jax.block_until_ready(result)
 
 
 def _kernels_by_module(profile) -> dict[str, list[float]]:

@@ -209,10 +209,15 @@ def test_tensor_map_refused(map_, dtype, dims, message):
         ffi._ffi.describe_map(map_, dtype, dims)
 
 
-def geometry(a, b, transpose_a=False, transpose_b=False, tile=(128, 128), ways=1, cluster_m=2, multiprocessors=132):
+def geometry(
+    a, b, transpose_a=False, transpose_b=False, tile=(128, 128), ways=1, cluster_m=2, multiprocessors=132, batch=None
+):
+    if batch is None:
+        batch = max(a, b, key=len)[:-2]
     return ffi._ffi.describe_geometry(
         a=a,
         b=b,
+        result=(*batch, 1, 1),
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         tile_m=tile[0],
@@ -232,6 +237,8 @@ def test_sizes_are_read_off_the_operands(transpose_a, transpose_b):
         assert (sizes["m"], sizes["n"], sizes["k"], sizes["batch"]) == (300, 200, 40, 5 if batch else 1)
     assert geometry((5, *a), b, transpose_a, transpose_b)["batch"] == 5  # a shared b
     assert geometry(a, (5, *b), transpose_a, transpose_b)["batch"] == 5  # a shared a
+    # Neither factor has the batch, only the epilogue's operands have.
+    assert geometry(a, b, transpose_a, transpose_b, batch=(5,))["batch"] == 5
 
 
 @pytest.mark.parametrize(

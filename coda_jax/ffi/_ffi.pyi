@@ -24,6 +24,7 @@ def describe_geometry(
     *,
     a: Sequence[int],
     b: Sequence[int],
+    result: Sequence[int],
     transpose_a: bool,
     transpose_b: bool,
     tile_m: int,

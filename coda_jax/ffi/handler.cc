@@ -67,8 +67,13 @@ class Registry {
   Kernel& Find(std::string_view key) const {
     std::shared_lock lock(mutex_);
     const auto it = kernels_.find(key);
-    if (it == kernels_.end()) throw std::logic_error("the program was not instantiated in this process");
+    if (it == kernels_.end()) throw std::logic_error("the program was not initialized in this process");
     return *it->second;
+  }
+
+  bool Has(std::string_view key) const {
+    std::shared_lock lock(mutex_);
+    return kernels_.contains(key);
   }
 
  private:
@@ -115,10 +120,10 @@ void Load(const Driver& driver, const GemmCall& call, CUdevice device, Kernel& k
   driver.Check(driver.cuKernelGetFunction(&loaded, kernel.kernel), "cuKernelGetFunction");
 }
 
-void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffers) {
+void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffers, size_t operands) {
   const Driver& driver = Driver::Get();
   const CUdevice device = CurrentDevice(driver);
-  const Geometry geometry = DescribeGeometry(call, buffers[0], buffers[1],
+  const Geometry geometry = DescribeGeometry(call, buffers[0], buffers[1], buffers[operands],
                                              DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device));
   if (geometry.blocks == 0) return;
 
@@ -179,19 +184,29 @@ std::string Prefix(const GemmCall& call) {
   return "coda_jax: " + std::string(call.name);
 }
 
+/// Registers the program's kernel, compiled or taken from a cache. Joins the job that the lowering queued.
+void Prepare(const GemmCall& call) {
+  if (Registry::Get().Has(call.key)) return;
+  const std::shared_ptr<Compiler> compiler = Compiler::Get();
+  Registry::Get().Insert(call.key, compiler
+                                       ->Submit({std::string(call.key), std::string(call.name),
+                                                 std::string(call.source), std::string(call.arch)})
+                                       .get());
+}
+
+ffi::Error CheckVersion(const GemmCall& call) {
+  const std::string& headers = Compiler::Get()->settings().headers_hash;
+  if (call.abi == kAbi && call.headers == headers) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(
+      Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " +
+      std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) + "); this one has program ABI " +
+      std::to_string(kAbi) + ", kernel headers " + headers + ". Export it again.");
+}
+
 ffi::Error InstantiateGemm(const GemmCall& call) {
   try {
-    const std::shared_ptr<Compiler> compiler = Compiler::Get();
-    if (call.abi != kAbi || call.headers != compiler->settings().headers_hash) {
-      return ffi::Error::InvalidArgument(
-          Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " +
-          std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) + "); this one has program ABI " +
-          std::to_string(kAbi) + ", kernel headers " + compiler->settings().headers_hash + ". Export it again.");
-    }
-    Registry::Get().Insert(call.key, compiler
-                                         ->Submit({std::string(call.key), std::string(call.name),
-                                                   std::string(call.source), std::string(call.arch)})
-                                         .get());
+    if (ffi::Error error = CheckVersion(call); error.failure()) return error;
+    Prepare(call);
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     return ffi::Error::Internal(Prefix(call) + ": " + error.what());
@@ -200,6 +215,11 @@ ffi::Error InstantiateGemm(const GemmCall& call) {
 
 ffi::Error InitializeGemm(const GemmCall& call) {
   try {
+    // XLA does not instantiate what it deserializes from its compilation cache: the kernel may be unknown here.
+    if (!Registry::Get().Has(call.key)) {
+      if (ffi::Error error = CheckVersion(call); error.failure()) return error;
+      Prepare(call);
+    }
     const Driver& driver = Driver::Get();
     const CUdevice device = CurrentDevice(driver);
     Kernel& kernel = Registry::Get().Find(call.key);
@@ -218,7 +238,7 @@ ffi::Error InitializeGemm(const GemmCall& call) {
 ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const GemmCall& call) {
   Buffer buffers[kMaxBuffers];
   const size_t count = args.size() + rets.size();
-  if (args.size() < 2 || count > kMaxBuffers) {
+  if (args.size() < 2 || rets.size() < 1 || count > kMaxBuffers) {
     return ffi::Error::InvalidArgument(Prefix(call) + ": " + std::to_string(args.size()) + " operands, " +
                                        std::to_string(rets.size()) + " results");
   }
@@ -230,7 +250,7 @@ ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets
   for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
   const std::span<const Buffer> all(buffers, count);
   try {
-    Launch(static_cast<CUstream>(stream), call, all);
+    Launch(static_cast<CUstream>(stream), call, all, args.size());
     return ffi::Error::Success();
   } catch (const std::invalid_argument& error) {
     return ffi::Error::InvalidArgument(Prefix(call) + Describe(all, args.size()) + ": " + error.what());
@@ -241,17 +261,20 @@ ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets
 
 }  // namespace
 
-Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, int multiprocessors) {
+Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, const Buffer& result,
+                          int multiprocessors) {
   if (a.dims.size() < 2 || a.dims.size() > 3 || b.dims.size() < 2 || b.dims.size() > 3) {
     throw std::invalid_argument("a and b need rank 2 or 3");
   }
   const auto a_dims = a.dims.last(2), b_dims = b.dims.last(2);
   const int64_t m = a_dims[call.transpose_a ? 1 : 0], k = a_dims[call.transpose_a ? 0 : 1];
   const int64_t n = b_dims[call.transpose_b ? 0 : 1], b_k = b_dims[call.transpose_b ? 1 : 0];
-  const int64_t a_batch = a.dims.size() == 3 ? a.dims[0] : 1, b_batch = b.dims.size() == 3 ? b.dims[0] : 1;
-  const int64_t batch = a.dims.size() == 3 ? a_batch : b_batch;
+  // All results have the batch when any operand has it, be it only the epilogue's.
+  const int64_t batch = result.dims.size() == 3 ? result.dims[0] : 1;
   if (k != b_k) throw std::invalid_argument("k is " + std::to_string(k) + " in a and " + std::to_string(b_k) + " in b");
-  if (a.dims.size() == b.dims.size() && a_batch != b_batch) throw std::invalid_argument("batch sizes differ");
+  for (const Buffer* factor : {&a, &b}) {
+    if (factor->dims.size() == 3 && factor->dims[0] != batch) throw std::invalid_argument("batch sizes differ");
+  }
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   if (m > kMax || n > kMax || k > kMax || batch > kMax) throw std::invalid_argument("a size exceeds 2^31 - 1");
   if (call.tile_m < 1 || call.tile_n < 1 || call.ways < 1 || call.cluster_m < 1 || call.tile_n % call.ways != 0 ||

@@ -24,7 +24,7 @@ struct GemmCall {
   int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
 };
 
-/// The product's sizes, read off operands 0 and 1, and the number of thread blocks.
+/// The product's sizes, read off operands 0 and 1 and the first result, and the number of thread blocks.
 struct Geometry {
   int32_t m, n, k, batch;
   int64_t clusters;  // with work
@@ -32,7 +32,8 @@ struct Geometry {
 };
 
 /// Throws std::invalid_argument for shapes that are no product.
-Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, int multiprocessors);
+Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, const Buffer& result,
+                          int multiprocessors);
 
 XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame);

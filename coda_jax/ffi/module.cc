@@ -79,8 +79,9 @@ nb::dict DescribeMapForTest(std::array<int32_t, 6> map, const std::string& dtype
   return result;
 }
 
-nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, bool transpose_a, bool transpose_b, int tile_m,
-                                 int tile_n, int ways, int cluster_m, int multiprocessors) {
+nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& result_dims, bool transpose_a,
+                                 bool transpose_b, int tile_m, int tile_n, int ways, int cluster_m,
+                                 int multiprocessors) {
   GemmCall call{};
   call.transpose_a = transpose_a;
   call.transpose_b = transpose_b;
@@ -88,7 +89,7 @@ nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, bool transpose_a,
   call.tile_n = tile_n;
   call.ways = ways;
   call.cluster_m = cluster_m;
-  const Geometry geometry = DescribeGeometry(call, {.dims = a}, {.dims = b}, multiprocessors);
+  const Geometry geometry = DescribeGeometry(call, {.dims = a}, {.dims = b}, {.dims = result_dims}, multiprocessors);
   nb::dict result;
   result["m"] = geometry.m;
   result["n"] = geometry.n;
@@ -115,7 +116,7 @@ NB_MODULE(_ffi, module) {
   module.def("shutdown", [] { Compiler::Get()->Shutdown(); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("handlers", Handlers);
   module.def("describe_map", DescribeMapForTest, nb::arg("map"), nb::arg("dtype"), nb::arg("dims"));
-  module.def("describe_geometry", DescribeGeometryForTest, nb::kw_only(), nb::arg("a"), nb::arg("b"),
+  module.def("describe_geometry", DescribeGeometryForTest, nb::kw_only(), nb::arg("a"), nb::arg("b"), nb::arg("result"),
              nb::arg("transpose_a"), nb::arg("transpose_b"), nb::arg("tile_m"), nb::arg("tile_n"), nb::arg("ways"),
              nb::arg("cluster_m"), nb::arg("multiprocessors"));
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from coda_jax.epilogue import Kind, Program, Width
 
+_LIGHT_NODES = 6  # values an element's program computes, below which registers are plenty
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
@@ -103,7 +104,9 @@ def shared_bytes(config: GemmConfig, program: Program, traffic: EpilogueTraffic)
     return operands + CONSUMERS * epilogue + barriers
 
 
-def choose_config(m, n: int, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None) -> GemmConfig:
+def choose_config(
+    m, n: int, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None
+) -> GemmConfig:
     """Completes `given`: the deepest pipeline that fits beside what the epilogue needs.
 
     Args:
@@ -125,13 +128,15 @@ def choose_config(m, n: int, program: Program, out_dtypes: Sequence[np.dtype], g
     base = dataclasses.replace(
         given, cluster_m=given.cluster_m or (2 if not isinstance(m, int) or m > GemmConfig.tile_m else 1)
     )
-    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Subtiles of 32
-    # columns are no faster than 16 and spill in programs that need many registers.
-    for stages, store_slots in itertools.product(range(6, 1, -1), (2, 1)):
+    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Wider subtiles ask
+    # less of the copy engine (1 % with a tile operand), but make programs that need many registers spill.
+    is_light = program.ways == 1 and len(program.nodes) <= _LIGHT_NODES
+    widths = (32, 16) if is_light else (16,)
+    for stages, subtile_n, store_slots in itertools.product(range(6, 1, -1), widths, (2, 1)):
         config = dataclasses.replace(
             base,
             stages=given.stages or stages,
-            subtile_n=given.subtile_n or 16,
+            subtile_n=given.subtile_n or subtile_n,
             load_slots=given.load_slots or 2,
             store_slots=given.store_slots or store_slots,
         )
@@ -176,7 +181,9 @@ def unsupported_reason(
         for i, operand in enumerate(program.operands)
         if operand.kind is Kind.TILE
     ]
-    rows += [(f"output {store.output}", n // split, dtype) for store, dtype in zip(program.stores, out_dtypes, strict=True)]
+    rows += [
+        (f"output {store.output}", n // split, dtype) for store, dtype in zip(program.stores, out_dtypes, strict=True)
+    ]
     for name, size, dtype in rows:
         if not isinstance(size, int):
             return f"{name}: its rows have the symbolic length {size}"

@@ -67,28 +67,28 @@ def lower(
       config: complete (see `choose_config`).
       name: for messages.
     """
-    batch_sizes = [
-        array.shape[0] for array, is_batched in zip((a, b, *operands), batched, strict=True) if is_batched
-    ]
+    batch_sizes = [array.shape[0] for array, is_batched in zip((a, b, *operands), batched, strict=True) if is_batched]
     batch = tuple(batch_sizes[:1])
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
     return Kernel(
         source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, config, name),
         results=_results(program, batch, m, n, out_dtypes, config),
-        attributes=dict(
-            name=name,
-            maps=[map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, config)],
-            pointers=_pointers(program, len(operands)),
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            tile_m=config.tile_m,
-            tile_n=config.tile_n,
-            ways=program.ways,
-            cluster_m=config.cluster_m,
-            threads=THREADS,
-            smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
-        ),
+        attributes={
+            "name": name,
+            "maps": [
+                map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, config)
+            ],
+            "pointers": _pointers(program, len(operands)),
+            "transpose_a": transpose_a,
+            "transpose_b": transpose_b,
+            "tile_m": config.tile_m,
+            "tile_n": config.tile_n,
+            "ways": program.ways,
+            "cluster_m": config.cluster_m,
+            "threads": THREADS,
+            "smem_bytes": shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
+        },
     )
 
 
@@ -102,7 +102,8 @@ def _results(program, batch, m, n, out_dtypes, config) -> tuple[jax.ShapeDtypeSt
     ]
     partials = [
         jax.ShapeDtypeStruct(
-            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, full[reduction.width]), jnp.float32
+            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, full[reduction.width]),
+            jnp.float32,
         )
         for reduction in program.reductions
     ]

@@ -34,7 +34,10 @@ def _arguments(name, dtype, transpose_a, transpose_b):
 @jax.jit
 def _differing(first, second):
     bits = {2: jnp.uint16, 4: jnp.uint32}
-    as_bits = lambda x: jax.lax.bitcast_convert_type(x, bits[x.dtype.itemsize])
+
+    def as_bits(x):
+        return jax.lax.bitcast_convert_type(x, bits[x.dtype.itemsize])
+
     return sum(jnp.sum(as_bits(x) != as_bits(y)) for x, y in zip(first, second, strict=True))
 
 

@@ -1,0 +1,33 @@
+"""Every program once at sizes with edges, for compute-sanitizer: `make gpu-sanitize`."""
+
+import jax
+import jax.numpy as jnp
+
+import coda_jax as coda
+from benchmarks.programs import PROGRAMS
+
+
+def main() -> None:
+    m, n, k = 264, 400, 136
+    for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
+        a = jax.random.normal(jax.random.key(0), (k, m) if transpose_a else (m, k)).astype(jnp.bfloat16)
+        b = jax.random.normal(jax.random.key(1), (n, k) if transpose_b else (k, n)).astype(jnp.bfloat16)
+        for name, program in PROGRAMS.items():
+
+            def fused(a, b, *operands, epilogue=program.epilogue, flags=(transpose_a, transpose_b)):
+                return coda.gemm(
+                    a,
+                    b,
+                    *operands,
+                    epilogue=epilogue,
+                    transpose_a=flags[0],
+                    transpose_b=flags[1],
+                    implementation="cuda",
+                )
+
+            jax.block_until_ready(jax.jit(fused)(a, b, *program.operands(m, n)))
+            print(name, "ran", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The kernel against the plain formula in float64: layouts, sizes, dtypes, every operand kind, gradients, transformations."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from benchmarks.programs import PROGRAMS
+from tests import tolerance
+
+CPU = jax.devices("cpu")[0]
+
+
+def _matrices(m, n, k, dtype, transpose_a=False, transpose_b=False, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    a = jax.random.normal(keys[0], (k, m) if transpose_a else (m, k)).astype(dtype)
+    b = jax.random.normal(keys[1], (n, k) if transpose_b else (k, n)) / np.sqrt(k)
+    return a, b.astype(dtype)
+
+
+def _float64(tree):
+    """The tree's floating arrays in float64, on the host; inside jax.enable_x64."""
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64 if is_float(x) else x.dtype), tree)
+
+
+def _reference(function, *arguments):
+    """function(*arguments) in float64 on the host."""
+    with jax.enable_x64(True), jax.default_device(CPU):
+        return jax.tree.map(np.asarray, function(*_float64(arguments)))
+
+
+def _plain(epilogue, transpose_a=False, transpose_b=False):
+    """The textbook formula, in whatever dtype its arguments have; the product is rounded to it."""
+
+    def function(a, b, *operands):
+        acc = (a.T if transpose_a else a) @ (b.T if transpose_b else b)
+        if acc.dtype != jnp.float64:  # XLA may drop a rounding that a conversion back follows
+            acc = jax.lax.reduce_precision(acc, jnp.finfo(acc.dtype).nexp, jnp.finfo(acc.dtype).nmant)
+        return acc if epilogue is None else epilogue(acc, *operands)
+
+    return function
+
+
+def _compare(fused, plain, a, b, operands):
+    """fused(a, b, *operands) against plain in float64, tolerated as much as plain's error in the arguments' own dtypes."""
+    out = jax.jit(fused)(a, b, *operands)
+    reference = _reference(plain, a, b, *operands)
+    same_dtype = jax.jit(plain)(a, b, *operands)
+    for got, want, rough in zip(*map(jax.tree.leaves, (out, reference, same_dtype)), strict=True):
+        tolerance.check(got, want.astype(np.float64), rough, dtype=got.dtype)
+
+
+SIZES = [(8, 8, 8), (64, 72, 40), (128, 128, 64), (136, 136, 72), (392, 264, 136), (120, 1032, 520), (1024, 384, 2048)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_layouts_and_sizes(transpose_a, transpose_b, dtype):
+    sizes = list(SIZES)
+    if not transpose_a:
+        sizes += [(m, 136, 72) for m in (1, 7, 127, 129)]
+    if transpose_a and not transpose_b:
+        sizes += [(136, 136, k) for k in (1, 63, 65)]
+    fused = functools.partial(coda.gemm, transpose_a=transpose_a, transpose_b=transpose_b, implementation="cuda")
+    for m, n, k in sizes:
+        a, b = _matrices(m, n, k, dtype, transpose_a, transpose_b)
+        _compare(fused, _plain(None, transpose_a, transpose_b), a, b, ())
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
+def test_output_dtypes(out_dtype):
+    a, b = _matrices(264, 392, 200, jnp.bfloat16)
+    fused = functools.partial(coda.gemm, out_dtype=out_dtype, implementation="cuda")
+    assert jax.eval_shape(fused, a, b).dtype == out_dtype
+    _compare(fused, lambda a, b: (a @ b).astype(out_dtype), a, b, ())
+
+
+# Below, at and above the edges of tiles, and of halves: N / 2 = 8, 72, 168, 200.
+EDGES = [(129, 144, 72), (128, 256, 64), (1, 16, 8), (257, 272, 136), (384, 336, 72), (127, 400, 264)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_at_tile_edges(name):
+    program = PROGRAMS[name]
+    for m, n, k in EDGES:
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        asked = program.out_dtype(m, n)
+        fused = functools.partial(
+            coda.gemm, epilogue=program.epilogue, out_dtype=asked, transpose_b=True, implementation="cuda"
+        )
+        operands = program.operands(m, n)
+        types = jax.tree.leaves(jax.eval_shape(fused, a, b, *operands))
+        for type_, dtype in zip(types, jax.tree.leaves(asked, is_leaf=lambda x: x is None), strict=True):
+            assert type_.dtype == (dtype or jnp.float32)
+        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+@pytest.mark.parametrize("name", ["residual_sumsq", "swiglu", "bias_gelu", "column_sum", "every_vector"])
+def test_gradients(name, residuals):
+    program = PROGRAMS[name]
+    m, n, k = 264, 400, 136
+    a, b = _matrices(m, n, k, jnp.bfloat16)
+    operands = program.operands(m, n)
+    asked = program.out_dtype(m, n)
+    plain = _plain(program.epilogue)
+    differentiable = [i for i, x in enumerate((a, b, *operands)) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def rounded(*arguments):
+        """Plain, its tiles rounded as the kernel's are; in float64 they stay as they are."""
+        tree = jax.tree.structure(asked, is_leaf=lambda x: x is None)
+        leaves = [
+            x if dtype is None or x.dtype == jnp.float64 else x.astype(dtype)
+            for x, dtype in zip(tree.flatten_up_to(plain(*arguments)), tree.flatten_up_to(asked), strict=True)
+        ]
+        return jax.tree.unflatten(tree, leaves)
+
+    def gradient(function):
+        def total(*arguments):
+            outputs = jax.tree.leaves(function(*arguments))
+            weights = [((jnp.arange(x.size) * 37 + i) % 17 - 8).reshape(x.shape) for i, x in enumerate(outputs)]
+            return sum(jnp.sum(x * w.astype(x.dtype) / 8) for x, w in zip(outputs, weights, strict=True))
+
+        return jax.grad(total, argnums=differentiable)
+
+    fused = functools.partial(
+        coda.gemm, epilogue=program.epilogue, out_dtype=asked, residuals=residuals, implementation="cuda"
+    )
+    _compare(gradient(fused), gradient(rounded), a, b, operands)
+
+
+def test_vmap_with_shared_and_with_batched_b():
+    m, n, k, batch = 136, 264, 72, 3
+    program = PROGRAMS["residual_sumsq"]
+    a = jax.random.normal(jax.random.key(0), (batch, m, k)).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (batch, m, n)).astype(jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(2), (batch, k, n)).astype(jnp.bfloat16)
+    for b_argument, axis in ((b[0], None), (b, 0)):
+        fused = functools.partial(coda.gemm, epilogue=program.epilogue, implementation="cuda")
+
+        def mapped(function, axis=axis):
+            return jax.vmap(function, in_axes=(0, axis, 0))
+
+        _compare(mapped(fused), mapped(_plain(program.epilogue)), a, b_argument, (x,))
+        one_by_one = [jax.jit(fused)(a[i], b_argument if axis is None else b_argument[i], x[i]) for i in range(batch)]
+        together = jax.jit(mapped(fused))(a, b_argument, x)
+        for got, want in zip(together, map(jnp.stack, zip(*one_by_one, strict=True)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_vmap_over_an_operand_alone():
+    m, n, k, batch = 136, 264, 72, 3
+    a, b = _matrices(m, n, k, jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (batch, m, n)).astype(jnp.bfloat16)
+    fused = functools.partial(coda.gemm, epilogue=PROGRAMS["residual_sumsq"].epilogue, implementation="cuda")
+
+    def mapped(function):
+        return jax.vmap(function, in_axes=(None, None, 0))
+
+    _compare(mapped(fused), mapped(_plain(PROGRAMS["residual_sumsq"].epilogue)), a, b, (x,))
+
+
+def test_column_reductions_and_row_vectors_under_vmap():
+    m, n, k, batch = 136, 264, 72, 3
+    program = PROGRAMS["column_sum"]
+    a = jax.random.normal(jax.random.key(0), (batch, m, k)).astype(jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(2), (k, n)).astype(jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(1), (batch, n), jnp.float32)
+    fused = functools.partial(coda.gemm, epilogue=program.epilogue, implementation="cuda")
+
+    def mapped(function):
+        return jax.vmap(function, in_axes=(0, None, 0))
+
+    _compare(mapped(fused), mapped(_plain(program.epilogue)), a, b, (bias,))
+
+
+def test_accumulation_in_a_scan_makes_no_copy():
+    m, n, k, steps = 512, 768, 256, 8
+    a = jax.random.normal(jax.random.key(0), (steps, m, k)).astype(jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (steps, k, n)).astype(jnp.bfloat16)
+
+    @jax.jit
+    def accumulate(a, b):
+        def step(total, factors):
+            out = coda.gemm(
+                *factors,
+                total,
+                epilogue=lambda acc, total: acc + total,
+                out_dtype=jnp.float32,
+                input_output_aliases={0: 0},
+                implementation="cuda",
+            )
+            return out, None
+
+        return jax.lax.scan(step, jnp.zeros((m, n), jnp.float32), (a, b))[0]
+
+    body = accumulate.lower(a, b).compile().as_text()
+    copies = [line for line in body.splitlines() if f"f32[{m},{n}]" in line.split("=")[-1][:40] and " copy" in line]
+    assert "coda_gemm" in body
+    assert not copies, copies
+    expected = np.einsum("smk,skn->mn", np.asarray(a, np.float64), np.asarray(b, np.float64))
+    np.testing.assert_allclose(np.asarray(accumulate(a, b)), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_float32_says_once_why_it_takes_the_xla_form():
+    a, b = _matrices(64, 64, 64, jnp.float32)
+    with pytest.warns(coda.FallbackWarning, match="float32"):
+        jax.jit(lambda a, b: coda.gemm(a, b))(a, b)
+    with pytest.raises(NotImplementedError, match="bfloat16 and float16"):
+        jax.jit(lambda a, b: coda.gemm(a, b, implementation="cuda"))(a, b)
+
+
+def test_odd_row_pitch_is_named():
+    a, b = _matrices(64, 100, 64, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="multiples of 16"):
+        jax.jit(lambda a, b: coda.gemm(a, b, implementation="cuda"))(a, b)
+
+
+STEP = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import coda_jax as coda
+
+def f(acc, x):
+    y = acc + x
+    return y, jnp.sum(y * y, axis=1)
+
+def step(a, b, x):
+    for _ in range(4):
+        x, s = coda.gemm(a, b, x, epilogue=f, implementation="cuda")
+    return x, s
+
+a = jnp.asarray(np.random.default_rng(0).normal(size=(512, 256)), jnp.bfloat16)
+b = jnp.asarray(np.random.default_rng(1).normal(size=(256, 512)), jnp.bfloat16)
+x = jnp.zeros((512, 512), jnp.bfloat16)
+"""
+
+
+def _fresh_process(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", STEP + code],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_command_buffers(tmp_path):
+    flags = (
+        f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    )
+    code = """
+compiled = jax.jit(step).lower(a, b, x).compile()
+first = compiled(a, b, x)
+for _ in range(5):
+    again = compiled(a, b, x)
+    moved = compiled(*[jnp.copy(v) for v in (a, b, x)])
+for other in (again, moved):
+    for u, v in zip(first, other):
+        assert (np.asarray(u, np.float32) == np.asarray(v, np.float32)).all()
+"""
+    _fresh_process(code, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    dumped = [path for path in tmp_path.iterdir() if "jit_step" in path.name]
+    recorded = [
+        path.name
+        for path in dumped
+        if "command_buffer" in path.read_text(errors="replace").lower()
+        or "kcommandbuffer" in path.read_text(errors="replace").lower()
+    ]
+    assert recorded, [path.name for path in dumped]
+
+
+def test_persistent_compilation_cache_and_export_in_a_fresh_process(tmp_path):
+    kernels, programs, exported = tmp_path / "kernels", tmp_path / "programs", tmp_path / "step.bin"
+    common = """
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+"""
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "CODA_JAX_CACHE_DIR": str(kernels),
+        "CODA_JAX_QUIET": "0",
+    }
+    write = f"""
+from jax import export
+jax.jit(step)(a, b, x)
+allowed = [export.DisabledSafetyCheck.custom_call("coda_gemm")]
+open({str(exported)!r}, "wb").write(export.export(jax.jit(step), disabled_checks=allowed)(a, b, x).serialize())
+"""
+    first = _fresh_process(common + write, **environment)
+    assert "compiling" in first.stderr
+    again = _fresh_process(common + "jax.block_until_ready(jax.jit(step)(a, b, x))", **environment)
+    assert "compiling" not in again.stderr
+    read = f"""
+from jax import export
+loaded = export.deserialize(open({str(exported)!r}, "rb").read())
+for u, v in zip(loaded.call(a, b, x), jax.jit(step)(a, b, x)):
+    assert (np.asarray(u, np.float32) == np.asarray(v, np.float32)).all()
+"""
+    # The program comes from the caches or the export, the kernel from neither: it compiles when XLA instantiates it.
+    cold = _fresh_process(common + read, **{**environment, "CODA_JAX_CACHE_DIR": str(tmp_path / "empty")})
+    assert "compiling" in cold.stderr
