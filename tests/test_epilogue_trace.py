@@ -108,7 +108,9 @@ def test_row_shaped_operand_of_length_m_says_what_to_do():
         trace(lambda acc, scale: acc, ACC, (typed(M),))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((M, N), jnp.int32), ((M, N), jnp.bool_), ((N,), jnp.int8), ((N,), jnp.uint32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((M, N), jnp.int32), ((M, N), jnp.bool_), ((N,), jnp.int8), ((N,), jnp.uint32)]
+)
 def test_refused_operand_dtype(shape, dtype):
     with pytest.raises(NotTileLocalError, match=f"operand 'x' of shape .* has dtype {np.dtype(dtype)}"):
         trace(lambda acc, x: acc, ACC, (typed(*shape, dtype=dtype),))
@@ -134,7 +136,13 @@ def test_captured_key_is_refused():
 def test_operand_kinds():
     shapes = [(), (1,), (1, 1), (N,), (1, N), (M, 1), (M, N), (N // 2,), (1, N // 2), (M, N // 2)]
     epilogue, _ = trace(lambda acc, *x: acc[:, :4], ACC, [typed(*s) for s in shapes])
-    kinds = [Kind.SCALAR] * 3 + [Kind.ROW_VECTOR] * 2 + [Kind.COLUMN_VECTOR, Kind.TILE] + [Kind.ROW_VECTOR] * 2 + [Kind.TILE]
+    kinds = (
+        [Kind.SCALAR] * 3
+        + [Kind.ROW_VECTOR] * 2
+        + [Kind.COLUMN_VECTOR, Kind.TILE]
+        + [Kind.ROW_VECTOR] * 2
+        + [Kind.TILE]
+    )
     assert [o.kind for o in epilogue.program.operands] == kinds
     assert [o.width for o in epilogue.program.operands] == [Width.FULL] * 7 + [Width.HALF] * 3
 
@@ -157,7 +165,9 @@ def test_axes_do_not_depend_on_sizes(m, n):
 
     acc, operands = values(m, n), (values(n, seed=1), values(m, 1, seed=2), values(m, n, seed=3))
     epilogue, _ = trace(f, acc, operands)
-    for out, expected in zip(epilogue.program.evaluate(acc, *operands), jax.tree.leaves(f(acc, *operands)), strict=True):
+    for out, expected in zip(
+        epilogue.program.evaluate(acc, *operands), jax.tree.leaves(f(acc, *operands)), strict=True
+    ):
         assert out.shape == expected.shape
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     names = sorted(["tile", "row_sum", "column_sum", "column_max", "all", "index", "finish"])
@@ -177,7 +187,9 @@ def test_transposed_and_back():
 
 
 def test_reductions_have_the_right_axis():
-    f = lambda acc: (acc.sum(1), acc.max(0), acc.min(), jnp.split(acc, 2, axis=1)[0].sum(0))
+    def f(acc):
+        return (acc.sum(1), acc.max(0), acc.min(), jnp.split(acc, 2, axis=1)[0].sum(0))
+
     reductions = trace(f, typed(8, 8), ())[0].program.reductions
     assert {(r.op, r.axis, r.width) for r in reductions} == {
         (ReductionOp.SUM, Axis.ROW, Width.FULL),
@@ -195,7 +207,10 @@ def test_identity():
 
 def test_symbolic_rows():
     (m,) = jax.export.symbolic_shape("m")
-    f = lambda acc, x, c: (acc * c + x, jnp.mean(acc, axis=1), jnp.mean(acc), jnp.concatenate([acc[:, 4:], acc[:, :4]], axis=1))
+
+    def f(acc, x, c):
+        return (acc * c + x, jnp.mean(acc, axis=1), jnp.mean(acc), jnp.concatenate([acc[:, 4:], acc[:, :4]], axis=1))
+
     epilogue, _ = trace(f, typed(m, N), (typed(m, N, dtype=jnp.bfloat16), typed(m, 1)))
     assert [s.output for s in epilogue.program.stores] == [0, 3]
     assert epilogue.out_avals[1].shape == (m,)
@@ -211,16 +226,23 @@ def test_symbolic_rows():
 
 def test_explicit_rounding_survives_jit():
     """XLA drops float32 -> bfloat16 -> float32 from the plain function; the epilogue's evaluation must round."""
-    f = lambda acc: acc.astype(jnp.bfloat16).astype(jnp.float32) + acc.astype(jnp.float16)
+
+    def f(acc):
+        return acc.astype(jnp.bfloat16).astype(jnp.float32) + acc.astype(jnp.float16)
+
     epilogue, _ = trace(f, ACC, ())
     acc = values(M, N) * jnp.float32(10.0) ** jnp.arange(-9, -1)
     (out,) = jax.jit(epilogue.evaluate)(acc)
-    expected = np.asarray(acc.astype(jnp.bfloat16)).astype(np.float32) + np.asarray(acc).astype(np.float16).astype(np.float32)
+    expected = np.asarray(acc.astype(jnp.bfloat16)).astype(np.float32) + np.asarray(acc).astype(np.float16).astype(
+        np.float32
+    )
     np.testing.assert_array_equal(out, expected)
 
 
 def test_gradient_of_rounding_is_that_of_astype():
-    f = lambda acc: (acc.astype(jnp.bfloat16) * 3).astype(jnp.float32) ** 2
+    def f(acc):
+        return (acc.astype(jnp.bfloat16) * 3).astype(jnp.float32) ** 2
+
     epilogue, _ = trace(f, ACC, ())
     acc, ct = values(M, N), values(M, N, seed=1)
     np.testing.assert_array_equal(jax.vjp(epilogue.evaluate, acc)[1]([ct])[0], jax.vjp(f, acc)[1](ct)[0])
@@ -273,7 +295,9 @@ def test_different_mathematics_is_different():
 
 
 def test_program_does_not_depend_on_sizes():
-    f = lambda acc, b, x: (jax.nn.gelu(acc + b) * x, jnp.sum(acc, axis=1), jnp.split(acc, 2, axis=1)[0], jnp.sum(x, axis=0))
+    def f(acc, b, x):
+        return (jax.nn.gelu(acc + b) * x, jnp.sum(acc, axis=1), jnp.split(acc, 2, axis=1)[0], jnp.sum(x, axis=0))
+
     programs = {trace(f, typed(m, n), (typed(n), typed(m, n)))[0].program for m, n in [(6, 8), (8, 8), (128, 256)]}
     assert len(programs) == 1
 
@@ -295,7 +319,10 @@ def test_dead_code_and_common_subexpressions_are_gone():
 def _apply(w, b):
     """An epilogue that closes over w and b, as coda.gemm runs it."""
     acc = jnp.ones((M, N)) * 0.5
-    f = lambda acc, x: jax.nn.silu(acc * w) * x + jax.jit(lambda y: y * b)(acc)
+
+    def f(acc, x):
+        return jax.nn.silu(acc * w) * x + jax.jit(lambda y: y * b)(acc)
+
     epilogue, captured = trace(f, typed(M, N), (typed(M, N),))
     assert len(captured) == 2
     (out,) = epilogue.evaluate(acc, values(M, N, seed=5), *captured)
@@ -388,8 +415,35 @@ def test_custom_derivatives_are_kept():
     _close(jax.jit(jax.grad(lambda a: epilogue.evaluate(a, *captured)[0].sum()))(acc), jnp.full((M, N), 35.0))
 
 
+def test_rounding_inside_custom_derivatives_survives_jit():
+    """A straight-through estimator: the value is rounded, the derivative is what the rule says."""
+
+    @jax.custom_vjp
+    def round_vjp(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    round_vjp.defvjp(lambda x: (round_vjp(x), None), lambda _, ct: (ct * 3,))
+
+    @jax.custom_jvp
+    def round_jvp(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    round_jvp.defjvp(lambda primals, tangents: (round_jvp(*primals), tangents[0] * 5))
+    acc = values(M, N)
+    expected = np.asarray(acc.astype(jnp.bfloat16)).astype(np.float32)
+    for f, slope in ((round_vjp, 3.0), (round_jvp, 5.0)):
+        epilogue, _ = trace(lambda acc, f=f: f(acc), ACC, ())
+        np.testing.assert_array_equal(jax.jit(epilogue.evaluate)(acc)[0], expected)
+        value, pullback = jax.jit(lambda acc, e=epilogue: jax.vjp(e.evaluate, acc))(acc)
+        np.testing.assert_array_equal(value[0], expected)
+        np.testing.assert_array_equal(pullback([jnp.ones_like(acc)])[0], jnp.full_like(acc, slope))
+
+
 def test_bf16_operands_are_seen_as_float32():
     seen = []
-    f = lambda acc, x, i: [seen.append((x.dtype, i.dtype)), acc * jax.nn.silu(x) + i][1]
+
+    def f(acc, x, i):
+        return [seen.append((x.dtype, i.dtype)), acc * jax.nn.silu(x) + i][1]
+
     trace(f, ACC, (typed(M, N, dtype=jnp.bfloat16), typed(N, dtype=jnp.int32)))
     assert seen == [(jnp.float32, jnp.int32)]

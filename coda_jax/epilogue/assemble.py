@@ -54,13 +54,11 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         and value.tags[1] in ((COLUMN, None) if whole else (HALF, None))
     )
     if not (whole or half) or not rows_ok:
-        made_by = (
-            analysis.producers[atom].where() if isinstance(atom, int) and atom in analysis.producers else "an input"
-        )
+        made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
-            f"has shape (M, N) = ({analysis.m}, {analysis.n}) or (M, N/2), a reduction (M,) or (N,). Reshape it outside the "
-            f"epilogue. {ALLOWED}"
+            f"has shape (M, N) = ({analysis.m}, {analysis.n}) or (M, N/2), a reduction (M,) or (N,). Reshape it "
+            f"outside the epilogue. {ALLOWED}"
         )
     if np.dtype(aval.dtype).name not in elementwise.FLOATS:
         raise NotTileLocalError(

@@ -5,7 +5,7 @@ exact in them; `apply` does the same with XLA.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,7 @@ ROUND = {"bfloat16": "coda::round_to_bf16", "float16": "coda::round_to_f16"}
 
 OPERATIONS: dict[str, Operation] = {
     "add": _infix(lax.add, "+"),
+    "add_any": _infix(lax.add, "+"),
     "sub": _infix(lax.sub, "-"),
     "mul": _infix(lax.mul, "*"),
     "div": _by_dtype(lax.div, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
@@ -159,6 +160,18 @@ OPERATIONS: dict[str, Operation] = {
     name: _function(getattr(lax, name), name + "f")
     for name in ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 }
+
+
+def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The parameters of a JAX primitive that matter for one element."""
+    match name:
+        case "integer_pow":
+            return (("y", int(params["y"])),)
+        case "round":
+            return (("rounding_method", int(params["rounding_method"])),)
+        case "convert_element_type":
+            return (("dtype", np.dtype(params["new_dtype"]).name),)
+    return ()
 
 
 def is_rounded(dtype: str | np.dtype) -> bool:

@@ -1,22 +1,25 @@
 """Inlining: a jaxpr with nested calls becomes one straight list of equations over numbered variables."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+
+from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.rounding import round_to
 
 # The source line of an operation, in messages and in profiles, is the user's, not one of this package.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parents[1]) + os.sep)
 
-CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite", "custom_lin"}
-)
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite"})
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
@@ -176,13 +179,8 @@ def keep_used_constants(flats: Sequence[Flat], captured: Constants) -> list[Any]
     return [captured.arrays[index] for index in order]
 
 
-def evaluate(
-    flat: Flat,
-    arguments: Sequence[Any],
-    captured: Sequence[Any],
-    bind: Callable[[Equation, list[Any]], Sequence[Any] | None],
-) -> list[Any]:
-    """Runs the equations; `bind` may evaluate one itself, or return None for the ordinary binding."""
+def evaluate(flat: Flat, arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
+    """Runs the equations with XLA; operations on 16-bit floats round as they do in a kernel."""
     values: dict[int, Any] = dict(enumerate(arguments))
     values.update({variable: captured[index] for index, variable in flat.constants.items()})
 
@@ -190,19 +188,58 @@ def evaluate(
         return atom.value if isinstance(atom, Literal) else values[atom]
 
     for equation in flat.equations:
-        inputs = [read(atom) for atom in equation.inputs]
-        outputs = bind(equation, inputs)
-        values.update(
-            zip(equation.outputs, bind_primitive(equation, inputs) if outputs is None else outputs, strict=True)
-        )
+        outputs = bind_equation(equation, [read(atom) for atom in equation.inputs])
+        values.update(zip(equation.outputs, outputs, strict=True))
     return [read(atom) for atom in flat.outputs]
 
 
-def bind_primitive(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Binds the equation's primitive; returns a sequence of outputs."""
+def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates one equation as a kernel would: in float32, rounding once to a 16-bit type."""
+
+    def rounded(x: Any) -> bool:
+        return elementwise.is_rounded(x.dtype)
+
+    name, params = equation.name, equation.params
+    if name in CUSTOM_DERIVATIVES:
+        return _bind_custom(equation, inputs)
+    if name == "convert_element_type" and elementwise.is_rounded(params["new_dtype"]):
+        return [elementwise.apply(name, list(inputs), {"dtype": np.dtype(params["new_dtype"]).name})]
+    operation = elementwise.OPERATIONS.get(name)
+    widened = name == "reduce_sum" or (operation is not None and not operation.exact)
+    if not widened or not any(map(rounded, inputs)):
+        return _bind(equation, inputs)
+    dtype = next(x.dtype for x in inputs if rounded(x))
+    (out,) = _bind(equation, [lax.convert_element_type(x, jnp.float32) if rounded(x) else x for x in inputs])
+    return [round_to(out, dtype) if out.dtype == jnp.float32 else out]
+
+
+def _bind(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The primitive itself."""
     params = equation.primitive.get_bind_params(equation.params)
     subfunctions: Sequence[Any] = ()
     if isinstance(params, tuple):  # some releases return the functions apart
         subfunctions, params = params
     outputs = equation.primitive.bind(*subfunctions, *inputs, **params)
     return outputs if equation.primitive.multiple_results else [outputs]
+
+
+def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """A call of a custom_jvp or custom_vjp function: its value by `evaluate`, its derivative by its own rule."""
+    constants = Constants()
+    body = flatten(_callee(equation.params), constants, inline_custom_derivatives=False)
+    if not any(elementwise.is_rounded(aval.dtype) for aval in body.avals):
+        return _bind(equation, inputs)
+
+    def value(*inputs: Any) -> list[Any]:
+        return evaluate(body, inputs, constants.arrays)
+
+    def plain(*inputs: Any) -> Sequence[Any]:
+        return list(_bind(equation, inputs))
+
+    if equation.name == "custom_jvp_call":
+        with_jvp = jax.custom_jvp(value)
+        with_jvp.defjvp(lambda primals, tangents: (value(*primals), jax.jvp(plain, primals, tangents)[1]))
+        return with_jvp(*inputs)
+    with_vjp = jax.custom_vjp(value)
+    with_vjp.defvjp(lambda *inputs: (value(*inputs), jax.vjp(plain, *inputs)[1]), lambda pullback, ct: pullback(ct))
+    return with_vjp(*inputs)

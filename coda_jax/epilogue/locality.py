@@ -14,7 +14,7 @@ import numpy as np
 
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
-from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width, node_attributes
+from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width
 from coda_jax.epilogue.values import (
     ALLOWED,
     COLUMN,
@@ -216,7 +216,7 @@ class Analysis:
             raise NotElementwise(f"is not supported for {first}")
         if name == "convert_element_type":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
-        attributes = dict(node_attributes(name, equation.params))
+        attributes = dict(elementwise.attributes_of(name, equation.params))
         return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
 
     def check_dtype(self, equation: Equation, dtype: Any) -> None:

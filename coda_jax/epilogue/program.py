@@ -1,7 +1,7 @@
 """The data model: what a checked epilogue is, independent of the sizes M and N, and how XLA evaluates it."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.flatten import Equation, Literal, bind_primitive
+from coda_jax.epilogue.flatten import Equation, Literal, bind_equation
 
 
 class Kind(enum.Enum):
@@ -104,7 +104,7 @@ class TileStore:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A float32 reduction of `values`, one node for each way reduced over or kept; along a row the ways are combined."""
+    """A float32 reduction of `values`, a node for each way reduced over or kept; along a row the ways are combined."""
 
     op: ReductionOp
     axis: Axis
@@ -278,34 +278,3 @@ def _combine(op: ReductionOp, parts: Sequence[jax.Array]) -> jax.Array:
     for part in parts[1:]:
         out = op.combine(out, part)
     return out
-
-
-def node_attributes(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The parameters of a JAX primitive that matter for one element."""
-    match name:
-        case "integer_pow":
-            return (("y", int(params["y"])),)
-        case "round":
-            return (("rounding_method", int(params["rounding_method"])),)
-        case "convert_element_type":
-            return (("dtype", np.dtype(params["new_dtype"]).name),)
-    return ()
-
-
-def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation as the kernel would: in float32, rounding once to a 16-bit type."""
-
-    def sixteen_bits(x: Any) -> bool:
-        return elementwise.is_rounded(x.dtype)
-
-    if equation.name == "convert_element_type" and elementwise.is_rounded(equation.params["new_dtype"]):
-        return [elementwise.apply(equation.name, list(inputs), {"dtype": np.dtype(equation.params["new_dtype"]).name})]
-    operation = elementwise.OPERATIONS.get(equation.name)
-    widened = equation.name == "reduce_sum" or (operation is not None and not operation.exact)
-    if not widened or not any(map(sixteen_bits, inputs)):
-        return bind_primitive(equation, inputs)
-    dtype = next(x.dtype for x in inputs if sixteen_bits(x))
-    (out,) = bind_primitive(
-        equation, [lax.convert_element_type(x, jnp.float32) if sixteen_bits(x) else x for x in inputs]
-    )
-    return [elementwise.round_to(out, dtype) if out.dtype == jnp.float32 else out]

@@ -88,7 +88,7 @@ def _is_count(analysis: Analysis, number: int) -> bool:
 
 
 def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: bool) -> None:
-    """Defines the equation's output from the kernel's result: reduced over rows too where both axes are, and converted."""
+    """Defines the equation's output from the kernel's: reduced over rows too where both axes are, and converted."""
     reduction = analysis.reductions[index]
     size = (
         analysis.m if reduction.axis is Axis.ROW else (analysis.n if reduction.width is Width.FULL else analysis.half)

@@ -14,7 +14,7 @@ from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
 from coda_jax.epilogue.locality import Analysis
-from coda_jax.epilogue.program import Kind, Operand, Program, Width, bind_equation
+from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
 from coda_jax.epilogue.values import NeedsHalves, NotTileLocalError, same_shape, same_size
 
@@ -50,7 +50,7 @@ class Epilogue:
             jnp.asarray(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in arguments[: self._num_operands]
         ]
-        return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :], bind_equation)
+        return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""

@@ -1,4 +1,4 @@
-"""What the check knows of a value: what indexes each of its axes, and its per-element form. Also the refusal's texts."""
+"""What the check knows of a value: what indexes its axes, and its per-element form. Also the texts of refusals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-ROW, COLUMN, HALF, INDEX = (
-    "row",
-    "column",
-    "half column",
-    "index",
-)  # INDEX: a one-dimensional iota whose axis is not known yet
+# What indexes an axis. INDEX: the position along a one-dimensional iota whose axis in the tile is not known yet.
+ROW = "row"
+COLUMN = "column"
+HALF = "half column"
+INDEX = "index"
 Tag = str | None
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
-    "minima along rows or columns as outputs, the two halves of N (jnp.split(x, 2, axis=1), jnp.concatenate back), row and column indices from iota."
+    "minima along rows or columns as outputs, the two halves of N (jnp.split(x, 2, axis=1), jnp.concatenate back), row "
+    "and column indices from iota."
 )
 
 HINTS = {
