@@ -27,10 +27,10 @@ inline constexpr int kTensorMapInterleaveNone = 0;
 inline constexpr int kTensorMapL2Promotion256B = 3;
 inline constexpr int kTensorMapOutOfBoundsZeros = 0;
 
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {  // 64 in CUDA 12's header, 128 in CUDA 13's
   uint64_t opaque[16];
 };
-static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) == 64);
+static_assert(sizeof(CUtensorMap) == 128);
 
 inline constexpr int kLaunchAttributeClusterDimension = 4;
 

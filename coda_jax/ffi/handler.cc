@@ -128,7 +128,7 @@ void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffe
   if (geometry.blocks == 0) return;
 
   // The kernel's one parameter: tensor maps, pointers (at least one slot), m, n, k, batch.
-  alignas(64) std::byte parameters[kMaxParameterBytes];
+  alignas(CUtensorMap) std::byte parameters[kMaxParameterBytes];
   const size_t map_count = call.maps.size() / 6;
   const size_t pointer_count = std::max<size_t>(1, call.pointers.size());
   if (map_count * sizeof(CUtensorMap) + pointer_count * sizeof(void*) + 4 * sizeof(int32_t) > kMaxParameterBytes) {
