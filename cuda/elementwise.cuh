@@ -1,5 +1,5 @@
-// What a generated epilogue is made of: the types that describe its operands, and functions of one element. Compiles for
-// the device (NVRTC, no includes) and for the host, where tests run generated epilogues.
+// What a generated epilogue is made of: the types that describe its operands, and functions of one element. Compiles
+// for the device (NVRTC, no includes) and for the host, where tests run generated epilogues.
 #pragma once
 
 #ifdef __CUDACC__
@@ -56,8 +56,12 @@ CODA_DEVICE float from_bits(unsigned bits) {
 #endif
 }
 
-CODA_DEVICE float infinity() { return from_bits(0x7F800000u); }
-CODA_DEVICE float nan() { return from_bits(0x7FC00000u); }
+CODA_DEVICE float infinity() {
+  return from_bits(0x7F800000u);
+}
+CODA_DEVICE float nan() {
+  return from_bits(0x7FC00000u);
+}
 
 // ---- rounding to 16 bits: to nearest, ties to even, NaN stays NaN
 
@@ -105,8 +109,12 @@ CODA_DEVICE float minimum(float a, float b) {
   return a != a || a < b ? a : b;
 #endif
 }
-CODA_DEVICE int maximum(int a, int b) { return a > b ? a : b; }
-CODA_DEVICE int minimum(int a, int b) { return a < b ? a : b; }
+CODA_DEVICE int maximum(int a, int b) {
+  return a > b ? a : b;
+}
+CODA_DEVICE int minimum(int a, int b) {
+  return a < b ? a : b;
+}
 
 /// min(max(x, low), high).
 template <class T>
@@ -117,9 +125,13 @@ CODA_DEVICE T clamp(T low, T x, T high) {
 // ---- floating point
 
 /// -1, 1, or x itself where it is a zero or NaN.
-CODA_DEVICE float sign(float x) { return x > 0.f ? 1.f : x < 0.f ? -1.f : x; }
+CODA_DEVICE float sign(float x) {
+  return x > 0.f ? 1.f : x < 0.f ? -1.f : x;
+}
 
-CODA_DEVICE bool is_finite(float x) { return fabsf(x) <= 3.40282347e+38f; }
+CODA_DEVICE bool is_finite(float x) {
+  return fabsf(x) <= 3.40282347e+38f;
+}
 
 CODA_DEVICE float rsqrt(float x) {
 #ifdef __CUDACC__
@@ -130,7 +142,9 @@ CODA_DEVICE float rsqrt(float x) {
 }
 
 /// 1 / (1 + exp(-x)).
-CODA_DEVICE float logistic(float x) { return 1.f / (1.f + expf(-x)); }
+CODA_DEVICE float logistic(float x) {
+  return 1.f / (1.f + expf(-x));
+}
 
 /// x to a constant power, by squaring.
 template <int power, class T>
@@ -158,13 +172,19 @@ CODA_DEVICE int to_int(float x) {
   return x != x ? 0 : x >= 2147483648.f ? 2147483647 : x < -2147483648.f ? -2147483647 - 1 : static_cast<int>(x);
 #endif
 }
-CODA_DEVICE int absolute(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
-CODA_DEVICE int sign(int x) { return (x > 0) - (x < 0); }
+CODA_DEVICE int absolute(int x) {
+  return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x;
+}
+CODA_DEVICE int sign(int x) {
+  return (x > 0) - (x < 0);
+}
 /// a / 0 is -1.
 CODA_DEVICE int divide(int a, int b) {
   return b == 0 ? -1 : b == -1 ? static_cast<int>(0u - static_cast<unsigned>(a)) : a / b;
 }
 /// a % 0 is a.
-CODA_DEVICE int remainder(int a, int b) { return b == 0 ? a : b == -1 ? 0 : a % b; }
+CODA_DEVICE int remainder(int a, int b) {
+  return b == 0 ? a : b == -1 ? 0 : a % b;
+}
 
 }  // namespace coda

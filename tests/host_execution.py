@@ -1,6 +1,7 @@
-"""Runs generated epilogues on the host: many programs compiled by g++ into one shared object, driven as the kernel drives them.
+"""Runs generated epilogues on the host: many programs compiled by g++ together, driven as the kernel drives them.
 
-Buffers are found through the emitted access tables (map and pointer numbers, ways, widths, dtypes), so these are tested too.
+Buffers are found through the emitted access tables (map and pointer numbers, ways, widths, dtypes), so these are
+tested too.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ static Word load(const void* base, long long index, DType dtype) {
   if (dtype == DType::i32) word.i = static_cast<const int*>(base)[index];
   if (dtype == DType::pred) word.i = static_cast<const unsigned char*>(base)[index];
   if (dtype == DType::f16) word.f = static_cast<const _Float16*>(base)[index];
-  if (dtype == DType::bf16) word.f = from_bits(static_cast<unsigned>(static_cast<const unsigned short*>(base)[index]) << 16);
+  if (dtype == DType::bf16) word.f = from_bits(unsigned(static_cast<const unsigned short*>(base)[index]) << 16);
   return word;
 }
 static float combine(Op op, float a, float b) {
@@ -59,7 +60,8 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       E::evaluate(in, out);
       for (int i = 0; i < E::tile_stores; ++i) {
         const TileAccess t = E::tile_store[i];
-        static_cast<float*>(map[t.map])[static_cast<long long>(row) * columns[t.map] + t.way * n + column] = out.tile[i];
+        float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
+        to[t.way * n + column] = out.tile[i];
       }
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
@@ -86,15 +88,25 @@ class HostPrograms:
             text = emit(program, [np.dtype(np.float32)] * len(program.stores), [False] * len(program.operands))
             # Unnamed: the members of equally named classes in other shared objects would be taken for these.
             parts.append(f"namespace {{ namespace p{i} {{\n{text}}} }}\n")
-            parts.append(
-                f'extern "C" void run_{i}(int m, int n, const float* acc, void** map, const int* columns, void** pointer) '
-                f"{{ drive<p{i}::Epilogue>(m, n, acc, map, columns, pointer); }}\n"
-            )
+            arguments = "int m, int n, const float* acc, void** map, const int* columns, void** pointer"
+            call = f"drive<p{i}::Epilogue>(m, n, acc, map, columns, pointer)"
+            parts.append(f'extern "C" void run_{i}({arguments}) {{ {call}; }}\n')
         source = "".join(parts)
         name = hashlib.sha256(source.encode()).hexdigest()[:16]
         (directory / f"{name}.cc").write_text(source)
         library = directory / f"{name}.so"
-        command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{HEADERS}", "-o", str(library)]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O0",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-ffp-contract=off",
+            f"-I{HEADERS}",
+            "-o",
+            str(library),
+        ]
         done = subprocess.run([*command, str(directory / f"{name}.cc")], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]
         self.library = ctypes.CDLL(str(library))

@@ -21,7 +21,9 @@ F = N // 2
 def _spread(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Normal values, with zeros, ties at halves, large, small and non-finite ones among them."""
     x = rng.normal(size=shape).astype(np.float32) * 2
-    special = np.array([0.0, -0.0, 0.5, 1.5, -2.5, 1.0, -1.0, 60.0, -60.0, 1e-6, np.inf, -np.inf, np.nan, 3e38], np.float32)
+    special = np.array(
+        [0.0, -0.0, 0.5, 1.5, -2.5, 1.0, -1.0, 60.0, -60.0, 1e-6, np.inf, -np.inf, np.nan, 3e38], np.float32
+    )
     x.flat[: special.size] = special
     return x
 
@@ -40,8 +42,9 @@ SCALAR = np.float32(1.7)
 COUNT = np.int32(3)
 
 UNARY = [
-    "exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh",
-    "atanh", "logistic", "erf", "erfc", "rsqrt", "sqrt", "cbrt", "abs", "neg", "sign", "floor", "ceil", "square", "is_finite",
+    "exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan",
+    "asinh", "acosh", "atanh", "logistic", "erf", "erfc", "rsqrt", "sqrt", "cbrt", "abs", "neg", "sign", "floor",
+    "ceil", "square", "is_finite",
 ]  # fmt: skip
 BINARY = ["add", "sub", "mul", "div", "rem", "max", "min", "atan2", "eq", "ne", "lt", "le", "gt", "ge"]
 
@@ -50,14 +53,22 @@ Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def _cases() -> dict[str, Case]:
     """Functions by name. Booleans and integers are returned as floats, since tiles are."""
-    number = lambda x: x.astype(jnp.float32)
+
+    def number(x):
+        return x.astype(jnp.float32)
+
     cases: dict[str, Case] = {}
     for name in UNARY:
-        cases[name] = (lambda a, f=getattr(lax, name): number(f(a)), ())
+        cases[name] = (lambda a, name=name: number(getattr(lax, name)(a)), ())
     for name in BINARY:
-        cases[name] = (lambda a, x, f=getattr(lax, name): number(f(a, x)), (X,))
-    small = lambda a: jnp.clip(jnp.nan_to_num(a), -100, 100)
-    integers = lambda a: small(a).astype(jnp.int32)
+        cases[name] = (lambda a, x, name=name: number(getattr(lax, name)(a, x)), (X,))
+
+    def small(a):
+        return jnp.clip(jnp.nan_to_num(a), -100, 100)
+
+    def integers(a):
+        return small(a).astype(jnp.int32)
+
     cases |= {
         "round_even": (lambda a: jnp.round(a), ()),
         "round_away": (lambda a: lax.round(a, lax.RoundingMethod.AWAY_FROM_ZERO), ()),
@@ -72,20 +83,34 @@ def _cases() -> dict[str, Case]:
         "select": (lambda a: jnp.select([a > 1, a > 0, a > -1], [a, a * 2, a * 3], -7.0), ()),
         "select_n": (lambda a: lax.select_n(integers(a) % 3, a, a + 1, a + 2), ()),
         "integer_arithmetic": (
-            lambda a, r: number((integers(a) * 3 - r) // 2 + integers(a) % 5 - abs(r) + jnp.sign(integers(a)) * -(r**2)), (ROW_INT,)
+            lambda a, r: number(
+                (integers(a) * 3 - r) // 2 + integers(a) % 5 - abs(r) + jnp.sign(integers(a)) * -(r**2)
+            ),
+            (ROW_INT,),
         ),
         "integer_division": (lambda a, r: number(lax.div(integers(a), jnp.broadcast_to(r, a.shape))), (ROW_INT,)),
         "integer_remainder": (lambda a, r: number(lax.rem(integers(a), jnp.broadcast_to(r, a.shape))), (ROW_INT,)),
         "integer_bits": (lambda a: number((integers(a) & 6) | (integers(a) ^ 3) + ~integers(a)), ()),
-        "integer_limits": (lambda a, r: number(jnp.maximum(integers(a), r) - jnp.minimum(r, 2) + jnp.clip(r, -2, 3)), (ROW_INT,)),
+        "integer_limits": (
+            lambda a, r: number(jnp.maximum(integers(a), r) - jnp.minimum(r, 2) + jnp.clip(r, -2, 3)),
+            (ROW_INT,),
+        ),
         "to_int": (lambda a: number(small(a * 3).astype(jnp.int32)), ()),
         "bool_casts": (lambda a, m: number(a.astype(bool)) + m * 2 + number(m.astype(jnp.int32)), (MASK,)),
         "bool_limits": (lambda a, m: number(jnp.maximum(a > 0, m)) - number(jnp.minimum(a > 0, m)), (MASK,)),
         "row_and_column_index": (
-            lambda a: a * 0 + lax.broadcasted_iota(jnp.int32, a.shape, 0) * 100 + lax.broadcasted_iota(jnp.float32, a.shape, 1), ()
+            lambda a: (
+                a * 0
+                + lax.broadcasted_iota(jnp.int32, a.shape, 0) * 100
+                + lax.broadcasted_iota(jnp.float32, a.shape, 1)
+            ),
+            (),
         ),
         "causal_mask": (lambda a: jnp.where(jnp.arange(M)[:, None] >= jnp.arange(N), a, -jnp.inf), ()),
-        "arange": (lambda a: a + (jnp.arange(N) % 4 == 0) * 2.0 + jnp.sqrt(jnp.arange(M, dtype=jnp.float32))[:, None], ()),
+        "arange": (
+            lambda a: a + (jnp.arange(N) % 4 == 0) * 2.0 + jnp.sqrt(jnp.arange(M, dtype=jnp.float32))[:, None],
+            (),
+        ),
         "constants": (lambda a: a * 0.1 + 1e-30 - 1e30 + (-0.0) + np.pi + jnp.float32(1 / 3), ()),
         "infinities": (lambda a: jnp.where(a > 5, jnp.inf, jnp.where(a < -5, -jnp.inf, jnp.nan)), ()),
         "floor_divide": (lambda a: a // 0.75, ()),
@@ -114,8 +139,8 @@ def _cases() -> dict[str, Case]:
         "squeeze_expand": (lambda a, c, r: (a[None] + c[:, 0][:, None] * r[None, :])[0], (COLUMN, ROW)),
     }
     activations = [
-        "silu", "relu", "relu6", "softplus", "leaky_relu", "elu", "celu", "selu", "sigmoid", "hard_tanh", "hard_silu", "log_sigmoid",
-        "soft_sign", "mish", "squareplus", "hard_sigmoid",
+        "silu", "relu", "relu6", "softplus", "leaky_relu", "elu", "celu", "selu", "sigmoid", "hard_tanh", "hard_silu",
+        "log_sigmoid", "soft_sign", "mish", "squareplus", "hard_sigmoid",
     ]  # fmt: skip
     for name in activations:
         cases[name] = (getattr(jax.nn, name), ())
@@ -137,7 +162,9 @@ def _derivatives() -> dict[str, Case]:
         gate, up = jnp.split(a, 2, axis=1)
         return jax.nn.silu(gate) * up
 
-    sums = lambda a, c, s: jax.vjp(lambda x: (x.sum(1), (x * x).sum()), a)[1]((c[:, 0], s))
+    def sums(a, c, s):
+        return jax.vjp(lambda x: (x.sum(1), (x * x).sum()), a)[1]((c[:, 0], s))
+
     return {
         "vjp_silu": (vjp(jax.nn.silu), (X,)),
         "vjp_gelu": (vjp(jax.nn.gelu), (X,)),
@@ -155,7 +182,8 @@ def _derivatives() -> dict[str, Case]:
 
 
 def _halves_and_reductions() -> dict[str, Case]:
-    tame = lambda a: jnp.clip(jnp.nan_to_num(a), -3, 3)
+    def tame(a):
+        return jnp.clip(jnp.nan_to_num(a), -3, 3)
 
     def everything(a, x, r, h):
         a = tame(a) + x.astype(jnp.float32)
@@ -181,15 +209,30 @@ def _halves_and_reductions() -> dict[str, Case]:
         "half_index": (lambda a: a[:, F:] + jnp.arange(F) + jnp.arange(N)[F:], ()),
         "half_index_2d": (lambda a: a[:, :F] * lax.broadcasted_iota(jnp.int32, (M, F), 1), ()),
         "half_row_only": (lambda a, h: jnp.concatenate([a[:, :F] * h, a[:, F:]], axis=1), (HALF_ROW,)),
-        "pad_half": (lambda a: jnp.pad(a[:, :F], ((0, 0), (F, 0))) + jnp.pad(a[:, F:], ((0, 0), (0, F)), constant_values=2), ()),
+        "pad_half": (
+            lambda a: jnp.pad(a[:, :F], ((0, 0), (F, 0))) + jnp.pad(a[:, F:], ((0, 0), (0, F)), constant_values=2),
+            (),
+        ),
         "constant_half": (lambda a: (jnp.concatenate([a[:, :F], jnp.ones((M, F))], axis=1), jnp.zeros((M, F))), ()),
         "row_sums": (lambda a: (a, jnp.sum(tame(a), axis=1), jnp.sum(tame(a) ** 2, axis=-1, keepdims=True)), ()),
         "row_limits": (lambda a: (jnp.max(a, axis=1), jnp.min(tame(a), axis=1), jnp.max(tame(a))), ()),
-        "column_sums": (lambda a, x: (jnp.sum(tame(a) * tame(x), axis=0), jnp.mean(tame(a), axis=0), jnp.min(tame(x))), (X,)),
+        "column_sums": (
+            lambda a, x: (jnp.sum(tame(a) * tame(x), axis=0), jnp.mean(tame(a), axis=0), jnp.min(tame(x))),
+            (X,),
+        ),
         "finish": (lambda a: lax.rsqrt(jnp.mean(tame(a) ** 2, axis=1, keepdims=True) + 1e-6), ()),
-        "finish_with_operands": (lambda a, c, r: (jnp.sum(tame(a), axis=1) * c[:, 0], jnp.sum(a * 0 + 1, axis=0) / r), (COLUMN, ROW)),
-        "finish_anything": (lambda a, c: jnp.cumsum(jnp.sort(jnp.sum(tame(a), axis=0))) + jnp.linalg.norm(c), (COLUMN,)),
-        "count": (lambda a: (jnp.sum(a > 0, axis=1), jnp.count_nonzero(a), jnp.sum(jnp.where(a <= 0, 1, 0), axis=0)), ()),
+        "finish_with_operands": (
+            lambda a, c, r: (jnp.sum(tame(a), axis=1) * c[:, 0], jnp.sum(a * 0 + 1, axis=0) / r),
+            (COLUMN, ROW),
+        ),
+        "finish_anything": (
+            lambda a, c: jnp.cumsum(jnp.sort(jnp.sum(tame(a), axis=0))) + jnp.linalg.norm(c),
+            (COLUMN,),
+        ),
+        "count": (
+            lambda a: (jnp.sum(a > 0, axis=1), jnp.count_nonzero(a), jnp.sum(jnp.where(a <= 0, 1, 0), axis=0)),
+            (),
+        ),
         "any_all": (lambda a: (jnp.any(a > 3, axis=1), jnp.all(a > -3, axis=0), jnp.any(a > 1e9)), ()),
         "sum_of_bf16": (lambda a: jnp.sum(tame(a).astype(jnp.bfloat16), axis=1), ()),
         "max_of_bf16": (lambda a: jnp.max(a.astype(jnp.bfloat16), axis=0), ()),
@@ -220,7 +263,9 @@ def results(tmp_path_factory):
 
     def plain(name: str, acc: Any, arguments: Any) -> list[Any]:
         f, operands = CASES[name]
-        operands = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments[: len(operands)]]
+        operands = [
+            x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments[: len(operands)]
+        ]
         return jax.tree.leaves(f(acc, *operands))
 
     # XLA may drop the rounding to 16 bits from the plain function, but not from operations run one by one.
@@ -249,7 +294,8 @@ def results(tmp_path_factory):
 
 def _agree(actual: Any, expected: Any, dtype: Any, name: str, absolute: float) -> None:
     assert actual.shape == expected.shape, name
-    # A value on the edge between two 16-bit numbers may round either way after float32 operations that differ in the last place.
+    # A value on the edge between two 16-bit numbers may round either way after float32 operations that differ in the
+    # last place.
     tolerance = {"bfloat16": 2**-6, "float16": 2**-10}.get(np.dtype(dtype).name, TOLERANCE)
     x, y = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=absolute, err_msg=name)

@@ -87,10 +87,18 @@ def build(spec: dict[str, Any]) -> Any:
             elif pool is whole and name == "swap":
                 whole.append(jnp.concatenate([tile[:, n // 2 :], tile[:, : n // 2]], axis=1))
         everything = whole + half
-        full = lambda x: jnp.broadcast_to(x, (acc.shape[0], n // 2 if x.ndim and x.shape[-1] == n // 2 else n))
-        picked = lambda pick: everything[pick % len(everything)]
+
+        def full(x):
+            return jnp.broadcast_to(x, (acc.shape[0], n // 2 if x.ndim and x.shape[-1] == n // 2 else n))
+
+        def picked(pick):
+            return everything[pick % len(everything)]
+
         outputs = [full(picked(pick)) for pick in spec["outputs"]]
-        reduced = [REDUCTIONS[name](full(picked(pick)) + 0 * _some(acc, picked(pick)), axis=axis) for name, pick, axis in spec["reductions"]]
+        reduced = [
+            REDUCTIONS[name](full(picked(pick)) + 0 * _some(acc, picked(pick)), axis=axis)
+            for name, pick, axis in spec["reductions"]
+        ]
         return outputs, reduced, whole[-1] + acc
 
     return f
@@ -102,7 +110,8 @@ def _some(acc: jax.Array, x: jax.Array) -> jax.Array:
     return acc[:, :half] if x.ndim and x.shape[-1] == half else acc
 
 
-# Many programs an example, since each example runs g++ and XLA once: shrinking one would take minutes, and `spec` is printed anyway.
+# Many programs an example, since each example runs g++ and XLA once: shrinking one would take minutes, and `spec` is
+# printed anyway.
 @settings(
     max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
@@ -132,7 +141,9 @@ def test_random_programs(tmp_path_factory, specs):
 
     arguments = [(acc, operands) for _, _, acc, operands in cases]
     jitted = jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})(arguments)
-    for number, (spec, (plain, evaluated, reference), (acc, operands)) in enumerate(zip(specs, jitted, arguments, strict=True)):
+    for number, (spec, (plain, evaluated, reference), (acc, operands)) in enumerate(
+        zip(specs, jitted, arguments, strict=True)
+    ):
         generated = programs.run(number, np.asarray(acc), [np.asarray(x) for x in operands])
         for results in (evaluated, reference, generated):
             for out, expected in zip(results, plain, strict=True):

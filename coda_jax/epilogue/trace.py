@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -77,7 +78,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
       NotTileLocalError: f needs more than one tile, or an operand does not broadcast against acc.
     """
     f = _identity if f is None else f
-    name = getattr(f, "__name__", type(f).__name__).strip("<>")
+    named = f.func if isinstance(f, partial) else f
+    name = getattr(named, "__name__", type(named).__name__).strip("<>")
     m, n = acc.shape
     names = _parameter_names(f, len(operands))
     explicit = [_operand(x, m, n, f"operand '{label}'", name) for x, label in zip(operands, names, strict=True)]
