@@ -56,24 +56,20 @@ class Registry {
     return *registry;
   }
 
-  void Insert(std::string_view key, std::shared_ptr<const Binary> binary) {
+  Kernel& Insert(std::string_view key, std::shared_ptr<const Binary> binary) {
     std::unique_lock lock(mutex_);
     std::unique_ptr<Kernel>& kernel = kernels_[std::string(key)];
-    if (kernel != nullptr) return;
-    kernel = std::make_unique<Kernel>();
-    kernel->binary = std::move(binary);
+    if (kernel == nullptr) {
+      kernel = std::make_unique<Kernel>();
+      kernel->binary = std::move(binary);
+    }
+    return *kernel;
   }
 
-  Kernel& Find(std::string_view key) const {
+  Kernel* Find(std::string_view key) const {
     std::shared_lock lock(mutex_);
     const auto it = kernels_.find(key);
-    if (it == kernels_.end()) throw std::logic_error("the program was not initialized in this process");
-    return *it->second;
-  }
-
-  bool Has(std::string_view key) const {
-    std::shared_lock lock(mutex_);
-    return kernels_.contains(key);
+    return it == kernels_.end() ? nullptr : it->second.get();
   }
 
  private:
@@ -166,11 +162,13 @@ void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffe
   config.stream = stream;
   config.attributes = &cluster;
   config.attribute_count = 1;
-  const Kernel& kernel = Registry::Get().Find(call.key);
+  const Kernel* kernel = Registry::Get().Find(call.key);
+  if (kernel == nullptr) throw std::logic_error("the program was not initialized in this process");
   void* arguments[] = {parameters};
   // The driver takes a CUkernel in a CUfunction's place and finds the current device's code.
-  driver.Check(driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.kernel.load()), arguments, nullptr),
-               "cuLaunchKernelEx");
+  driver.Check(
+      driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel->kernel.load()), arguments, nullptr),
+      "cuLaunchKernelEx");
 }
 
 std::string Describe(std::span<const Buffer> buffers, size_t operands) {
@@ -180,83 +178,78 @@ std::string Describe(std::span<const Buffer> buffers, size_t operands) {
   return text + ")";
 }
 
-std::string Prefix(const GemmCall& call) {
-  return "coda_jax: " + std::string(call.name);
-}
-
-/// Registers the program's kernel, compiled or taken from a cache. Joins the job that the lowering queued.
-void Prepare(const GemmCall& call) {
-  if (Registry::Get().Has(call.key)) return;
+/// The program's kernel, compiled or taken from a cache; joins the job that the lowering queued.
+Kernel& Prepare(const GemmCall& call) {
+  if (Kernel* kernel = Registry::Get().Find(call.key)) return *kernel;
   const std::shared_ptr<Compiler> compiler = Compiler::Get();
-  Registry::Get().Insert(call.key, compiler
-                                       ->Submit({std::string(call.key), std::string(call.name),
-                                                 std::string(call.source), std::string(call.arch)})
-                                       .get());
+  const std::string& headers = compiler->settings().headers_hash;
+  if (call.abi != kAbi || call.headers != headers) {
+    throw std::invalid_argument("the program was made by a coda_jax of another version (program ABI " +
+                                std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) +
+                                "); this one has program ABI " + std::to_string(kAbi) + ", kernel headers " + headers +
+                                ". Export it again.");
+  }
+  const Compiler::Job job = compiler->Submit(
+      {std::string(call.key), std::string(call.name), std::string(call.source), std::string(call.arch)});
+  return Registry::Get().Insert(call.key, job.get());
 }
 
-ffi::Error CheckVersion(const GemmCall& call) {
-  const std::string& headers = Compiler::Get()->settings().headers_hash;
-  if (call.abi == kAbi && call.headers == headers) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument(
-      Prefix(call) + ": the program was made by a coda_jax of another version (program ABI " +
-      std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) + "); this one has program ABI " +
-      std::to_string(kAbi) + ", kernel headers " + headers + ". Export it again.");
+/// Runs `body`; what it throws becomes an error with the operator's name and `shapes()`.
+template <typename Body, typename Shapes>
+ffi::Error Guard(const GemmCall& call, Shapes&& shapes, Body&& body) {
+  const auto message = [&](const std::exception& error) {
+    return "coda_jax: " + std::string(call.name) + shapes() + ": " + error.what();
+  };
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(message(error));
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(message(error));
+  }
+}
+
+std::string NoShapes() {
+  return "";
 }
 
 ffi::Error InstantiateGemm(const GemmCall& call) {
-  try {
-    if (ffi::Error error = CheckVersion(call); error.failure()) return error;
-    Prepare(call);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(Prefix(call) + ": " + error.what());
-  }
+  return Guard(call, NoShapes, [&] { Prepare(call); });
 }
 
-ffi::Error InitializeGemm(const GemmCall& call) {
-  try {
-    // XLA does not instantiate what it deserializes from its compilation cache: the kernel may be unknown here.
-    if (!Registry::Get().Has(call.key)) {
-      if (ffi::Error error = CheckVersion(call); error.failure()) return error;
-      Prepare(call);
-    }
+ffi::Error InitializeGemm(const GemmCall& call) {  // before every execution: quick when there is nothing to do
+  return Guard(call, NoShapes, [&] {
     const Driver& driver = Driver::Get();
     const CUdevice device = CurrentDevice(driver);
-    Kernel& kernel = Registry::Get().Find(call.key);
+    // XLA does not instantiate what it deserializes from its compilation cache: the kernel may be unknown here.
+    Kernel& kernel = Prepare(call);
     const uint64_t bit = uint64_t{1} << device;
-    if (kernel.ready_devices.load(std::memory_order_acquire) & bit) return ffi::Error::Success();
+    if (kernel.ready_devices.load(std::memory_order_acquire) & bit) return;
     std::lock_guard lock(kernel.loading);
-    if (kernel.ready_devices.load(std::memory_order_relaxed) & bit) return ffi::Error::Success();
+    if (kernel.ready_devices.load(std::memory_order_relaxed) & bit) return;
     Load(driver, call, device, kernel);
     kernel.ready_devices.fetch_or(bit, std::memory_order_release);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(Prefix(call) + ": " + error.what());
-  }
+  });
 }
 
 ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const GemmCall& call) {
   Buffer buffers[kMaxBuffers];
   const size_t count = args.size() + rets.size();
-  if (args.size() < 2 || rets.size() < 1 || count > kMaxBuffers) {
-    return ffi::Error::InvalidArgument(Prefix(call) + ": " + std::to_string(args.size()) + " operands, " +
-                                       std::to_string(rets.size()) + " results");
-  }
-  const auto view = [](const ffi::AnyBuffer& buffer) {
-    return Buffer{
-        buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
-  };
-  for (size_t i = 0; i < args.size(); ++i) buffers[i] = view(args.get<ffi::AnyBuffer>(i).value());
-  for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
-  const std::span<const Buffer> all(buffers, count);
-  try {
-    Launch(static_cast<CUstream>(stream), call, all, args.size());
-    return ffi::Error::Success();
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(Prefix(call) + Describe(all, args.size()) + ": " + error.what());
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(Prefix(call) + Describe(all, args.size()) + ": " + error.what());
-  }
+  const auto shapes = [&] { return Describe({buffers, std::min(count, kMaxBuffers)}, args.size()); };
+  return Guard(call, shapes, [&] {
+    if (args.size() < 2 || rets.size() < 1 || count > kMaxBuffers) {
+      throw std::invalid_argument(std::to_string(args.size()) + " operands, " + std::to_string(rets.size()) +
+                                  " results");
+    }
+    const auto view = [](const ffi::AnyBuffer& buffer) {
+      return Buffer{
+          buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
+    };
+    for (size_t i = 0; i < args.size(); ++i) buffers[i] = view(args.get<ffi::AnyBuffer>(i).value());
+    for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
+    Launch(static_cast<CUstream>(stream), call, {buffers, count}, args.size());
+  });
 }
 
 }  // namespace
