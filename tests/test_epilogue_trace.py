@@ -128,6 +128,18 @@ def test_refused_float64():
             trace(lambda acc, x: acc + x, ACC, (typed(N, dtype=jnp.float64),))
 
 
+def test_64_bit_mode():
+    """Where 64-bit types are enabled, constants of Python are 64-bit until they meet the tile."""
+    with jax.enable_x64(True):
+
+        def f(acc):
+            return jnp.where(acc > 0, acc * 2, 0.5), jnp.mean(acc, axis=1), jnp.round(acc, 2)
+
+        assert trace(f, ACC, ())[0].out_avals[0].dtype == jnp.float32
+        with pytest.raises(NotTileLocalError, match="makes int64 indices"):
+            trace(lambda acc: acc * jnp.arange(N), ACC, ())
+
+
 def test_captured_key_is_refused():
     key = jax.random.key(0)
     with pytest.raises(NotTileLocalError, match="pass random numbers"):

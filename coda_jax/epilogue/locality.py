@@ -105,7 +105,7 @@ class Analysis:
     def literal(self, value: Any, dtype: Any) -> int:
         dtype = np.dtype(dtype)
         value = np.asarray(value, dtype)
-        return self.node("literal", (), dtype.name, value=value.item() if dtype.kind in "bi" else LiteralFloat(value))
+        return self.node("literal", (), dtype.name, value=value.item() if dtype.kind in "biu" else LiteralFloat(value))
 
     def operand(self, index: int, operand: Operand, aval: Any) -> Local:
         dtype = operand.traced_dtype.name
@@ -134,8 +134,8 @@ class Analysis:
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, Literal):
-            if atom.dtype.name not in elementwise.DTYPES:
-                return Finished(f"a constant of dtype {atom.dtype}")
+            if atom.dtype.kind == "c":
+                return Finished("a complex constant")
             return Local((), (self.literal(atom.value, atom.dtype),), False)
         return self.values[atom]
 
@@ -165,7 +165,7 @@ class Analysis:
         except NotElementwise as error:
             if tile:
                 self.refuse(equation, str(error))
-            self.finish_later(equation, Finished(f"the result of {equation.where()}"))
+            self.finish_later(equation, Finished(f"the result of {equation.where()}, which {error}"))
             return
         self.values.update(zip(equation.outputs, outputs, strict=True))
 
@@ -208,9 +208,11 @@ class Analysis:
         if operation is None:
             raise NotElementwise("is not local to a tile of the product, or not an operation that epilogues know")
         dtype = equation_dtype(self.flat, equation)
+        self.check_dtype(dtype)
+        if name == "convert_element_type" and self.nodes[inputs[0].nodes[0]].op == "literal":
+            return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
         for atom in equation.inputs:
-            self.check_dtype(equation, self.flat.aval(atom).dtype)
-        self.check_dtype(equation, dtype)
+            self.check_dtype(self.flat.aval(atom).dtype)
         first = self.flat.aval(equation.inputs[0]).dtype.name
         if first not in operation.dtypes or (name == "pow" and first == "int32"):
             raise NotElementwise(f"is not supported for {first}")
@@ -219,7 +221,7 @@ class Analysis:
         attributes = dict(elementwise.attributes_of(name, equation.params))
         return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
 
-    def check_dtype(self, equation: Equation, dtype: Any) -> None:
+    def check_dtype(self, dtype: Any) -> None:
         if np.dtype(dtype).name not in elementwise.DTYPES:
             raise NotElementwise(
                 f"works in {dtype}; an epilogue computes in float32, bfloat16, float16, int32 and bool"
@@ -293,10 +295,7 @@ def _combination(value: Finished) -> str:
             f"combines the tile with {value.why}, which is known only after all tiles. Return the reduction, and apply "
             "it to the product's result outside, or pass it to a later product as an operand"
         )
-    return (
-        f"combines the tile with {value.why}, which a tile cannot compute. Compute that before the call and pass it as "
-        "an operand"
-    )
+    return f"combines the tile with {value.why}. Compute that before the call and pass it as an operand"
 
 
 def equation_dtype(flat: Flat, equation: Equation) -> np.dtype:

@@ -40,7 +40,7 @@ def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any)
     elif axis == 0 and same_size(shape[axis], analysis.m):
         meaning = ROW
     else:
-        raise NotElementwise("")
+        raise NotElementwise("counts along an axis that is neither the rows nor the columns of the product")
     return analysis.resolve(placed, tuple(meaning if tag == INDEX else tag for tag in tags))
 
 
