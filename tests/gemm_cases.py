@@ -19,7 +19,7 @@ from tests import tolerance
 class Case:
     """An epilogue and its operands' shapes and dtypes by (m, n); dtype None is that of a.
 
-    `maximum` says which output is a maximum, and along which axis: its gradient is compared where the two largest differ.
+    `maximum`: which output is a maximum, and along which axis. Its gradient is compared where the largest two differ.
     """
 
     name: str
@@ -124,15 +124,16 @@ def as_float64(x: Any) -> Any:
     return x.astype(np.float64) if is_floating(x) else x
 
 
-# Fast to compile; and without excess precision, which would skip the roundings that a formula in 16-bit dtypes asks for.
+# Quick to compile; and without excess precision, which would skip the roundings that 16-bit dtypes ask for.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 def pullback(function: Callable[..., Any], arguments: Sequence[Any], cotangents: Any) -> Callable[[], Any]:
     """(outputs, cotangents of the floating arguments) of function, jitted; cotangents take the outputs' dtypes."""
     floating = [i for i, x in enumerate(arguments) if is_floating(x)]
 
-    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    @jit
     def run(arguments, cotangents):
         def of_floating(*varied):
             given = dict(zip(floating, varied, strict=True))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coda_jax as coda
-from tests.gemm_cases import CASES, Case, arguments, compare, residual_sumsq
+from tests.gemm_cases import CASES, Case, arguments, compare, jit, residual_sumsq
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -100,11 +100,11 @@ def test_ties_split_as_in_jax(reduction, axis, residuals):
         out = reduction(a @ b, axis=axis)
         return jnp.sum(out * jnp.arange(out.size))
 
-    got = jax.jit(jax.grad(fused, (0, 1)))(a.astype(jnp.float32), b.astype(jnp.float32))
-    want = jax.jit(jax.grad(plain, (0, 1)))(a.astype(jnp.float32), b.astype(jnp.float32))
+    got = jit(jax.grad(fused, (0, 1)))(a.astype(jnp.float32), b.astype(jnp.float32))
+    want = jit(jax.grad(plain, (0, 1)))(a.astype(jnp.float32), b.astype(jnp.float32))
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-5)
-    rounded = jax.jit(jax.grad(fused, (0, 1)))(a, b)
+    rounded = jit(jax.grad(fused, (0, 1)))(a, b)
     for x, y in zip(rounded, want, strict=True):  # each share of a tie is rounded to bfloat16 once
         assert np.abs(np.asarray(x, np.float64) - np.asarray(y)).max() <= 2.0**-7 * np.abs(y).max()
 

@@ -1,4 +1,4 @@
-"""The one tolerance rule: a result may err twice as much as the plain formula in the same dtype, plus two units in the last place.
+"""The one tolerance rule: twice the error of the plain formula in the same dtype, plus two units in the last place.
 
     max|out - reference| <= 2 max|plain - reference| + 2 ulp(max|reference|)
 

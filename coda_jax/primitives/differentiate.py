@@ -159,6 +159,13 @@ def _recomputed(
     """The pullback at the product computed again: in its epilogue if tile-local, else from the rounded product."""
     again = dataclasses.replace(options, config=None, input_output_aliases=())
     dtype = compute_dtype(a, b)
+
+    def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
+        acc = _plain(a, b, dtype, options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+        return pullback(acc, arguments, cotangents)
+
+    if not pullback.is_uniform:
+        return at_rounded_product()
     try:
         outputs, _ = product(
             a,
@@ -169,6 +176,5 @@ def _recomputed(
             again,
         )
     except NotTileLocalError:  # the derivative of a maximum compares with the finished maximum
-        acc = _plain(a, b, dtype, options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
-        return pullback(acc, arguments, cotangents)
+        return at_rounded_product()
     return outputs[0], pullback.restored(outputs[1:])

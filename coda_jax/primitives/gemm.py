@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue, Kind, TileStore
-from coda_jax.epilogue.locality import same_shape, same_size
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives import gemm_cuda as gemm_cuda
 from coda_jax.primitives.config import GemmConfig

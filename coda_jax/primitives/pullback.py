@@ -79,6 +79,11 @@ class Pullback:
             row_axes(epilogue, acc.shape[0]),
         )
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can."""
+        return len({aval.manual_axis_type.varying for aval in self.jaxpr.in_avals}) <= 1
+
     def __call__(
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> tuple[jax.Array, list[jax.Array | None]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from coda_jax.epilogue import Axis, Epilogue, Kind
 from coda_jax.epilogue.flatten import Literal
-from coda_jax.epilogue.locality import same_size
+from coda_jax.epilogue.values import same_size
 
 
 def row_axes(epilogue: Epilogue, m: Any) -> tuple[int | None, ...]:

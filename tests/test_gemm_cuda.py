@@ -1,0 +1,228 @@
+"""The CUDA lowering, read as text on any machine: custom calls, their attributes and shapes, and fallbacks."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coda_jax as coda
+from coda_jax import ffi
+from coda_jax.primitives import gemm_cuda
+from tests.gemm_cases import residual_sumsq, swiglu
+
+pytestmark = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+M, N, K = 128, 256, 64
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """As on a machine without a GPU, and with no fallback reported yet."""
+
+    def devices(platform=None):
+        if platform == "cuda":
+            raise RuntimeError("no cuda backend")
+        return jax.local_devices()
+
+    monkeypatch.setattr(gemm_cuda.jax, "devices", devices)
+    monkeypatch.setattr(gemm_cuda, "_reported", set())
+
+
+def typed(*shapes, dtype=jnp.bfloat16):
+    return [x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x, dtype) for x in shapes]
+
+
+def text(function, *types):
+    """StableHLO for CUDA, without the kernels' sources."""
+    lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r'source = "(\\.|[^"\\])*"', "source = ...", lowered)
+
+
+def calls(lowered):
+    """The lines of the custom calls."""
+    return [line for line in lowered.split("\n") if "@coda_gemm(" in line]
+
+
+def operands_and_results(line):
+    arguments, results = re.search(r" : \((.*)\) -> (.*)$", line).groups()
+    return re.findall(r"tensor<([^>]*)>", arguments), re.findall(r"tensor<([^>]*)>", results)
+
+
+def test_one_call_with_its_attributes():
+    lowered = text(lambda a, b, x: coda.gemm(a, b, x, epilogue=residual_sumsq), *typed((M, K), (K, N), (M, N)))
+    (call,) = calls(lowered)
+    assert operands_and_results(call) == (["128x64xbf16", "64x256xbf16", "128x256xbf16"], ["128x256xbf16", "2x128xf32"])
+    for attribute in ("abi = 1", 'arch = "sm_90a"', 'name = "residual_sumsq"', "transpose_a = false", "ways = 1"):
+        assert attribute in call
+    assert "dot_general" not in lowered
+    assert "xf32>" not in lowered.replace("128xf32>", "").replace("2x128xf32>", "")  # but for the row sums
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_transposes_are_attributes(transpose_a, transpose_b):
+    """Forward and backward: no array is transposed, whatever the layout; no float32 tile exists outside the kernels."""
+    a, b = typed((K, M) if transpose_a else (M, K), (N, K) if transpose_b else (K, N))
+
+    def loss(a, b):
+        y = coda.gemm(a, b, epilogue=jax.nn.silu, transpose_a=transpose_a, transpose_b=transpose_b)
+        return y, jax.vjp(
+            lambda a, b: coda.gemm(a, b, epilogue=jax.nn.silu, transpose_a=transpose_a, transpose_b=transpose_b), a, b
+        )[1](y)
+
+    lowered = text(loss, a, b)
+    assert "stablehlo.transpose" not in lowered
+    flags = [tuple(re.findall(r"transpose_[ab] = (\w+)", call)) for call in calls(lowered)]
+    assert len(flags) == 4
+    results = [operands_and_results(call)[1] for call in calls(lowered)]
+    assert ["128x256xbf16", "128x256xbf16"] in results  # y and the pre-activation
+    assert not any("f32" in result for line in results for result in line)
+
+
+def test_weight_gradient_is_float32_straight_from_the_kernel():
+    x, dy = typed((M, K), (M, N))
+    lowered = text(lambda x, dy: coda.gemm(x, dy, transpose_a=True, out_dtype=jnp.float32), x, dy)
+    (call,) = calls(lowered)
+    assert operands_and_results(call)[1] == ["64x256xf32"]
+
+
+def test_recompute_runs_the_derivative_in_an_epilogue():
+    def gradient(a, b, x, dy):
+        _, pullback = jax.vjp(
+            lambda *xs: coda.gemm(*xs, epilogue=lambda acc, x: jnp.sin(acc) * x, residuals="recompute"), a, b, x
+        )
+        return pullback(dy)
+
+    lowered = text(gradient, *typed((M, K), (K, N), (M, N), (M, N)))
+    shapes = [operands_and_results(call) for call in calls(lowered)]
+    # The product again, with x and dy in and dacc and dx out; then da and db. Nothing elementwise is left to XLA; the
+    # forward product, whose result nobody reads, is gone.
+    assert (["128x64xbf16", "64x256xbf16", "128x256xbf16", "128x256xbf16"], ["128x256xbf16", "128x256xbf16"]) in shapes
+    assert len(shapes) == 3
+    assert "stablehlo.cosine" not in lowered and "stablehlo.multiply" not in lowered
+
+
+def test_halves():
+    lowered = text(
+        lambda a, b, r: coda.gemm(a, b, r, epilogue=swiglu),
+        *typed((M, K), (K, 2 * 72), jax.ShapeDtypeStruct((M, 1), jnp.float32)),
+    )
+    (call,) = calls(lowered)
+    assert "ways = 2" in call
+    assert operands_and_results(call)[1] == ["128x72xbf16"]
+
+
+def test_shared_b_folds_the_batch_into_rows():
+    def f(a, b, x):
+        return coda.gemm(a, b, x, epilogue=residual_sumsq)
+
+    lowered = text(jax.vmap(f, in_axes=(0, None, 0)), *typed((3, M, K), (K, N), (3, M, N)))
+    (call,) = calls(lowered)
+    assert operands_and_results(call) == (["384x64xbf16", "64x256xbf16", "384x256xbf16"], ["384x256xbf16", "2x384xf32"])
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "axes", "operand"),
+    [
+        (residual_sumsq, (0, 0, 0), (3, M, N)),  # batched b
+        (residual_sumsq, (0, None, None), (M, N)),  # a tile that the batch shares
+        (lambda acc, x: acc + x, (0, None, 0), (3, N)),  # batched row vectors
+        (lambda acc, x: (acc + x, jnp.sum(acc, axis=0)), (0, None, 0), (3, M, 1)),  # column sums
+        (
+            lambda acc, x: jnp.where(jax.lax.broadcasted_iota(jnp.int32, acc.shape, 0) < 8, acc, x),
+            (0, None, 0),
+            (3, M, 1),
+        ),
+    ],
+    ids=["batched b", "shared tile", "row vectors", "column sums", "row index"],
+)
+def test_what_does_not_fold_is_one_batched_call(epilogue, axes, operand):
+    b = (3, K, N) if axes[1] == 0 else (K, N)
+    lowered = text(
+        jax.vmap(lambda a, b, x: coda.gemm(a, b, x, epilogue=epilogue), in_axes=axes), *typed((3, M, K), b, operand)
+    )
+    (call,) = calls(lowered)
+    arguments, results = operands_and_results(call)
+    assert arguments[0] == "3x128x64xbf16" and results[0] == "3x128x256xbf16"
+
+
+def test_in_place():
+    """The operand's buffer becomes the result's, also inside a scan."""
+
+    def accumulate(a, b, c):
+        def step(c, ab):
+            return coda.gemm(*ab, c, epilogue=jnp.add, out_dtype=jnp.float32, input_output_aliases={0: 0}), None
+
+        return jax.lax.scan(step, c, (a, b))[0]
+
+    types = typed((4, M, K), (4, K, N), jax.ShapeDtypeStruct((M, N), jnp.float32))
+    (call,) = calls(text(accumulate, *types))
+    assert re.search(r"output_operand_alias<output_tuple_indices = \[\], operand_index = 2,", call)
+
+    def both(acc, c):
+        return jnp.sum(acc, axis=1), acc, acc + c
+
+    def second(a, b, c):
+        return coda.gemm(a, b, c, epilogue=both, out_dtype=(None, None, jnp.float32), input_output_aliases={0: 2})
+
+    (call,) = calls(text(second, *typed((M, K), (K, N), jax.ShapeDtypeStruct((M, N), jnp.float32))))
+    assert re.search(
+        r"output_operand_alias<output_tuple_indices = \[1\], operand_index = 2,", call
+    )  # stores come first
+
+
+def test_dead_gradients_are_not_computed():
+    """Only what the user asks for is in the optimised program: custom calls have no side effects."""
+    lowered = text(
+        lambda a, b: jax.grad(lambda a: jnp.sum(coda.gemm(a, b).astype(jnp.float32)))(a), *typed((M, K), (K, N))
+    )
+    assert "has_side_effect = true" not in lowered
+
+
+FALLBACKS = {
+    "float32": (typed((M, K), (K, N), dtype=jnp.float32), "a is float32"),
+    "pitch": (typed((M, K), (K, 257)), "257"),
+    "empty": (typed((M, 0), (0, N)), "an empty product needs no kernel"),
+}
+
+
+@pytest.mark.parametrize("types, reason", FALLBACKS.values(), ids=FALLBACKS)
+def test_fallback_is_said_once(types, reason):
+    def twice(a, b):
+        return coda.gemm(a, b), coda.gemm(a, b, epilogue=jnp.sin)
+
+    with pytest.warns(coda.FallbackWarning, match=reason) as caught:
+        lowered = text(twice, *types)
+    assert len(caught) == 1
+    assert not calls(lowered) and lowered.count("dot_general") == 2
+    with pytest.raises(NotImplementedError, match=reason):
+        text(lambda a, b: coda.gemm(a, b, implementation="cuda"), *types)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text(twice, *types)
+        text(lambda a, b: coda.gemm(a, b, implementation="xla"), *types)
+
+
+def test_other_gpus_take_the_xla_form(monkeypatch):
+    class Device:
+        compute_capability = "8.0"
+
+    monkeypatch.setattr(gemm_cuda.jax, "devices", lambda platform=None: [Device()])
+    with pytest.warns(coda.FallbackWarning, match=r"compute capability 8\.0; the kernel needs 9\.0"):
+        lowered = text(coda.gemm, *typed((M, K), (K, N)))
+    assert not calls(lowered)
+
+
+def test_xla_form_when_asked():
+    assert not calls(text(lambda a, b: coda.gemm(a, b, implementation="xla"), *typed((M, K), (K, N))))
+
+
+def test_same_mathematics_is_one_kernel():
+    """Two lambdas, one key; the backward products of all operators share their kernels."""
+
+    def f(a, b):
+        return coda.gemm(a, b, epilogue=lambda acc: acc * 2), coda.gemm(a, b, epilogue=lambda x: x * 2)
+
+    keys = [re.search(r'key = "(\w+)"', call).group(1) for call in calls(text(f, *typed((M, K), (K, N))))]
+    assert len(keys) == 2 and keys[0] == keys[1]
