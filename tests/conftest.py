@@ -10,3 +10,4 @@ if "CODA_JAX_CACHE_DIR" not in os.environ:  # set before coda_jax is imported; p
     os.environ["CODA_JAX_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ.setdefault("CODA_JAX_QUIET", "1")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for shard_map; before jax starts its backends
