@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_execution import HostPrograms
 from jax import lax
 
 from coda_jax import ffi
 from coda_jax.epilogue import emit, trace
+from tests.host_execution import HostPrograms
 
 M, N = 24, 16
 F = N // 2
@@ -128,6 +128,10 @@ def _cases() -> dict[str, Case]:
         "astype_bf16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) - a, ()),
         "astype_f16": (lambda a: (a * 1e-4).astype(jnp.float16).astype(jnp.float32) + a.astype(jnp.float16), ()),
         "arithmetic_bf16": (lambda a, x: a.astype(jnp.bfloat16) * x.astype(jnp.bfloat16) + 1, (X,)),
+        "widening_multiply": (
+            lambda a, x: lax.mul(a.astype(jnp.bfloat16), x.astype(jnp.bfloat16), out_dtype=jnp.float32),
+            (X,),
+        ),
         "silu_bf16": (lambda a: jax.nn.silu(a.astype(jnp.bfloat16)), ()),
         "bf16_to_f16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float16), ()),
         "int_to_bf16": (lambda a: integers(a * 100).astype(jnp.bfloat16), ()),

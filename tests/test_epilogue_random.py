@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-from host_execution import HostPrograms
 from hypothesis import HealthCheck, Phase, given, settings
 
 from coda_jax.epilogue import trace
+from tests.host_execution import HostPrograms
 
 UNARY = {
     "tanh": jnp.tanh,

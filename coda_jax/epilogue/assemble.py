@@ -8,7 +8,7 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
 from coda_jax.epilogue.locality import Analysis
-from coda_jax.epilogue.program import Finish, Node, Program, TileStore, Width
+from coda_jax.epilogue.program import Finish, Node, Program, Reduction, TileStore, Width
 from coda_jax.epilogue.values import (
     ALLOWED,
     COLUMN,
@@ -23,6 +23,7 @@ from coda_jax.epilogue.values import (
 
 
 def assemble(analysis: Analysis) -> Program:
+    """The program of an analysed epilogue; raises NotTileLocalError for an output of another shape."""
     stores: list[TileStore] = []
     finished: list[tuple[int, Atom]] = []
     for output, atom in enumerate(analysis.flat.outputs):
@@ -31,7 +32,10 @@ def assemble(analysis: Analysis) -> Program:
             finished.append((output, atom))
         else:
             stores.append(store)
-    return _compact(analysis, stores, _finishing(analysis, finished), len(analysis.flat.outputs))
+    finish, reductions = _finishing(analysis, finished)
+    nodes, new_stores, new_reductions = _compact(analysis, stores, reductions)
+    outputs = len(analysis.flat.outputs)
+    return Program(analysis.operands, analysis.ways, nodes, new_stores, new_reductions, outputs, finish)
 
 
 def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
@@ -69,66 +73,62 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
     return TileStore(output, Width.FULL if whole else Width.HALF, nodes)
 
 
-def _finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> Finish:
-    """The equations that `outputs` need, in order, with canonical variable numbers and text."""
+def _finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Finish, list[Reduction]]:
+    """The equations that `outputs` need, canonically numbered, and the reductions that they start from."""
+    needed = {atom for _, atom in outputs if isinstance(atom, int)}
+    kept: list[Equation] = []
+    for equation in reversed(analysis.sequence):
+        if needed.intersection(equation.outputs):
+            kept.append(equation)
+            needed.update(atom for atom in equation.inputs if isinstance(atom, int))
+    sources = [(variable, *source) for variable, source in analysis.sources.items() if variable in needed]
+    reductions = sorted({index for _, source, index in sources if source == "reduction"})
     numbers: dict[int, int] = {}
     inputs: list[tuple[int, str, int]] = []
-    equations: list[Equation] = []
-    lines: list[str] = []
+    for variable, source, index in sources:
+        numbers[variable] = len(numbers)
+        inputs.append((numbers[variable], source, reductions.index(index) if source == "reduction" else index))
 
-    def visit(atom: Atom) -> Atom:
-        if isinstance(atom, Literal) or atom in numbers:
-            return atom if isinstance(atom, Literal) else numbers[atom]
-        if atom in analysis.sources:
-            numbers[atom] = len(numbers)
-            source, index = analysis.sources[atom]
-            inputs.append((numbers[atom], source, index))
-            lines.append(f"f{numbers[atom]} = {source} {index}")
-            return numbers[atom]
-        equation = analysis.producers[atom]
-        read = tuple(map(visit, equation.inputs))
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else numbers[atom]
+
+    lines = [f"f{variable} = {source} {index}" for variable, source, index in inputs]
+    equations: list[Equation] = []
+    for equation in kept[::-1]:
+        arguments = tuple(map(read, equation.inputs))
         for variable in equation.outputs:
             numbers[variable] = len(numbers)
-        written = tuple(numbers[v] for v in equation.outputs)
-        equations.append(replace(equation, inputs=read, outputs=written, source_info=None))
-        avals = " ".join(f"f{numbers[v]}:{_aval_text(analysis.flat.avals[v])}" for v in equation.outputs)
-        lines.append(f"{avals} = {equation.name}({', '.join(map(_atom_text, read))}) {_params_text(equation.params)}")
-        return numbers[atom]
+        results = tuple(numbers[variable] for variable in equation.outputs)
+        equations.append(replace(equation, inputs=arguments, outputs=results, source_info=None, call=""))
+        avals = ", ".join(f"f{numbers[v]}:{_aval_text(analysis.flat.avals[v])}" for v in equation.outputs)
+        called = f"{equation.name}({', '.join(map(_atom_text, arguments))})"
+        lines.append(f"{avals} = {called} {_params_text(equation.params)}".rstrip())
+    finished = tuple((output, read(atom)) for output, atom in outputs)
+    lines += [f"output {output} = {_atom_text(atom)}" for output, atom in finished]
+    finish = Finish(tuple(inputs), tuple(equations), finished, "\n".join(lines))
+    return finish, [analysis.reductions[index] for index in reductions]
 
-    results = tuple((output, visit(atom)) for output, atom in outputs)
-    lines += [f"output {output} = {_atom_text(atom)}" for output, atom in results]
-    return Finish(tuple(inputs), tuple(equations), results, "\n".join(lines))
 
+def _compact(
+    analysis: Analysis, stores: list[TileStore], reductions: list[Reduction]
+) -> tuple[tuple[Node, ...], tuple[TileStore, ...], tuple[Reduction, ...]]:
+    """Drops nodes that neither a store nor a reduction needs, and numbers the rest in the order of f."""
+    needed = {value for store in stores for value in store.values}
+    needed.update(value for reduction in reductions for value in reduction.values)
+    for number in range(len(analysis.nodes) - 1, -1, -1):  # inputs come before users
+        if number in needed:
+            needed.update(analysis.nodes[number].inputs)
+    numbers = {old: new for new, old in enumerate(sorted(needed))}
 
-def _compact(analysis: Analysis, stores: list[TileStore], finish: Finish, num_outputs: int) -> Program:
-    """Drops reductions and nodes that no output needs, and numbers the rest in order of use."""
-    used = sorted({index for _, source, index in finish.inputs if source == "reduction"})
-    position = {index: i for i, index in enumerate(used)}
-    finish = replace(
-        finish,
-        inputs=tuple((v, s, position[i] if s == "reduction" else i) for v, s, i in finish.inputs),
-        text="\n".join(
-            line
-            if " = reduction " not in line
-            else f"{line.split(' = ')[0]} = reduction {position[int(line.split()[-1])]}"
-            for line in finish.text.split("\n")
-        ),
+    def renumbered(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(numbers[value] for value in values)
+
+    nodes = tuple(replace(analysis.nodes[old], inputs=renumbered(analysis.nodes[old].inputs)) for old in numbers)
+    return (
+        nodes,
+        tuple(replace(store, values=renumbered(store.values)) for store in stores),
+        tuple(replace(reduction, values=renumbered(reduction.values)) for reduction in reductions),
     )
-    nodes: list[Node] = []
-    numbers: dict[int, int] = {}
-
-    def visit(old: int) -> int:
-        if old not in numbers:
-            inputs = tuple(map(visit, analysis.nodes[old].inputs))
-            numbers[old] = len(nodes)
-            nodes.append(replace(analysis.nodes[old], inputs=inputs))
-        return numbers[old]
-
-    new_stores = tuple(replace(store, values=tuple(map(visit, store.values))) for store in stores)
-    new_reductions = tuple(
-        replace(analysis.reductions[i], values=tuple(map(visit, analysis.reductions[i].values))) for i in used
-    )
-    return Program(analysis.operands, analysis.ways, tuple(nodes), new_stores, new_reductions, num_outputs, finish)
 
 
 def _aval_text(aval: Any) -> str:

@@ -206,6 +206,7 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         return [elementwise.apply(name, list(inputs), {"dtype": np.dtype(params["new_dtype"]).name})]
     operation = elementwise.OPERATIONS.get(name)
     widened = name == "reduce_sum" or (operation is not None and not operation.exact)
+    widened = widened and params.get("out_dtype") is None
     if not widened or not any(map(rounded, inputs)):
         return _bind(equation, inputs)
     dtype = next(x.dtype for x in inputs if rounded(x))

@@ -83,6 +83,9 @@ class Analysis:
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
         self.producers: dict[int, Equation] = {}
+        self.sequence: list[
+            Equation
+        ] = []  # the flat equations, those of finished reductions in the place of the kernel's
         self.values[0] = Local(
             (ROW, COLUMN), tuple(self.node("acc", (), "float32", way=way) for way in range(ways)), True
         )
@@ -144,6 +147,7 @@ class Analysis:
             self.refuse(equation, "calls back into Python, which a kernel cannot do")
         for variable in equation.outputs:
             self.producers[variable] = equation
+        self.sequence.append(equation)
         inputs = [self.value(atom) for atom in equation.inputs]
         tile = any(is_tile(value) for value in inputs)
         finished = next((value for value in inputs if isinstance(value, Finished)), None)
@@ -218,6 +222,8 @@ class Analysis:
             raise NotElementwise(f"is not supported for {first}")
         if name == "convert_element_type":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
+        if name == "mul":  # it may widen: lax.mul(x, y, out_dtype=float32) of 16-bit values
+            return self.map(inputs, lambda nodes: self.node(name, self.converted(nodes, dtype.name), dtype.name))
         attributes = dict(elementwise.attributes_of(name, equation.params))
         return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
 
@@ -234,6 +240,9 @@ class Analysis:
         if source.op == "literal":
             return self.literal(np.asarray(source["value"], source.dtype), dtype)
         return self.node("convert_element_type", (node,), dtype, dtype=dtype)
+
+    def converted(self, nodes: Sequence[int], dtype: str) -> tuple[int, ...]:
+        return tuple(self.convert(node, dtype) for node in nodes)
 
     def map(self, inputs: Sequence[Local], f: Callable[[tuple[int, ...]], int]) -> Local:
         """Applies f to the nodes of elementwise combined inputs (equal shapes, or rank 0), way by way."""

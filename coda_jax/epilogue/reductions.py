@@ -54,7 +54,7 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
 
 
 def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:
-    nodes = tuple(analysis.convert(node, "float32") for node in value.nodes)
+    nodes = analysis.converted(value.nodes, "float32")
     if COLUMN in reduced or HALF in reduced:
         return Reduction(op, Axis.ROW, Width.FULL, nodes)
     return Reduction(op, Axis.COLUMN, Width.HALF if HALF in value.tags else Width.FULL, nodes)
@@ -121,9 +121,10 @@ def _define(analysis: Analysis, output: int, f: Callable[[jax.Array], jax.Array]
     def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names[atom]
 
+    moved: list[Equation] = []
     for inner in body.equations:
         for variable in inner.outputs:
             names[variable] = output if variable == result else flat.new(body.avals[variable])
         outputs = tuple(names[variable] for variable in inner.outputs)
-        moved = replace(inner, inputs=tuple(map(read, inner.inputs)), outputs=outputs)
-        analysis.producers.update(dict.fromkeys(outputs, moved))
+        moved.append(replace(inner, inputs=tuple(map(read, inner.inputs)), outputs=outputs))
+    analysis.sequence[-1:] = moved
