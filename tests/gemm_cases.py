@@ -188,3 +188,16 @@ def _distinct(formula: Callable[..., Any], args: Sequence[jax.Array], axis: int,
     largest = np.sort(a @ b + bias, axis=axis)
     gap = np.take(largest, -1, axis) - np.take(largest, -2, axis)
     return jnp.asarray(gap > 8 * tolerance.ulp(np.abs(largest).max(), dtype), jnp.float32)
+
+
+def total(outputs: Any) -> jax.Array:
+    """A scalar to differentiate, with different weights for all elements."""
+    leaves = jax.tree.leaves(outputs)
+    return sum(jnp.vdot(jnp.cos(jnp.arange(x.size, dtype=jnp.float32)), x.astype(jnp.float32).ravel()) for x in leaves)
+
+
+def assert_close(got: Any, want: Any, rtol: float = 2e-5) -> None:
+    """Equal types, and equal values up to the order of float32 sums."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1.0, float(jnp.abs(y).max(initial=0))))

@@ -8,8 +8,7 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax import ffi
-from tests.gemm_cases import jit
-from tests.test_gemm_transforms import assert_close, total
+from tests.gemm_cases import assert_close, jit, total
 
 K, N = 16, 24
 CHECKS = [export.DisabledSafetyCheck.custom_call("coda_gemm")]

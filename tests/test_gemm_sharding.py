@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from coda_jax import ffi
-from tests.gemm_cases import jit
-from tests.test_gemm_transforms import assert_close, total
+from tests.gemm_cases import assert_close, jit, total
 
 M, K, N = 32, 16, 24
 RNG = np.random.default_rng(9)
@@ -105,6 +104,25 @@ def test_scan_over_layers(mesh):
     got = jit(jax.grad(in_map, (0, 1)))(A, weights)
     want = jit(jax.grad(lambda x, w: sum(by_hand(x, w) for x in jnp.split(x, 4)), (0, 1)))(A, weights)
     assert_close(got, want)
+
+
+@pytest.mark.parametrize("specs", [(P("x"), P(), P("x"), P()), (P("x"), P(None, "y"), P("x", "y"), P("y"))], ids=str)
+def test_explicit_axes(specs):
+    """Types carry the shardings: each cotangent has that of its argument."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4])
+
+    def gradient(multiply):
+        return jax.jit(jax.grad(lambda a, b, x, row: total(multiply(a, b, x, row)), (0, 1, 2, 3)))
+
+    want = gradient(lambda a, b, *operands: epilogue(a @ b, *operands))(A, B, X, ROW)
+    with jax.set_mesh(mesh):
+        arguments = [
+            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((A, B, X, ROW), specs, strict=True)
+        ]
+        got = gradient(lambda a, b, *operands: coda.gemm(a, b, *operands, epilogue=epilogue))(*arguments)
+    for x, argument in zip(got, arguments, strict=True):
+        assert x.sharding.is_equivalent_to(argument.sharding, x.ndim)
+    assert_close(jax.device_get(got), want)
 
 
 @pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")

@@ -10,6 +10,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from tests.gemm_cases import assert_close, total
 from tests.gemm_cases import jit as quick_jit
 
 RNG = np.random.default_rng(5)
@@ -31,18 +32,6 @@ def both_axes(acc, x, row, column, scale):
     y, sums = rows_only(acc, x, row, column, scale)
     index = jax.lax.broadcasted_iota(jnp.float32, acc.shape, 0)
     return y, sums, jnp.sum(y * index, axis=0), jnp.mean(y)
-
-
-def total(outputs):
-    """A scalar to differentiate, with different weights for all elements."""
-    leaves = jax.tree.leaves(outputs)
-    return sum(jnp.vdot(jnp.cos(jnp.arange(x.size, dtype=jnp.float32)), x.astype(jnp.float32).ravel()) for x in leaves)
-
-
-def assert_close(got, want, rtol=2e-5):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * max(1.0, float(jnp.abs(y).max(initial=0))))
 
 
 def plain(f):

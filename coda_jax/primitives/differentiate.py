@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.epilogue import Epilogue, NotTileLocalError, trace
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
-from coda_jax.primitives.varying import vary, varying_axes
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -30,6 +30,7 @@ class Options:
     implementation: str = "auto"
     config: GemmConfig | None = None
     input_output_aliases: tuple[tuple[int, int], ...] = ()
+    out_sharding: Any = None
 
 
 def product(
@@ -49,7 +50,12 @@ def product(
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
     """
     axes = varying_axes(a, b, *operands)
-    multiply = functools.partial(accumulate, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+    multiply = functools.partial(
+        accumulate,
+        transpose_a=options.transpose_a,
+        transpose_b=options.transpose_b,
+        out_sharding=options.out_sharding,
+    )
     while True:
         a, b, *operands = vary(axes, a, b, *operands)
         acc = jax.eval_shape(multiply, a, b)
@@ -90,6 +96,7 @@ def _differentiable(
             config=options.config,
             name=name,
             input_output_aliases=options.input_output_aliases,
+            out_sharding=options.out_sharding,
         )
 
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
@@ -124,13 +131,13 @@ def _differentiable(
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
     """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
     if options.transpose_a:  # (K, M) = b @ dacc.T
-        da = _plain(b, dacc, a.dtype, options, transpose_a=options.transpose_b, transpose_b=True)
+        da = _plain(b, dacc, a.dtype, options, like=a, transpose_a=options.transpose_b, transpose_b=True)
     else:  # (M, K) = dacc @ b.T
-        da = _plain(dacc, b, a.dtype, options, transpose_b=not options.transpose_b)
+        da = _plain(dacc, b, a.dtype, options, like=a, transpose_b=not options.transpose_b)
     if options.transpose_b:  # (N, K) = dacc.T @ a
-        db = _plain(dacc, a, b.dtype, options, transpose_a=True, transpose_b=options.transpose_a)
+        db = _plain(dacc, a, b.dtype, options, like=b, transpose_a=True, transpose_b=options.transpose_a)
     else:  # (K, N) = a.T @ dacc
-        db = _plain(a, dacc, b.dtype, options, transpose_a=not options.transpose_a)
+        db = _plain(a, dacc, b.dtype, options, like=b, transpose_a=not options.transpose_a)
     return da, db
 
 
@@ -142,8 +149,15 @@ def _plain(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    like: jax.Array | None = None,
 ) -> jax.Array:
-    plain = Options(transpose_a, transpose_b, implementation=options.implementation)
+    """A bare product; it is sharded as `like` where mesh axes are explicit."""
+    plain = Options(
+        transpose_a,
+        transpose_b,
+        implementation=options.implementation,
+        out_sharding=options.out_sharding if like is None else explicit_sharding(like),
+    )
     (out,), _ = product(a, b, (), None, lambda _: (dtype,), plain)
     return out
 

@@ -17,7 +17,7 @@ from coda_jax.epilogue import Axis, Kind, Program
 from coda_jax.primitives import kernel
 from coda_jax.primitives.config import choose_config, unsupported_reason
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
-from coda_jax.primitives.varying import vary, varying_axes
+from coda_jax.primitives.mesh_types import vary, varying_axes
 
 CAPABILITY = "9.0"
 

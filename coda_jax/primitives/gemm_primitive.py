@@ -33,6 +33,7 @@ def bind(
     config: GemmConfig | None = None,
     name: str,
     input_output_aliases: tuple[tuple[int, int], ...] = (),
+    out_sharding: Any = None,
 ) -> list[jax.Array]:
     """Binds the primitive on unbatched arguments.
 
@@ -42,6 +43,7 @@ def bind(
       operands: as in `program.operands`.
       out_dtypes: one for each flat output.
       input_output_aliases: pairs (operand index, output index).
+      out_sharding: of the product, where a mesh has explicit axes and the factors' shardings leave it open.
 
     Returns:
       The flat outputs of the program.
@@ -59,6 +61,7 @@ def bind(
         config=config,
         name=name,
         input_output_aliases=input_output_aliases,
+        out_sharding=out_sharding,
     )
 
 
@@ -67,12 +70,16 @@ def compute_dtype(a: Any, b: Any) -> np.dtype:
     return np.dtype(jnp.promote_types(a.dtype, b.dtype))
 
 
-def accumulate(a: jax.Array, b: jax.Array, transpose_a: bool = False, transpose_b: bool = False) -> jax.Array:
+def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
     """a @ b, (M, N) float32, from two matrices converted to their common dtype."""
     dtype = compute_dtype(a, b)
     contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
     return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), (contraction, ((), ())), preferred_element_type=jnp.float32
+        a.astype(dtype),
+        b.astype(dtype),
+        (contraction, ((), ())),
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
     )
 
 
@@ -85,12 +92,14 @@ def xla_form(
     transpose_a: bool,
     transpose_b: bool,
     batched: Sequence[bool],
+    out_sharding: Any,
     **_: Any,
 ) -> list[jax.Array]:
     """The program on the float32 product. Arguments flagged in `batched`, and then results, have a batch axis first."""
 
     def matrix(a: jax.Array, b: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        outputs = program.evaluate(accumulate(a, b, transpose_a, transpose_b), *operands)
+        acc = accumulate(a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_sharding=out_sharding)
+        outputs = program.evaluate(acc, *operands)
         return [output.astype(dtype) for output, dtype in zip(outputs, out_dtypes, strict=True)]
 
     function = jax.vmap(matrix, in_axes=tuple(0 if flag else None for flag in batched)) if any(batched) else matrix
@@ -118,6 +127,7 @@ _PARAMETERS = (
     "config",
     "name",
     "input_output_aliases",
+    "out_sharding",
 )
 coda_gemm_p.def_impl(jax.jit(_bind_flat, static_argnames=_PARAMETERS))
 

@@ -1,4 +1,4 @@
-"""Types inside shard_map: which manual mesh axes an array varies over."""
+"""Types on a mesh: the manual axes that an array varies over inside shard_map, and shardings over explicit axes."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
     """The arrays, all varying over `axes`, so that every cotangent has its argument's type."""
     missing = [tuple(sorted(axes - varying_axes(x))) for x in arrays]
     return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+
+
+def explicit_sharding(x: Any) -> Any:
+    """The sharding in x's type if its mesh has explicit axes; None where XLA or shard_map decide."""
+    sharding = jax.typeof(x).sharding
+    return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
