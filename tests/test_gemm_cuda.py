@@ -103,6 +103,17 @@ def test_recompute_runs_the_derivative_in_an_epilogue():
     assert "stablehlo.cosine" not in lowered and "stablehlo.multiply" not in lowered
 
 
+def test_acc_is_stored_once():
+    """An output that is acc already serves as the kept pre-activation."""
+
+    def gradient(a, b, dy):
+        outputs, pullback = jax.vjp(lambda *xs: coda.gemm(*xs, epilogue=lambda acc: (acc, jnp.sin(acc))), a, b)
+        return outputs, pullback((dy, dy))
+
+    first, *_ = calls(text(gradient, *typed((M, K), (K, N), (M, N))))
+    assert operands_and_results(first)[1] == ["128x256xbf16"] * 2
+
+
 def test_halves():
     lowered = text(
         lambda a, b, r: coda.gemm(a, b, r, epilogue=swiglu),

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue import Epilogue, NotTileLocalError, trace
+from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
@@ -69,17 +69,9 @@ def product(
 
 
 def _differentiable(
-    epilogue: Epilogue,
-    acc: Any,
-    out_dtypes: Sequence[np.dtype],
-    name: str,
-    options: Options,
-    preactivation: int | None = None,
+    epilogue: Epilogue, acc: Any, out_dtypes: Sequence[np.dtype], name: str, options: Options
 ) -> Callable[..., Any]:
-    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array.
-
-    `preactivation` is the output that is acc in the common dtype of a and b, if there is one.
-    """
+    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array."""
     pullbacks: list[Pullback] = []
 
     @jax.custom_vjp
@@ -102,16 +94,19 @@ def _differentiable(
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         pullback = Pullback.of(epilogue, acc, arguments)
         pullbacks[:] = [pullback]
-        keeps_acc = pullback.needs_acc and options.residuals == "preactivation"
-        if keeps_acc and preactivation is None:
-            dtypes = (*out_dtypes, compute_dtype(a, b))
-            extended = _differentiable(epilogue.with_acc(), acc, dtypes, name, options, len(out_dtypes))
-            *outputs, kept = extended(a, b, *arguments)
+        kept = None
+        if pullback.needs_acc and options.residuals == "preactivation":
+            dtype = compute_dtype(a, b)
+            index = _acc_output(epilogue.program, out_dtypes, dtype)
+            if index is None:
+                extended = _differentiable(epilogue.with_acc(), acc, (*out_dtypes, dtype), name, options)
+                *outputs, kept = extended(a, b, *arguments)
+            else:
+                outputs = run(a, b, *arguments)
+                kept = outputs[index]
+            kept = checkpoint_name(kept, PREACTIVATION_NAME)
         else:
             outputs = run(a, b, *arguments)
-            kept = outputs[preactivation] if keeps_acc and preactivation is not None else None
-        if kept is not None:
-            kept = checkpoint_name(kept, PREACTIVATION_NAME)
         return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback.needs, strict=True) if needed])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
@@ -126,6 +121,16 @@ def _differentiable(
 
     run.defvjp(forward, backward)
     return run
+
+
+def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtype) -> int | None:
+    """The output that is acc itself in `dtype`, if there is one."""
+    for store in program.stores:
+        leaves = [program.nodes[value] for value in store.values]
+        ways = [leaf["way"] for leaf in leaves if leaf.op == "acc"]
+        if ways == [*range(program.ways)] and out_dtypes[store.output] == dtype:
+            return store.output
+    return None
 
 
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
