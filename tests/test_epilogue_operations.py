@@ -213,6 +213,8 @@ def _halves_and_reductions() -> dict[str, Case]:
         "half_index": (lambda a: a[:, F:] + jnp.arange(F) + jnp.arange(N)[F:], ()),
         "half_index_2d": (lambda a: a[:, :F] * lax.broadcasted_iota(jnp.int32, (M, F), 1), ()),
         "half_row_only": (lambda a, h: jnp.concatenate([a[:, :F] * h, a[:, F:]], axis=1), (HALF_ROW,)),
+        "add_to_half": (lambda a, h: a.at[:, F:].add(h), (F16,)),
+        "finish_with_scatter": (lambda a: jnp.zeros(M + 2).at[1:-1].add(jnp.sum(tame(a), axis=1)), ()),
         "pad_half": (
             lambda a: jnp.pad(a[:, :F], ((0, 0), (F, 0))) + jnp.pad(a[:, F:], ((0, 0), (0, F)), constant_values=2),
             (),

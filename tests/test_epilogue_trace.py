@@ -240,6 +240,18 @@ def test_symbolic_rows():
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_symbolic_rows_of_a_gradient():
+    """Slices of a symbolic array are gathers, and their derivatives scatters."""
+    (m,) = jax.export.symbolic_shape("m")
+
+    def f(acc, ct):
+        return jax.vjp(lambda a: jax.nn.silu(a[:, :4]) * a[:, 4:], acc)[1](ct)[0]
+
+    epilogue, _ = trace(f, typed(m, N), (typed(m, N // 2),))
+    acc, ct = values(5, N), values(5, N // 2, seed=1)
+    np.testing.assert_allclose(epilogue.program.evaluate(acc, ct)[0], f(acc, ct), rtol=1e-5, atol=1e-6)
+
+
 def test_explicit_rounding_survives_jit():
     """XLA drops float32 -> bfloat16 -> float32 from the plain function; the epilogue's evaluation must round."""
 

@@ -174,7 +174,8 @@ class Analysis:
         self.values.update(zip(equation.outputs, outputs, strict=True))
 
     def finish_later(self, equation: Equation, value: Finished) -> None:
-        if any(hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in jax.tree.leaves(list(equation.params.values()))):
+        nested = any(hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in jax.tree.leaves(list(equation.params.values())))
+        if nested and not equation.name.startswith("scatter"):
             self.refuse(equation, "is control flow or a nested program, which an epilogue cannot hold")
         for variable in equation.outputs:
             self.values[variable] = value

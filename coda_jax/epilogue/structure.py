@@ -146,18 +146,37 @@ def gather(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
     """A slice with a constant start: what indexing with static slices becomes where the other dimension is symbolic."""
     (value, index), before = inputs, _shapes(analysis, equation)[0]
     dimensions, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    constant = analysis.nodes[index.nodes[0]]
-    if (
-        constant.op != "literal"
-        or index.tags != (None,)
-        or len(dimensions.start_index_map) != 1
-        or tuple(dimensions.offset_dims) != tuple(range(len(before)))
-    ):
-        raise NotElementwise("takes elements by an index")
-    axis, start = int(dimensions.start_index_map[0]), int(constant["value"])
+    axis, start = _window(analysis, index, dimensions.start_index_map, dimensions.offset_dims, len(before))
     starts = tuple(start if i == axis else 0 for i in range(len(before)))
     limits = tuple(start + size if i == axis else size for i, size in enumerate(sizes))
     return _take(analysis, value, before, starts, limits, (1,) * len(before))
+
+
+def _window(
+    analysis: Analysis, index: Local, indexed: Sequence[int], window: Sequence[int], rank: int
+) -> tuple[int, int]:
+    """Axis and start of a gather or scatter that moves one block of full rank."""
+    constant = analysis.nodes[index.nodes[0]]
+    if constant.op != "literal" or index.tags != (None,) or len(indexed) != 1 or tuple(window) != tuple(range(rank)):
+        raise NotElementwise("uses elements by an index")
+    return int(indexed[0]), int(constant["value"])
+
+
+def scatter_add(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
+    """Adds to one half: x.at[:, :N // 2].add(y), and the derivative of `gather`."""
+    (value, index, update), shape = inputs, _shapes(analysis, equation)[0]
+    size = analysis.flat.aval(equation.inputs[2]).shape
+    dimensions = equation.params["dimension_numbers"]
+    indexed, window = dimensions.scatter_dims_to_operand_dims, dimensions.update_window_dims
+    axis, start = _window(analysis, index, indexed, window, len(shape))
+    halves = same_size(shape[axis], analysis.n) and same_size(size[axis], analysis.half)
+    others = all(same_size(a, b) for i, (a, b) in enumerate(zip(shape, size, strict=True)) if i != axis)
+    if axis != len(shape) - 1 or not (halves and others) or start not in (0, analysis.half):
+        raise NotElementwise(f"adds to {start}:{start + size[axis]} of {shape[axis]} elements")
+    dtype = analysis.nodes[update.nodes[0]].dtype
+    zero = Local((None,) * len(shape), (analysis.literal(0, dtype),), False)
+    padded = _join(analysis, zero, update, axis) if start else _join(analysis, update, zero, axis)
+    return [analysis.map([value, padded], lambda nodes: analysis.node("add", nodes, dtype))]
 
 
 def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -225,5 +244,6 @@ RULES: dict[str, Rule] = {
     "pad": pad,
     "stack": stack,
     "gather": gather,
+    "scatter-add": scatter_add,
     **dict.fromkeys(REDUCTIONS, reduce),
 }

@@ -25,6 +25,7 @@ HINTS = {
     "dot_general": "Make the product a coda.gemm of its own.",
     "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
     "gather": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart.",
+    "scatter": "Only the two halves can be joined, jnp.concatenate([x, y], axis=1).",
     "dynamic_slice": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart, with static indices.",
     "slice": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart.",
     "split": "Only two halves, jnp.split(x, 2, axis=1), can be taken apart.",
