@@ -1,0 +1,189 @@
+"""What the layers are made of: the products they call, what those keep, Streams, shapes, names and errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend import core
+from layer_checks import apply, state_dict
+
+import flax_layers as layers
+from coda_jax import ffi
+
+CONFIG = layers.LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of nested ones in their place."""
+    for equation in jaxpr.eqns:
+        inner = [getattr(x, "jaxpr", x) for x in equation.params.values()]
+        inner = [x for x in inner if isinstance(x, core.Jaxpr)]
+        if not inner:
+            yield equation
+        for nested in inner:
+            yield from equations(nested)
+
+
+def test_a_llama_is_four_products_a_block_and_the_head():
+    """Besides them only attention's two products, and one pass of squares: over the embedding, made by no product."""
+    model = layers.Llama(CONFIG, rngs=nnx.Rngs(0))
+    found = list(equations(jax.make_jaxpr(model)(jnp.zeros((2, 8), int)).jaxpr))
+    gemms = [e for e in found if e.primitive.name == "coda_gemm"]
+    names = [e.primitive.name for e in found]
+    assert names.count("dot_general") == 2
+    assert names.count("square") == 1
+    assert [(e.params["name"], *e.invars[1].aval.shape) for e in gemms] == [
+        ("row_scale", 64, 128),
+        ("add_residual_sumsq", 64, 64),
+        ("row_scale_gated", 64, 192),
+        ("add_residual_sumsq", 96, 64),
+        ("row_scale", 64, 256),
+    ]
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Of residual products nothing: their epilogue is linear. Of gate and up the rounded product. No float32 (M, N)."""
+    dtype = jnp.bfloat16
+    mlp = layers.GatedMLP(64, 96, dtype=dtype, rngs=nnx.Rngs(0))
+    norm = layers.RMSNorm(64, rngs=nnx.Rngs(0))
+
+    def call(x, params):
+        stream = apply(mlp, params, lambda m, x: m(norm(x), residual=x), layers.Stream.of(x))
+        return stream.x, stream.sumsq
+
+    _, vjp = jax.vjp(call, ones(40, 64, dtype=dtype), state_dict(mlp))
+    kept = sorted((x.dtype.name, x.shape) for x in jax.tree.leaves(vjp) if x.ndim == 2 and x.shape[0] == 40)
+    wide = [(name, shape) for name, shape in kept if shape[1] > 1]
+    assert {name for name, _ in wide} == {"bfloat16"}
+    assert {shape for _, shape in wide} == {(40, 64), (40, 192), (40, 96)}  # x, gate and up, their product
+
+
+def test_the_training_step_lowers_to_kernels_for_hopper():
+    """Lowered for CUDA on any machine, every product of a bfloat16 Llama is the kernel's; XLA's own are attention's."""
+    if reason := ffi.unavailable_reason():
+        pytest.skip(reason)
+    model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss(params, tokens):
+        return jnp.sum(nnx.merge(graphdef, params)(tokens).astype(jnp.float32) ** 2)
+
+    traced = jax.jit(jax.grad(loss)).trace(params, jnp.zeros((2, 128), int))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@coda_gemm") == 15  # forward, and two for each in the gradient
+    assert text.count("stablehlo.dot_general") == 6  # scores and values, forward, and two for each in the gradient
+
+
+def test_a_block_gives_what_it_is_given():
+    block = layers.TransformerBlock(32, 48, 2, rngs=nnx.Rngs(0))
+    x = ones(1, 4, 32)
+    stream = block(layers.Stream.of(x))
+    assert isinstance(stream, layers.Stream)
+    assert stream.sumsq.shape == (1, 4)
+    np.testing.assert_allclose(stream.sumsq, jnp.sum(stream.x**2, axis=-1), rtol=1e-6)
+    np.testing.assert_array_equal(block(x), stream.x)
+
+
+def test_the_residual_keeps_its_dtype():
+    linear = layers.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    x = ones(4, 16, dtype=jnp.bfloat16)
+    assert linear(x).dtype == jnp.bfloat16
+    assert linear(x, residual=ones(4, 32)).dtype == jnp.float32
+    assert linear(x, residual=layers.Stream.of(ones(4, 32))).dtype == jnp.float32
+
+
+def test_arithmetic_on_a_stream_drops_the_statistic():
+    stream = layers.Stream(ones(3, 8), 8 * ones(3))
+    for other in (stream + ones(3, 8), ones(3, 8) + stream, stream - 1.0, 2.0 * stream, stream + stream):
+        assert isinstance(other, layers.Stream)
+        assert other.sumsq is None
+    assert stream.astype(jnp.bfloat16).sumsq is None
+    assert stream.astype(jnp.bfloat16).dtype == jnp.bfloat16
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stream.x = ones(3, 8)
+    np.testing.assert_allclose((2.0 * stream).rstd(0.0), 0.5, rtol=1e-6)
+
+
+def test_no_gradient_goes_to_the_statistic_and_all_of_it_to_x():
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+
+    def with_statistic(x, sumsq):
+        return jnp.sum(layers.Stream(x, sumsq).rstd(1e-6))
+
+    dx, dsumsq = jax.grad(with_statistic, argnums=(0, 1))(x, jnp.sum(x * x, axis=1))
+    plain = jax.grad(lambda x: jnp.sum(jax.lax.rsqrt(jnp.mean(x * x, axis=1) + 1e-6)))(x)
+    without = jax.grad(lambda x: jnp.sum(layers.Stream(x).rstd(1e-6)))(x)
+    np.testing.assert_allclose(dx, plain, rtol=1e-5)
+    np.testing.assert_allclose(without, plain, rtol=1e-5)
+    np.testing.assert_array_equal(dsumsq, 0)
+
+
+def test_streams_go_through_jit_scan_and_checkpoint():
+    block = layers.TransformerBlock(32, 48, 2, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 6, 32))
+
+    def scanned(x, wrap):
+        first = block(layers.Stream.of(x))
+        last, _ = jax.lax.scan(lambda stream, _: (wrap(block)(stream), None), first, length=2)
+        return jnp.sum(last.x**2)
+
+    def unrolled(x):
+        return jnp.sum(block(block(block(x))) ** 2)
+
+    expected = jax.grad(unrolled)(x)
+    for wrap in (lambda f: f, jax.checkpoint):
+        got = jax.jit(jax.grad(lambda x, wrap=wrap: scanned(x, wrap)))(x)
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_a_normalized_gives_its_array():
+    norm = layers.RMSNorm(8, scale_init=nnx.initializers.constant(3.0), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8))
+    np.testing.assert_array_equal(norm(layers.Stream.of(x)).array(), norm(x))
+
+
+def test_separate_kernels_of_other_checkpoints():
+    attention = layers.Attention(32, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
+    q, k, v = attention.split_kernel()
+    assert (q.shape, k.shape, v.shape) == ((32, 32), (32, 16), (32, 16))
+    np.testing.assert_array_equal(jnp.concatenate([q, k, v], axis=1), attention.qkv.kernel[...])
+    mlp = layers.GatedMLP(8, 12, rngs=nnx.Rngs(0))
+    assert mlp.gate_up.shape == (8, 2, 12)
+    np.testing.assert_array_equal(jnp.stack([mlp.gate, mlp.up], axis=1), mlp.gate_up[...])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"8 input features .*\(2, 9\)"),
+        (lambda: layers.RMSNorm(8, rngs=nnx.Rngs(0))(ones(2, 9)), r"8 features .*\(2, 9\)"),
+        (lambda: layers.Attention(30, 4, rngs=nnx.Rngs(0)), "in_features=30 is not a multiple of num_heads=4"),
+        (lambda: layers.Attention(32, 4, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 .* num_kv_heads=3"),
+        (lambda: layers.Attention(12, 4, rngs=nnx.Rngs(0)), "head_dim=3 is odd"),
+        (lambda: layers.LMHead(8, 4, tied=True, rngs=nnx.Rngs(0))(ones(2, 8)), "tied LMHead needs embedding="),
+        (lambda: layers.LMHead(8, 4, rngs=nnx.Rngs(0))(ones(2, 8), embedding=ones(4, 8)), "takes none"),
+        (
+            lambda: layers.Llama(dataclasses.replace(CONFIG, max_position_embeddings=4), rngs=nnx.Rngs(0))(
+                jnp.zeros((1, 5), int)
+            ),
+            "5 tokens exceed .*=4",
+        ),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
