@@ -88,17 +88,21 @@ def test_weight_gradient_is_float32_straight_from_the_kernel():
 
 
 def test_recompute_runs_the_derivative_in_an_epilogue():
-    def gradient(a, b, x, dy):
-        _, pullback = jax.vjp(
-            lambda *xs: coda.gemm(*xs, epilogue=lambda acc, x: jnp.sin(acc) * x, residuals="recompute"), a, b, x
-        )
-        return pullback(dy)
+    def f(acc, x):
+        y = jnp.sin(acc) * x
+        return y, jnp.sum(y * acc, axis=1), jnp.sum(acc * acc, axis=0)
 
-    lowered = text(gradient, *typed((M, K), (K, N), (M, N), (M, N)))
+    def gradient(a, b, x, dy, drows, dcolumns):
+        _, pullback = jax.vjp(lambda *xs: coda.gemm(*xs, epilogue=f, residuals="recompute"), a, b, x)
+        return pullback((dy, drows, dcolumns))
+
+    reductions = [jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((N,), jnp.float32)]
+    lowered = text(gradient, *typed((M, K), (K, N), (M, N), (M, N), *reductions))
     shapes = [operands_and_results(call) for call in calls(lowered)]
-    # The product again, with x and dy in and dacc and dx out; then da and db. Nothing elementwise is left to XLA; the
-    # forward product, whose result nobody reads, is gone.
-    assert (["128x64xbf16", "64x256xbf16", "128x256xbf16", "128x256xbf16"], ["128x256xbf16", "128x256xbf16"]) in shapes
+    # The product again, with x and the cotangents in and dacc and dx out; then da and db. Nothing elementwise is left
+    # to XLA; the forward product, whose result nobody reads, is gone.
+    tile = "128x256xbf16"
+    assert (["128x64xbf16", "64x256xbf16", tile, tile, "128x1xf32", "256xf32"], [tile, tile]) in shapes
     assert len(shapes) == 3
     assert "stablehlo.cosine" not in lowered and "stablehlo.multiply" not in lowered
 

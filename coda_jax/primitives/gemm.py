@@ -79,7 +79,8 @@ def gemm(
 
     Numerics: float32 accumulation and epilogue, one rounding at the store. The gradient is JAX's own of the epilogue,
     taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
-    splits them.
+    splits them. Reverse mode only. Under vmap, the gradient of a b that the batch shares is formed for each element
+    before it is summed; leading axes of a avoid that.
     """
     a, b = _factor("a", a), _factor("b", b)
     operands = tuple(_operand(i, x) for i, x in enumerate(operands))
