@@ -51,10 +51,16 @@ EPILOGUES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
+    parser.add_argument("--commit", default=_commit(), help="written into the results; default: that of the checkout")
     arguments = parser.parse_args()
     rows = [*_bare_products(arguments.seconds), *_epilogue_prices(arguments.seconds)]
-    _write(rows)
+    _write(rows, arguments.commit)
     _compile_report()
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -90,9 +96,10 @@ def _bare_products(seconds: float) -> list[dict]:
             {"coda_product": lambda f=ours, a=a, b=b: f(a, b), "xla_product": lambda f=xla, a=a, b=b: f(a, b)},
             seconds=seconds,
         )
-        tflops = {name: 2e-6 * m * n * k / us for name, us in times.items()}
+        us = {name: time.total for name, time in times.items()}
+        tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}
         ratio = tflops["coda_product"] / tflops["xla_product"]
-        rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **times))
+        rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **us))
         print(
             f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:10.0f}{tflops['coda_product']:10.0f}{ratio:21.3f}",
             flush=True,
@@ -105,7 +112,11 @@ def _bare_products(seconds: float) -> list[dict]:
 def _epilogue_prices(seconds: float) -> list[dict]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
     print(
-        f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}"
+        "kernel: the product with its epilogue; fused: with XLA's kernel that adds up reductions over the tiles, if any"
+    )
+    print(
+        f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'kernel us':>11}{'price':>8}{'fused us':>10}{'price':>8}"
+        f"{'XLA us':>10}{'XLA/fused':>11}"
     )
     rows = []
     for name, m, n, k in EPILOGUES:
@@ -132,40 +143,35 @@ def _epilogue_prices(seconds: float) -> list[dict]:
             },
             seconds=seconds,
         )
-        price = times["fused"] / times["bare"] - 1
-        rows.append(dict(kind="epilogue", program=name, m=m, n=n, k=k, price=price, **times))
+        bare_us, kernel_us = times["bare"].total, times["fused"].longest
+        fused_us, xla_us = times["fused"].total, times["xla"].total
+        price, kernel_price = fused_us / bare_us - 1, kernel_us / bare_us - 1
+        rows.append(
+            dict(kind="epilogue", program=name, m=m, n=n, k=k, price=price, kernel_price=kernel_price)
+            | dict(bare=bare_us, kernel=kernel_us, fused=fused_us, xla=xla_us)
+        )
         print(
-            f"{name:16}{m:7}{n:7}{k:7}{times['bare']:10.1f}{times['fused']:10.1f}{price:8.1%}{times['xla']:10.1f}"
-            f"{times['xla'] / times['fused']:11.2f}",
+            f"{name:16}{m:7}{n:7}{k:7}{bare_us:10.1f}{kernel_us:11.1f}{kernel_price:8.1%}{fused_us:10.1f}{price:8.1%}"
+            f"{xla_us:10.1f}{xla_us / fused_us:11.2f}",
             flush=True,
         )
     print(f"[{timing.clock()}]\n")
     return rows
 
 
-def _write(rows: list[dict]) -> None:
+def _write(rows: list[dict], commit: str) -> None:
     device = jax.devices()[0].device_kind
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     about = {
         "device": device,
         "jax": jax.__version__,
-        "commit": commit or "unknown",
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
         "clock": timing.clock(),
     }
     columns = [
-        "kind",
-        "program",
-        "m",
-        "n",
-        "k",
-        "xla_product",
-        "coda_product",
-        "ratio",
-        "bare",
-        "fused",
-        "xla",
-        "price",
+        *("kind", "program", "m", "n", "k"),
+        *("xla_product", "coda_product", "ratio"),
+        *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{device.replace(' ', '_').lower()}.csv"

@@ -13,7 +13,7 @@ import numpy as np
 
 from coda_jax.epilogue import trace
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import choose_config
+from coda_jax.primitives.config import choose_tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ def kernel_source(program: Program, m: int, n: int, k: int, dtype: Any = jnp.bfl
         transpose_a=False,
         transpose_b=True,
         batched=(False,) * (2 + len(operands)),
-        config=choose_config(m, n, epilogue.program, out_dtypes),
+        tiling=choose_tiling(m, epilogue.program, out_dtypes),
         name=epilogue.name,
     ).source
 

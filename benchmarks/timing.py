@@ -10,19 +10,26 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 
+class Times(NamedTuple):
+    """Medians in microseconds: of all kernels of one execution together, and of the longest one alone."""
+
+    total: float
+    longest: float
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.5, burst: int = 4
-) -> dict[str, float]:
-    """Median device time in microseconds of each function, kernels only, measured by the profiler (CUPTI).
+) -> dict[str, Times]:
+    """Device times of each function, kernels only, measured by the profiler (CUPTI).
 
-    Each round runs the functions in a fresh random order, `burst` times each, without a pause between them, after a warm-up of
-    half the time: the chip is at its power limit, as in training, and clock and temperature fall on all alike.
-    A function's time is the sum of the kernels of one execution.
+    Each round runs the functions in a fresh random order, `burst` times each, without a pause between them, after a
+    warm-up of half the time: the chip is at its power limit, as in training, and clock and temperature fall on all
+    alike.
 
     Args:
       functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
@@ -53,8 +60,8 @@ def interleaved(
         if not durations or len(durations) % executions:
             raise RuntimeError(f"{name}: {len(durations)} kernels in the trace for {executions} executions")
         each = len(durations) // executions
-        totals = [sum(durations[i : i + each]) for i in range(0, len(durations), each)]
-        medians[name] = statistics.median(totals) / 1e3
+        executed = [durations[i : i + each] for i in range(0, len(durations), each)]
+        medians[name] = Times(statistics.median(map(sum, executed)) / 1e3, statistics.median(map(max, executed)) / 1e3)
     return medians
 
 

@@ -141,9 +141,17 @@ CODA_DEVICE float rsqrt(float x) {
 #endif
 }
 
-/// 1 / (1 + exp(-x)).
+/// 1 / (1 + exp(-x)). Four instructions: with expf and a full division in its place, SwiGLU costs 5 % of a product at
+/// k = 2048. The relative error is 1e-7 (1 + |x|).
 CODA_DEVICE float logistic(float x) {
+#ifdef __CUDACC__
+  float exponential, reciprocal;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(-1.44269504f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + exponential));
+  return reciprocal;
+#else
   return 1.f / (1.f + expf(-x));
+#endif
 }
 
 /// x to a constant power, by squaring.

@@ -1,6 +1,6 @@
 """A user's own epilogue: bias, GELU and a row maximum inside the product, with its gradient.
 
-    python examples/custom_epilogue.py
+Run it: `python examples/custom_epilogue.py`, on any machine.
 """
 
 import jax

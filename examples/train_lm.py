@@ -136,11 +136,6 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
 
     train, validation = stdlib_text.load()
-    trainer = Trainer(settings, train)
-    print(
-        f"{trainer.num_params / 1e6:.2f}M parameters on {jax.devices()[0].device_kind}, compute in {settings.dtype}; "
-        f"{len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"
-    )
     # The text is part of what the result depends on: another Python has another library.
     described = dataclasses.asdict(settings) | {"text_bytes": len(train)}
     try:
@@ -148,6 +143,11 @@ def main(arguments: list[str] | None = None) -> int:
     except SettingsChanged as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
+    trainer = Trainer(settings, train)
+    print(
+        f"{trainer.num_params / 1e6:.2f}M parameters on {jax.devices()[0].device_kind}, compute in {settings.dtype}; "
+        f"{len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"
+    )
     finished = checkpoints.latest_step == settings.steps
     few, many = (
         stdlib_text.windows(validation, settings.context, max(1, size // settings.context))

@@ -46,8 +46,10 @@ class LMHead(nnx.Module):
 
     def __call__(self, x: jax.Array | Stream | Normalized, *, embedding: jax.Array | None = None) -> jax.Array:
         """Logits (..., V) of x (..., D); `embedding` (V, D) is required of a tied head and refused by an untied one."""
-        if (self.kernel is None) != (embedding is not None):
-            raise ValueError("a tied LMHead needs embedding=, an untied one has its own kernel and takes none")
-        if embedding is not None:
-            return project(x, embedding, dtype=self.dtype, transpose_b=True)
-        return project(x, self.kernel[...], dtype=self.dtype)
+        if embedding is None:
+            if self.kernel is None:
+                raise ValueError("a tied LMHead has no kernel: give it embedding=")
+            return project(x, self.kernel[...], dtype=self.dtype)
+        if self.kernel is not None:
+            raise ValueError("an LMHead with its own kernel takes no embedding=")
+        return project(x, embedding, dtype=self.dtype, transpose_b=True)

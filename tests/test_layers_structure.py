@@ -174,8 +174,8 @@ def test_separate_kernels_of_other_checkpoints():
         (lambda: layers.Attention(30, 4, rngs=nnx.Rngs(0)), "in_features=30 is not a multiple of num_heads=4"),
         (lambda: layers.Attention(32, 4, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 .* num_kv_heads=3"),
         (lambda: layers.Attention(12, 4, rngs=nnx.Rngs(0)), "head_dim=3 is odd"),
-        (lambda: layers.LMHead(8, 4, tied=True, rngs=nnx.Rngs(0))(ones(2, 8)), "tied LMHead needs embedding="),
-        (lambda: layers.LMHead(8, 4, rngs=nnx.Rngs(0))(ones(2, 8), embedding=ones(4, 8)), "takes none"),
+        (lambda: layers.LMHead(8, 4, tied=True, rngs=nnx.Rngs(0))(ones(2, 8)), "tied LMHead .* give it embedding="),
+        (lambda: layers.LMHead(8, 4, rngs=nnx.Rngs(0))(ones(2, 8), embedding=ones(4, 8)), "takes no embedding="),
         (
             lambda: layers.Llama(dataclasses.replace(CONFIG, max_position_embeddings=4), rngs=nnx.Rngs(0))(
                 jnp.zeros((1, 5), int)

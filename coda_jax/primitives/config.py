@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,7 @@ class GemmConfig:
     load_slots: int | None = None
     store_slots: int | None = None
 
-    tile_m = 128
-    tile_n = 128
-    tile_k = 64
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in (
             ("stages", range(2, 7)),
             ("cluster_m", (1, 2)),
@@ -52,6 +49,21 @@ class GemmConfig:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"GemmConfig: {name} = {value}; it must be one of {list(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How one kernel is cut: a `GemmConfig` with everything chosen, and the tile that all kernels share."""
+
+    stages: int
+    cluster_m: int
+    subtile_n: int
+    load_slots: int
+    store_slots: int
+
+    tile_m: ClassVar[int] = 128
+    tile_n: ClassVar[int] = 128
+    tile_k: ClassVar[int] = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,30 +99,22 @@ def ways_of(program: Program, width: Width) -> int:
     return program.ways if width is Width.FULL else 1
 
 
-def shared_bytes(config: GemmConfig, program: Program, traffic: EpilogueTraffic) -> int:
+def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
     """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout)."""
-    stages, load_slots, store_slots, subtile_n = (
-        _known(config.stages),
-        _known(config.load_slots),
-        _known(config.store_slots),
-        _known(config.subtile_n),
-    )
-    operands = stages * (config.tile_m + config.tile_n) * config.tile_k * 2
-    load_ring = load_slots * 64 * subtile_n * traffic.load_bytes
-    store_rings = 4 * store_slots * 16 * subtile_n * traffic.store_bytes
-    columns = traffic.column_reductions * 4 * (config.tile_n // program.ways) * 4
+    operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
+    load_ring = tiling.load_slots * 64 * tiling.subtile_n * traffic.load_bytes
+    store_rings = 4 * tiling.store_slots * 16 * tiling.subtile_n * traffic.store_bytes
+    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.ways) * 4
     epilogue = _round_up(load_ring + store_rings + columns, 1024)
-    barriers = 16 * stages + CONSUMERS * 16 * (load_slots if traffic.load_bytes else 1)
+    barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers
 
 
-def choose_config(
-    m, n: int, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None
-) -> GemmConfig:
+def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None) -> Tiling:
     """Completes `given`: the deepest pipeline that fits beside what the epilogue needs.
 
     Args:
-      m, n: rows (an int or a symbolic dimension, taken as large) and columns of the product.
+      m: rows of the product (an int, or a symbolic dimension, which is taken as large).
       program: the epilogue's program.
       out_dtypes: dtypes of the program's stores.
       given: fields that are not None are kept.
@@ -122,29 +126,27 @@ def choose_config(
     traffic = EpilogueTraffic.of(program, out_dtypes)
     if given.subtile_n is not None and given.subtile_n * traffic.widest_bytes > 128:
         raise ValueError(
-            f"GemmConfig: subtile_n = {given.subtile_n} makes rows of {given.subtile_n * traffic.widest_bytes} bytes of the "
-            f"{traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
+            f"GemmConfig: subtile_n = {given.subtile_n} makes rows of {given.subtile_n * traffic.widest_bytes} bytes "
+            f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
-    base = dataclasses.replace(
-        given, cluster_m=given.cluster_m or (2 if not isinstance(m, int) or m > GemmConfig.tile_m else 1)
-    )
-    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Wider subtiles ask
-    # less of the copy engine (1 % with a tile operand), but make programs that need many registers spill.
+    cluster_m = given.cluster_m or (1 if isinstance(m, int) and m <= Tiling.tile_m else 2)
+    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Wider
+    # subtiles ask less of the copy engine (1 % with a tile operand), but programs that need many registers then spill.
     is_light = program.ways == 1 and len(program.nodes) <= _LIGHT_NODES
     widths = (32, 16) if is_light else (16,)
     for stages, subtile_n, store_slots in itertools.product(range(6, 1, -1), widths, (2, 1)):
-        config = dataclasses.replace(
-            base,
+        tiling = Tiling(
             stages=given.stages or stages,
+            cluster_m=cluster_m,
             subtile_n=given.subtile_n or subtile_n,
             load_slots=given.load_slots or 2,
             store_slots=given.store_slots or store_slots,
         )
-        if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:
-            return config
+        if shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+            return tiling
     raise ValueError(
-        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) do not "
-        f"fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {base}"
+        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
+        f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
 
 
@@ -157,7 +159,7 @@ def unsupported_reason(
     transpose_a: bool,
     transpose_b: bool,
 ) -> str | None:
-    """The rule that keeps the Hopper kernel from computing this product, with the value that breaks it; None if none does.
+    """The rule that keeps the kernel from computing this product, with the value that breaks it; None if none does.
 
     Shapes are those of the product itself: (M, K) or (K, M), (K, N) or (N, K), with or without a leading batch axis.
     """
@@ -198,16 +200,10 @@ def unsupported_reason(
         if math.prod(known) >= 2**40 or max(known) >= 2**31:
             return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
     try:
-        choose_config(m, n, program, out_dtypes)
+        choose_tiling(m, program, out_dtypes)
     except ValueError as error:
         return str(error)
     return None
-
-
-def _known(value: int | None) -> int:
-    if value is None:
-        raise ValueError("choose_config completes a GemmConfig before it is used")
-    return value
 
 
 def _round_up(value: int, multiple: int) -> int:

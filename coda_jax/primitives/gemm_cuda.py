@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import choose_config, unsupported_reason
+from coda_jax.primitives.config import choose_tiling, unsupported_reason
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
@@ -146,7 +146,6 @@ def _launch(
     a_type, b_type, *operand_types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b, *operands))
     dtypes = store_dtypes(program, out_dtypes)
     m = a.shape[-1] if transpose_a else a.shape[-2]
-    n = b.shape[-2] if transpose_b else b.shape[-1]
     lowered = kernel.lower(
         program,
         a_type,
@@ -156,7 +155,7 @@ def _launch(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         batched=batched,
-        config=choose_config(m, n, program, dtypes, config),
+        tiling=choose_tiling(m, program, dtypes, config),
         name=name,
     )
     ffi.compile_async(lowered.source, name)
@@ -168,9 +167,8 @@ def _launch(
         input_output_aliases={2 + operand: position[output] for operand, output in input_output_aliases},
         **lowered.attributes,
     )
-    results = vary(
-        varying_axes(a, b, *operands), *results
-    )  # the custom call's results are typed as varying over no axis
+    # The custom call's results are typed as varying over no mesh axis.
+    results = vary(varying_axes(a, b, *operands), *results)
     stores, partials = results[: len(dtypes)], results[len(dtypes) :]
     over_tiles = zip(program.reductions, partials, strict=True)
     return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]

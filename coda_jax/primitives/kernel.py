@@ -1,4 +1,4 @@
-"""From a program and the arrays' types to one kernel: its source, its result shapes, and what the launch has to know."""
+"""From a program and the arrays' types to one kernel: its source, its results, and what the launch has to know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
-from coda_jax.primitives.config import THREADS, EpilogueTraffic, GemmConfig, shared_bytes, ways_of
+from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, shared_bytes, ways_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def lower(
     transpose_a: bool,
     transpose_b: bool,
     batched: Sequence[bool],
-    config: GemmConfig,
+    tiling: Tiling,
     name: str,
 ) -> Kernel:
     """Builds the kernel of `program` on a (M, K) b (K, N), or their transposes.
@@ -64,7 +64,7 @@ def lower(
       a, b, operands: types of the arguments; each has a leading batch axis where `batched` says so.
       out_dtypes: one for each of the program's stores.
       batched: flags for a, b and the operands.
-      config: complete (see `choose_config`).
+      tiling: from `choose_tiling`.
       name: for messages.
     """
     batch_sizes = [array.shape[0] for array, is_batched in zip((a, b, *operands), batched, strict=True) if is_batched]
@@ -72,29 +72,31 @@ def lower(
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
     return Kernel(
-        source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, config, name),
-        results=_results(program, batch, m, n, out_dtypes, config),
+        source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, tiling, name),
+        results=_results(program, batch, m, n, out_dtypes, tiling),
         attributes={
             "name": name,
             "maps": [
-                map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, config)
+                map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, tiling)
             ],
             "pointers": _pointers(program, len(operands)),
             "transpose_a": transpose_a,
             "transpose_b": transpose_b,
-            "tile_m": config.tile_m,
-            "tile_n": config.tile_n,
+            "tile_m": tiling.tile_m,
+            "tile_n": tiling.tile_n,
             "ways": program.ways,
-            "cluster_m": config.cluster_m,
+            "cluster_m": tiling.cluster_m,
             "threads": THREADS,
-            "smem_bytes": shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
+            "smem_bytes": shared_bytes(tiling, program, EpilogueTraffic.of(program, out_dtypes)),
         },
     )
 
 
-def _results(program, batch, m, n, out_dtypes, config) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _results(
+    program: Program, batch: tuple[int, ...], m: Any, n: int, out_dtypes: Sequence[np.dtype], tiling: Tiling
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     columns = n // program.ways
-    tiles_m, tiles_n = -(-m // config.tile_m), -(-columns // (config.tile_n // program.ways))
+    tiles_m, tiles_n = -(-m // tiling.tile_m), -(-columns // (tiling.tile_n // program.ways))
     full = {Width.FULL: n, Width.HALF: columns}
     stores = [
         jax.ShapeDtypeStruct((*batch, m, full[store.width]), dtype)
@@ -110,29 +112,45 @@ def _results(program, batch, m, n, out_dtypes, config) -> tuple[jax.ShapeDtypeSt
     return (*stores, *partials)
 
 
-def _maps(program, operand_count, out_dtypes, transpose_a, transpose_b, config) -> list[_Map]:
+def _maps(
+    program: Program,
+    operand_count: int,
+    out_dtypes: Sequence[np.dtype],
+    transpose_a: bool,
+    transpose_b: bool,
+    tiling: Tiling,
+) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
-    rows_of_a = 64 if transpose_a else config.tile_m
+    rows_of_a = 64 if transpose_a else tiling.tile_m
     maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.ways, transpose_b, 64, 64, 128)]
     for i, operand in enumerate(program.operands):
         if operand.kind is Kind.TILE:
-            row_bytes = config.subtile_n * np.dtype(operand.dtype).itemsize
-            maps.append(_Map(2 + i, ways_of(program, operand.width), False, config.subtile_n, 64, row_bytes))
+            row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
+            maps.append(_Map(2 + i, ways_of(program, operand.width), False, tiling.subtile_n, 64, row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
-        row_bytes = config.subtile_n * np.dtype(dtype).itemsize
+        row_bytes = tiling.subtile_n * np.dtype(dtype).itemsize
         ways = ways_of(program, store.width)
-        maps.append(_Map(2 + operand_count + i, ways, False, config.subtile_n, 16, row_bytes))
+        maps.append(_Map(2 + operand_count + i, ways, False, tiling.subtile_n, 16, row_bytes))
     return maps
 
 
-def _pointers(program, operand_count) -> list[int]:
+def _pointers(program: Program, operand_count: int) -> list[int]:
     """Buffers in the order of the kernel's pointers: vectors and scalars, then the partials."""
     vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
     first_partial = 2 + operand_count + len(program.stores)
     return vectors + [first_partial + i for i in range(len(program.reductions))]
 
 
-def _source(program, dtype, out_dtypes, transpose_a, transpose_b, batched, config, name) -> str:
+def _source(
+    program: Program,
+    dtype: np.dtype,
+    out_dtypes: Sequence[np.dtype],
+    transpose_a: bool,
+    transpose_b: bool,
+    batched: Sequence[bool],
+    tiling: Tiling,
+    name: str,
+) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
     maps = 2 + sum(operand.kind is Kind.TILE for operand in program.operands) + len(program.stores)
     pointers = len(_pointers(program, len(program.operands)))
@@ -145,12 +163,13 @@ def _source(program, dtype, out_dtypes, transpose_a, transpose_b, batched, confi
 
 struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
-  static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {config.tile_k};
-  static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};
-  static constexpr int subtile_n = {config.subtile_n}, load_slots = {config.load_slots}, store_slots = {config.store_slots};
+  static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
+  static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
+  static constexpr int subtile_n = {tiling.subtile_n};
+  static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
-  static constexpr int shared_bytes = {shared_bytes(config, program, traffic)};
+  static constexpr int shared_bytes = {shared_bytes(tiling, program, traffic)};
 }};
 
 using Params = coda::Params<{maps}, {pointers}>;

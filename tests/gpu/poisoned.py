@@ -12,7 +12,7 @@ from benchmarks.programs import Program
 from coda_jax import ffi
 from coda_jax.epilogue import trace
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import GemmConfig, choose_config
+from coda_jax.primitives.config import GemmConfig, choose_tiling
 
 
 def poisoned_call(
@@ -48,7 +48,7 @@ def poisoned_call(
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             batched=(False,) * (2 + len(arguments)),
-            config=choose_config(m, n, epilogue.program, out_dtypes, config),
+            tiling=choose_tiling(m, epilogue.program, out_dtypes, config),
             name=epilogue.name,
         )
 

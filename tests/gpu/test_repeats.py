@@ -10,8 +10,9 @@ from coda_jax.primitives.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 REPEATS = 1000
-# Small k lets the epilogue run ahead of everything else; more tiles than SMs make both consumers work; edges clip.
-SHAPE = (1160, 1552, 136)
+# Small k lets the epilogue run ahead of everything else; more tiles than SMs make both consumers work. The first has
+# edges that clip; races of the epilogue's rings showed in the second alone, in a few launches of a hundred.
+CLIPPED, LARGE = (1160, 1552, 136), (4096, 4096, 256)
 CASES = [
     *((name, jnp.bfloat16, False, True, None) for name in PROGRAMS),
     ("residual_sumsq", jnp.float16, False, False, None),
@@ -23,8 +24,8 @@ CASES = [
 ]
 
 
-def _arguments(name, dtype, transpose_a, transpose_b):
-    m, n, k = SHAPE
+def _arguments(name, shape, dtype=jnp.bfloat16, transpose_a=False, transpose_b=True):
+    m, n, k = shape
     key = jax.random.split(jax.random.key(3), 2)
     a = jax.random.normal(key[0], (k, m) if transpose_a else (m, k)).astype(dtype)
     b = jax.random.normal(key[1], (n, k) if transpose_b else (k, n)).astype(dtype)
@@ -49,9 +50,10 @@ def _count_differing(call, repeats):
     return first, int(total)
 
 
+@pytest.mark.parametrize("shape", [CLIPPED, LARGE], ids=["clipped", "large"])
 @pytest.mark.parametrize(("name", "dtype", "transpose_a", "transpose_b", "config"), CASES)
-def test_every_launch_gives_the_same_bits_and_writes_everything(name, dtype, transpose_a, transpose_b, config):
-    a, b, operands = _arguments(name, dtype, transpose_a, transpose_b)
+def test_every_launch_gives_the_same_bits_and_writes_everything(name, dtype, transpose_a, transpose_b, config, shape):
+    a, b, operands = _arguments(name, shape, dtype, transpose_a, transpose_b)
     call = poisoned_call(
         PROGRAMS[name], a, b, operands, transpose_a=transpose_a, transpose_b=transpose_b, config=config
     )
@@ -78,13 +80,19 @@ FAULTS = {
     "overwrite a result that is still being stored": [
         ("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),
     ],
+    "refill a tile operand's slot without a fence": [
+        (
+            "ptx::fence_async_proxy();\n      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+            "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+        ),
+    ],
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_shows(fault):
     """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
-    a, b, operands = _arguments("residual_sumsq", jnp.bfloat16, False, True)
+    a, b, operands = _arguments("residual_sumsq", LARGE)
 
     def plant(source):
         for there, instead in FAULTS[fault]:

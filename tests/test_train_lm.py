@@ -1,0 +1,164 @@
+"""examples/train_lm.py: killed and interrupted runs resume to an undisturbed one's very result; text and baseline."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import stdlib_text  # noqa: E402
+
+STEPS = 240
+ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --heads=2 --checkpoint-every=20".split()
+
+
+def start(out, *more):
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "train_lm.py"), *ARGUMENTS, "--out", str(out), *more]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def steps(out):
+    return sorted(int(path.name) for path in (out / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def wait_for_step(process, out, step):
+    deadline = time.monotonic() + 300
+    while not any(found >= step for found in steps(out)):
+        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0]}"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def result(out):
+    """Arrays and history of the last checkpoint."""
+    folder = out.resolve() / "checkpoints" / str(STEPS)
+    with ocp.PyTreeCheckpointer() as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the shardings come from the checkpoint, as they should here
+        state = checkpointer.restore(folder / "state")
+    return state, json.loads((folder / "history" / "metadata").read_text())
+
+
+def leaves(tree):
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    if isinstance(tree, list | tuple):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [] if tree is None else [np.asarray(tree)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    code, output = finish(start(out))
+    assert code == 0, output
+    return out, output
+
+
+def test_a_killed_and_an_interrupted_run_resume_to_the_same_result(undisturbed, tmp_path):
+    killed = start(tmp_path)
+    wait_for_step(killed, tmp_path, 20)
+    killed.send_signal(signal.SIGKILL)
+    code, output = finish(killed)
+    assert code == -signal.SIGKILL
+    reached = steps(tmp_path)[-1]
+    assert 20 <= reached < STEPS, output
+
+    interrupted = start(tmp_path)
+    wait_for_step(interrupted, tmp_path, reached + 1)
+    interrupted.send_signal(signal.SIGINT)
+    code, output = finish(interrupted)
+    assert f"resuming at step {reached} of {STEPS}" in output
+    assert code == 128 + signal.SIGINT, output
+    saved = int(re.search(r"saved at step (\d+) in .*; the same command resumes", output)[1])
+    assert steps(tmp_path)[-1] == saved
+
+    code, output = finish(start(tmp_path))
+    assert code == 0, output
+    assert f"resuming at step {saved} of {STEPS}" in output
+    (expected, expected_history), (got, history) = result(undisturbed[0]), result(tmp_path)
+    assert len(leaves(got)) == len(leaves(expected)) > 20
+    for a, b in zip(leaves(got), leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert {h["step"]: h["validation"] for h in expected_history}.items() <= {
+        h["step"]: h["validation"] for h in history
+    }.items()
+
+
+def test_what_a_finished_run_shows(undisturbed):
+    out, output = undisturbed
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"validation: \d\.\d+ bits per byte; byte bigram: 3\.\d+; ", output)
+    assert "--- sample ---\nimport os\n\n\ndef " in output
+    assert re.search(r"row_scale_gated +float32\[64,16\] @ float32\[16,128\] +XLA: no GPU here", output)
+    assert re.search(r"0  kernels of 15 coda.gemm products", output)
+    losses = [float(x) for x in re.findall(r"validation (\d\.\d+) bits per byte", output)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
+    out, before = undisturbed
+    code, output = finish(start(out))
+    assert code == 0
+    assert "already finished; delete" in output
+    assert re.findall("validation: .*", output) == re.findall("validation: .*", before)
+    code, output = finish(start(out, "--seed=1"))
+    assert code == 2
+    assert re.search(r"other settings \(seed: 0 there, 1 now\)", output)
+
+
+def test_splits_are_whole_files_and_do_not_overlap(tmp_path):
+    names = [f"module{i}.py" for i in range(40)] + ["package/inner.py"]
+    for name in [*names, "test/test_module.py", "site-packages/other.py", "encodings/cp037.py", "config-3/build.py"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert stdlib_text.source_files(tmp_path) == sorted(names)
+    train, validation = (text.tobytes().decode().split("\0")[:-1] for text in stdlib_text.load(tmp_path))
+    assert sorted(train + validation) == sorted(names)
+    assert validation == [name for name in sorted(names) if stdlib_text.is_held_out(name)] != []
+
+
+def test_no_sources_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no sources of the standard library under"):
+        stdlib_text.load(tmp_path)
+
+
+def test_windows_cover_every_prediction_once():
+    text = np.arange(100, dtype=np.uint8)
+    windows = stdlib_text.windows(text, 9, limit=100)
+    assert windows.shape == (11, 10)
+    np.testing.assert_array_equal(windows[:, 1:].ravel(), np.arange(1, 100))
+    np.testing.assert_array_equal(windows[1:, 0], windows[:-1, -1])
+    assert stdlib_text.windows(text, 9, limit=3).tolist() == [windows[i].tolist() for i in (0, 5, 10)]
+    with pytest.raises(ValueError, match="a text of 5 bytes has no window of 9 bytes"):
+        stdlib_text.windows(text[:5], 9, limit=3)
+
+
+def test_bigram_against_its_formula():
+    train = np.frombuffer(b"abababac", np.uint8)
+    a, b, c, d = b"abcd"
+
+    def p(byte):
+        return (np.count_nonzero(train == byte) + 1) / (len(train) + 256)
+
+    windows = np.array([[a, b, a, c, d]])
+    # Pairs of train: ab three times, ba three times, ac once.
+    expected = [(3 + p(b)) / 5, (3 + p(a)) / 4, (1 + p(c)) / 5, p(d) / 1]
+    assert stdlib_text.bigram_bits_per_byte(train, windows) == pytest.approx(-np.log2(expected).mean())
