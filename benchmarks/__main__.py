@@ -111,12 +111,10 @@ def _bare_products(seconds: float) -> list[dict]:
 
 def _epilogue_prices(seconds: float) -> list[dict]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
+    print("kernel: the product with its epilogue; fused: with XLA's kernel that finishes reductions, if there are any")
     print(
-        "kernel: the product with its epilogue; fused: with XLA's kernel that adds up reductions over the tiles, if any"
-    )
-    print(
-        f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'kernel us':>11}{'price':>8}{'fused us':>10}{'price':>8}"
-        f"{'XLA us':>10}{'XLA/fused':>11}"
+        f"{'program':16}{'m':>7}{'n':>7}{'k':>7}{'bare us':>10}{'kernel us':>11}{'price':>8}"
+        f"{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}"
     )
     rows = []
     for name, m, n, k in EPILOGUES:
@@ -147,8 +145,11 @@ def _epilogue_prices(seconds: float) -> list[dict]:
         fused_us, xla_us = times["fused"].total, times["xla"].total
         price, kernel_price = fused_us / bare_us - 1, kernel_us / bare_us - 1
         rows.append(
-            dict(kind="epilogue", program=name, m=m, n=n, k=k, price=price, kernel_price=kernel_price)
-            | dict(bare=bare_us, kernel=kernel_us, fused=fused_us, xla=xla_us)
+            {
+                **{"kind": "epilogue", "program": name, "m": m, "n": n, "k": k},
+                **{"bare": bare_us, "kernel": kernel_us, "fused": fused_us, "xla": xla_us},
+                **{"price": price, "kernel_price": kernel_price},
+            }
         )
         print(
             f"{name:16}{m:7}{n:7}{k:7}{bare_us:10.1f}{kernel_us:11.1f}{kernel_price:8.1%}{fused_us:10.1f}{price:8.1%}"
