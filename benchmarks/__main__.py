@@ -146,9 +146,17 @@ def _epilogue_prices(seconds: float) -> list[dict]:
         price, kernel_price = fused_us / bare_us - 1, kernel_us / bare_us - 1
         rows.append(
             {
-                **{"kind": "epilogue", "program": name, "m": m, "n": n, "k": k},
-                **{"bare": bare_us, "kernel": kernel_us, "fused": fused_us, "xla": xla_us},
-                **{"price": price, "kernel_price": kernel_price},
+                "kind": "epilogue",
+                "program": name,
+                "m": m,
+                "n": n,
+                "k": k,
+                "bare": bare_us,
+                "kernel": kernel_us,
+                "fused": fused_us,
+                "xla": xla_us,
+                "price": price,
+                "kernel_price": kernel_price,
             }
         )
         print(
