@@ -321,6 +321,19 @@ def test_against_jax(name, results):
         _agree(generated[i], evaluated[i], expected.dtype, f"{where}, generated", absolute)
 
 
+def test_halved_tanh_becomes_logistic_where_nothing_else_needs_the_tanh():
+    def operations(f):
+        program = trace(f, ACC, ())[0].program
+        np.testing.assert_allclose(program.evaluate(ACC)[0], f(ACC), rtol=TOLERANCE, atol=TOLERANCE)
+        return {node.op for node in program.nodes} & {"tanh", "logistic"}
+
+    assert operations(jax.nn.gelu) == {"logistic"}
+    assert operations(lambda a: (jnp.tanh(a + 1) + 1) * 0.5) == {"logistic"}
+    assert operations(lambda a: (1 + jnp.tanh(a)) * 0.5 + jnp.tanh(a)) == {"tanh"}
+    assert operations(lambda a: 0.25 * (1 + jnp.tanh(a))) == {"tanh"}
+    assert operations(lambda a: 0.5 * (2 + jnp.tanh(a))) == {"tanh"}
+
+
 def test_every_program_compiles_for_hopper_without_spills():
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)

@@ -1,5 +1,6 @@
 """From an analysed epilogue to its Program: stores, reductions, the finishing equations, in canonical numbering."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
 from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Finish, Node, Program, Reduction, TileStore, Width
+from coda_jax.epilogue.simplify import halved_tanh_to_logistic
 from coda_jax.epilogue.values import (
     ALLOWED,
     COLUMN,
@@ -113,22 +115,29 @@ def _compact(
     analysis: Analysis, stores: list[TileStore], reductions: list[Reduction]
 ) -> tuple[tuple[Node, ...], tuple[TileStore, ...], tuple[Reduction, ...]]:
     """Drops nodes that neither a store nor a reduction needs, and numbers the rest in the order of f."""
-    needed = {value for store in stores for value in store.values}
-    needed.update(value for reduction in reductions for value in reduction.values)
-    for number in range(len(analysis.nodes) - 1, -1, -1):  # inputs come before users
-        if number in needed:
-            needed.update(analysis.nodes[number].inputs)
+    roots = {value for store in stores for value in store.values}
+    roots.update(value for reduction in reductions for value in reduction.values)
+    simplified, at = halved_tanh_to_logistic(analysis.nodes, _needed(analysis.nodes, roots))
+    needed = _needed(simplified, {at[value] for value in roots})
     numbers = {old: new for new, old in enumerate(sorted(needed))}
 
     def renumbered(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(numbers[value] for value in values)
+        return tuple(numbers[at[value]] for value in values)
 
-    nodes = tuple(replace(analysis.nodes[old], inputs=renumbered(analysis.nodes[old].inputs)) for old in numbers)
     return (
-        nodes,
+        tuple(replace(simplified[old], inputs=tuple(numbers[x] for x in simplified[old].inputs)) for old in numbers),
         tuple(replace(store, values=renumbered(store.values)) for store in stores),
         tuple(replace(reduction, values=renumbered(reduction.values)) for reduction in reductions),
     )
+
+
+def _needed(nodes: Sequence[Node], roots: set[int]) -> set[int]:
+    """`roots` and everything that they are computed from."""
+    needed = set(roots)
+    for number in range(len(nodes) - 1, -1, -1):  # inputs come before users
+        if number in needed:
+            needed.update(nodes[number].inputs)
+    return needed
 
 
 def _aval_text(aval: Any) -> str:
