@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import math
 import pathlib
 import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ import coda_jax as coda
 from benchmarks import programs, timing
 from coda_jax import ffi
 
+Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 # (layout, m, n, k); layout: how a and b are stored.
@@ -51,10 +55,12 @@ EPILOGUES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest after each round, against throttling")
     parser.add_argument("--commit", default=_commit(), help="written into the results; default: that of the checkout")
     arguments = parser.parse_args()
-    rows = [*_bare_products(arguments.seconds), *_epilogue_prices(arguments.seconds)]
-    _write(rows, arguments.commit)
+    timer = functools.partial(timing.interleaved, seconds=arguments.seconds, pause=arguments.pause)
+    rows = [*_bare_products(timer), *_epilogue_prices(timer)]
+    _write(rows, arguments.commit, arguments.pause)
     _compile_report()
 
 
@@ -73,7 +79,7 @@ def _jitted(name, function):
     return jax.jit(function)
 
 
-def _bare_products(seconds: float) -> list[dict]:
+def _bare_products(timer: Timer) -> list[dict]:
     print(f"bare product, bf16, float32 accumulation   [{timing.clock()}]")
     print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>10}{'coda':>10}   TFLOP/s  coda/XLA")
     rows = []
@@ -92,9 +98,8 @@ def _bare_products(seconds: float) -> list[dict]:
 
         ours, xla = _jitted("coda_product", coda_product), _jitted("xla_product", xla_product)
         programs.check(f"{layout} {m} {n} {k}", ours(a, b), xla(a, b))
-        times = timing.interleaved(
+        times = timer(
             {"coda_product": lambda f=ours, a=a, b=b: f(a, b), "xla_product": lambda f=xla, a=a, b=b: f(a, b)},
-            seconds=seconds,
         )
         us = {name: time.total for name, time in times.items()}
         tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}
@@ -109,7 +114,7 @@ def _bare_products(seconds: float) -> list[dict]:
     return rows
 
 
-def _epilogue_prices(seconds: float) -> list[dict]:
+def _epilogue_prices(timer: Timer) -> list[dict]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
     print("kernel: the product with its epilogue; fused: with XLA's kernel that finishes reductions, if there are any")
     print(
@@ -133,13 +138,12 @@ def _epilogue_prices(seconds: float) -> list[dict]:
 
         bare, fused, xla = _jitted("bare", bare), _jitted("fused", fused), _jitted("xla", xla)
         programs.check(f"{name} {m} {n} {k}", fused(a, b, operands), xla(a, b, operands))
-        times = timing.interleaved(
+        times = timer(
             {
                 "bare": lambda f=bare, a=a, b=b: f(a, b),
                 "fused": lambda f=fused, a=a, b=b, o=operands: f(a, b, o),
                 "xla": lambda f=xla, a=a, b=b, o=operands: f(a, b, o),
             },
-            seconds=seconds,
         )
         bare_us, kernel_us = times["bare"].total, times["fused"].longest
         fused_us, xla_us = times["fused"].total, times["xla"].total
@@ -168,12 +172,13 @@ def _epilogue_prices(seconds: float) -> list[dict]:
     return rows
 
 
-def _write(rows: list[dict], commit: str) -> None:
+def _write(rows: list[dict], commit: str, pause: float) -> None:
     device = jax.devices()[0].device_kind
     about = {
         "device": device,
         "jax": jax.__version__,
         "commit": commit,
+        "pause": pause,
         "date": datetime.date.today().isoformat(),
         "clock": timing.clock(),
     }
@@ -183,7 +188,7 @@ def _write(rows: list[dict], commit: str) -> None:
         *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{device.replace(' ', '_').lower()}.csv"
+    path = RESULTS / f"{device.replace(' ', '_').lower()}{'_paused' if pause else ''}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*columns, *about], restval="")
         writer.writeheader()

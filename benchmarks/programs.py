@@ -147,8 +147,17 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def kernel_source(program: Program, m: int, n: int, k: int, dtype: Any = jnp.bfloat16) -> str:
-    """The CUDA source of the program's kernel for a (M, K) b (N, K)."""
+def kernel_source(
+    program: Program,
+    m: int,
+    n: int,
+    k: int,
+    dtype: Any = jnp.bfloat16,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+) -> str:
+    """The CUDA source of the program's kernel, for a (M, K) and b (N, K) unless the flags say otherwise."""
     operands = program.operand_types(m, n)
     epilogue, captured = trace(program.epilogue, _type((m, n), jnp.float32), operands)
     if captured:
@@ -156,12 +165,12 @@ def kernel_source(program: Program, m: int, n: int, k: int, dtype: Any = jnp.bfl
     out_dtypes = [np.dtype(out_dtype) for out_dtype in program.out_dtypes]
     return kernel.lower(
         epilogue.program,
-        _type((m, k), dtype),
-        _type((n, k), dtype),
+        _type((k, m) if transpose_a else (m, k), dtype),
+        _type((n, k) if transpose_b else (k, n), dtype),
         operands,
         out_dtypes=out_dtypes,
-        transpose_a=False,
-        transpose_b=True,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
         batched=(False,) * (2 + len(operands)),
         tiling=choose_tiling(m, epilogue.program, out_dtypes),
         name=epilogue.name,

@@ -23,19 +23,20 @@ class Times(NamedTuple):
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.5, burst: int = 4
+    functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.5, burst: int = 4, pause: float = 0.0
 ) -> dict[str, Times]:
     """Device times of each function, kernels only, measured by the profiler (CUPTI).
 
-    Each round runs the functions in a fresh random order, `burst` times each, without a pause between them, after a
-    warm-up of half the time: the chip is at its power limit, as in training, and clock and temperature fall on all
-    alike.
+    Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
+    alike; the first third of the rounds is not measured. Without pauses the chip comes to its power limit, as in
+    training; with them it stays below, and the clock at its highest.
 
     Args:
       functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
         kernels are told apart by the name of their XLA module, `jit_<name>`.
       seconds: of measured execution, at least ten rounds.
       burst: executions of a function in a row.
+      pause: seconds of rest after each round, not counted in `seconds`.
 
     Raises:
       RuntimeError: the trace holds no kernels of a function.
@@ -43,14 +44,14 @@ def interleaved(
     for function in functions.values():
         jax.block_until_ready(function())
     started, warm_rounds = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds / 2:
-        _round(functions, burst)
+    while time.perf_counter() - started < seconds / 2 + pause * warm_rounds:
+        _round(functions, burst, pause)
         warm_rounds += 1
     rounds = max(10, 2 * warm_rounds)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(rounds):
-                _round(functions, burst)
+                _round(functions, burst, pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
         kernels = _kernels_by_module(jax.profiler.ProfileData.from_file(path))
     executions = rounds * burst
@@ -65,13 +66,14 @@ def interleaved(
     return medians
 
 
-def _round(functions: Mapping[str, Callable[[], Any]], burst: int) -> None:
+def _round(functions: Mapping[str, Callable[[], Any]], burst: int, pause: float) -> None:
     order = list(functions)
     random.shuffle(order)
     for name in order:
         for _ in range(burst):
             result = functions[name]()
     jax.block_until_ready(result)
+    time.sleep(pause)
 
 
 def _kernels_by_module(profile) -> dict[str, list[float]]:

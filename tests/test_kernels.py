@@ -1,0 +1,32 @@
+"""Whole kernels compiled for Hopper: every program fits the registers that a thread has."""
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.programs import PROGRAMS, kernel_source, resource_usage
+from coda_jax import ffi
+
+# Bytes a thread stores and loads once a tile, none of it in the loops: a reduction's total, or an address, that waits
+# for the end of the tile while a long elementwise program needs the registers.
+SPILLED = {"swiglu_backward": 48, "gelu_erf": 8, "exp_sum": 8}
+
+
+@pytest.fixture(autouse=True)
+def needs_nvrtc():
+    if reason := ffi.unavailable_reason():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_registers_suffice(name):
+    usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], m=4096, n=4096, k=4096), name).log)
+    assert usage.registers <= 168  # of 65536 for the block's 384 threads
+    assert usage.spilled_bytes <= SPILLED.get(name, 0)
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_layout_and_dtype(transpose_a, transpose_b, dtype):
+    source = kernel_source(PROGRAMS["identity"], 264, 400, 136, dtype, transpose_a=transpose_a, transpose_b=transpose_b)
+    assert resource_usage(ffi.compile(source, "identity").log).spilled_bytes == 0
