@@ -120,7 +120,7 @@ class HostPrograms:
         operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
-        tiles = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is Kind.TILE]
+        tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
         width = {Width.FULL: columns, Width.HALF: columns // 2}
         stores = [np.full((m, width[s.width]), np.nan, np.float32) for s in program.stores]

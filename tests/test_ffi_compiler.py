@@ -1,5 +1,6 @@
 """The compiler: NVRTC on a pool of threads, errors, progress, and the cache on disk that processes share."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -220,7 +221,9 @@ def runnable_threads() -> int:
     """Threads of this process that run or wait for a core, the calling one aside."""
     count = 0
     for task in pathlib.Path("/proc/self/task").iterdir():
-        if task.name != str(threading.get_native_id()):
+        if task.name == str(threading.get_native_id()):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
             count += task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "R"
     return count
 
@@ -341,3 +344,13 @@ def test_nvrtc_is_searched_in_cuda_home(tmp_path, monkeypatch):
         (library / name).touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert (str(library / "libnvrtc-builtins.so.13.0"), str(library / "libnvrtc.so.13.0.88")) in ffi._nvrtc_libraries()
+
+
+def test_failed_job_is_tried_again(cache, tmp_path):
+    """What was missing may be there the second time."""
+    missing = tmp_path / "late.cuh"
+    text = f'#include "{missing}"\n' + source(3)
+    with pytest.raises(RuntimeError, match=r"late\.cuh"):
+        ffi.compile(text, "gemm[test]")
+    missing.write_text("")
+    assert ffi.compile(text, "gemm[test]").cubin

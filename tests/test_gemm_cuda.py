@@ -196,27 +196,49 @@ def test_dead_gradients_are_not_computed():
 
 
 FALLBACKS = {
-    "float32": (typed((M, K), (K, N), dtype=jnp.float32), "a is float32"),
-    "pitch": (typed((M, K), (K, 257)), "257"),
-    "empty": (typed((M, 0), (0, N)), "an empty product needs no kernel"),
+    "float32": (coda.gemm, typed((M, K), (K, N), dtype=jnp.float32), "a is float32"),
+    "pitch": (coda.gemm, typed((M, K), (K, 257)), "257"),
+    "buffers": (
+        lambda a, b, **options: coda.gemm(a, b, *[1.0] * 70, epilogue=lambda acc, *s: acc * sum(s), **options),
+        typed((M, K), (K, N)),
+        "have 73 arrays, 3 of them matrices; a launch takes 64",
+    ),
+    "rows of a batch": (
+        lambda a, b, **options: jax.vmap(lambda a: coda.gemm(a, b, **options))(a),
+        typed((1024, 2**21, 8), (8, 256)),
+        r"a: shape \(1024, 2097152, 8\) is beyond",
+    ),
+    "empty": (coda.gemm, typed((M, 0), (0, N)), "an empty product needs no kernel"),
 }
 
 
-@pytest.mark.parametrize("types, reason", FALLBACKS.values(), ids=FALLBACKS)
-def test_fallback_is_said_once(types, reason):
+@pytest.mark.parametrize("multiply, types, reason", FALLBACKS.values(), ids=FALLBACKS)
+def test_fallback_is_said_once(multiply, types, reason, monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_reported", set())
+
     def twice(a, b):
-        return coda.gemm(a, b), coda.gemm(a, b, epilogue=jnp.sin)
+        return multiply(a, b), multiply(-a, b)
 
     with pytest.warns(coda.FallbackWarning, match=reason) as caught:
         lowered = text(twice, *types)
     assert len(caught) == 1
     assert not calls(lowered) and lowered.count("dot_general") == 2
     with pytest.raises(NotImplementedError, match=reason):
-        text(lambda a, b: coda.gemm(a, b, implementation="cuda"), *types)
+        text(lambda a, b: multiply(a, b, implementation="cuda"), *types)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text(twice, *types)
-        text(lambda a, b: coda.gemm(a, b, implementation="xla"), *types)
+        text(lambda a, b: multiply(a, b, implementation="xla"), *types)
+
+
+def test_unread_tiles_have_no_tensor_map():
+    def f(a, b, *tiles):
+        return coda.gemm(a, b, *tiles, epilogue=lambda acc, *tiles: acc + tiles[17], implementation="cuda")
+
+    (call,) = calls(text(f, *typed((M, K), (K, N), *[(M, N)] * 32)))
+    (maps,) = re.findall(r"maps = dense<\[(.*?)\]>", call)
+    assert len(maps.split(",")) == 6 * 4
+    assert [int(x) for x in maps.split(",")][::6] == [0, 1, 2 + 17, 2 + 32]  # a, b, the tile, the output
 
 
 def test_other_gpus_take_the_xla_form(monkeypatch):
@@ -234,10 +256,13 @@ def test_xla_form_when_asked():
 
 
 def test_same_mathematics_is_one_kernel():
-    """Two lambdas, one key; the backward products of all operators share their kernels."""
+    """Two functions, one key; the backward products of all operators share their kernels."""
+
+    def doubled(x):
+        return x * 2
 
     def f(a, b):
-        return coda.gemm(a, b, epilogue=lambda acc: acc * 2), coda.gemm(a, b, epilogue=lambda x: x * 2)
+        return coda.gemm(a, b, epilogue=lambda acc: acc * 2), coda.gemm(a, b, epilogue=doubled)
 
     keys = [re.search(r'key = "(\w+)"', call).group(1) for call in calls(text(f, *typed((M, K), (K, N))))]
     assert len(keys) == 2 and keys[0] == keys[1]

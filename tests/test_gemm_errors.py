@@ -80,6 +80,18 @@ OPTIONS = {
     "residuals": (lambda: coda.gemm(A, B, residuals="all"), ValueError, "residuals = 'all'; it must be one of 'preact"),
     "implementation": (lambda: coda.gemm(A, B, implementation="triton"), ValueError, "implementation = 'triton'"),
     "config": (lambda: coda.gemm(A, B, config={"stages": 4}), TypeError, "config is dict; it must be a GemmConfig"),
+    "operands without epilogue": (lambda: coda.gemm(A, B, X), TypeError, "1 operands without an epilogue"),
+    "large integer": (
+        lambda: coda.gemm(A, B, 2**40, epilogue=first),
+        ValueError,
+        "operand 0 = 1099511627776; .* int32",
+    ),
+    "out_dtype name": (lambda: coda.gemm(A, B, out_dtype="bf16"), TypeError, "out_dtype = 'bf16' is not a dtype"),
+    "aliases": (
+        lambda: coda.gemm(A, B, X, epilogue=first, input_output_aliases=[(0, 0)]),
+        TypeError,
+        r"input_output_aliases = \[\(0, 0\)\]; it must be a dict",
+    ),
     "out_dtype int": (lambda: coda.gemm(A, B, out_dtype=jnp.int8), TypeError, "out_dtype of output 0 is int8"),
     "out_dtype tree": (
         lambda: coda.gemm(A, B, epilogue=tile_and_sum, out_dtype=(jnp.float32,)),
@@ -134,5 +146,5 @@ def test_refused_before_anything_is_bound():
 
 
 def test_python_scalars_are_operands():
-    out = coda.gemm(A, B, 2.0, 3, True, epilogue=lambda acc, s, i, flag: jnp.where(flag, acc * s + i, 0))
+    out = coda.gemm(A, B, np.float64(2.0), 3, True, epilogue=lambda acc, s, i, flag: jnp.where(flag, acc * s + i, 0))
     np.testing.assert_array_equal(out, jnp.full((8, 24), 35.0))

@@ -120,6 +120,39 @@ def test_gradient_of_captured_values(jit, residuals):
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+def test_custom_vjp_function_that_closes_over_an_array(residuals):
+    """Its own rule is the derivative; what it closes over is a constant to it, as in JAX."""
+
+    row = ROW[0]
+
+    @jax.custom_vjp
+    def tripled(x):
+        return x * row
+
+    tripled.defvjp(lambda x: (x * row, None), lambda _, g: (3 * g * row,))
+
+    def gradient(multiply):
+        return quick_jit(jax.grad(lambda a: total(multiply(a, tripled))))(A[0])
+
+    got = gradient(lambda a, f: coda.gemm(a, B[0], epilogue=f, residuals=residuals))
+    assert_close(got, gradient(lambda a, f: f(a @ B[0])))
+
+
+def test_without_jit_and_with_a_search_for_nans():
+    def f(a):
+        return coda.gemm(a, B[0], ROW[0], epilogue=lambda acc, row: jnp.log(acc) * row)
+
+    with jax.disable_jit():
+        assert_close(coda.gemm(A[0], B[0]), A[0] @ B[0])
+        assert_close(jax.grad(lambda a: total(coda.gemm(a, B[0])))(A[0]), jax.grad(lambda a: total(a @ B[0]))(A[0]))
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            f(A[0])
+        with pytest.raises(FloatingPointError):
+            jax.jit(f)(A[0])
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_scan_with_captured_values(residuals):
     """Over layers: weights and a captured row are scanned, a captured scale is not."""
     weights = jnp.asarray(RNG.standard_normal((3, K, K)), jnp.float32) / 3
@@ -252,6 +285,12 @@ def test_a_different_function_is_a_different_program():
     for constant in (2.0, 3.0):
         out = coda.gemm(A[0], B[0], epilogue=lambda acc: acc * constant)  # noqa: B023
         assert_close(out, (A[0] @ B[0]) * constant)
+
+
+def test_in_place_with_one_row():
+    """A tile of one row is a row vector, which has nothing to gain."""
+    out = coda.gemm(A[0][:1], B[0], X[0][:1], epilogue=lambda acc, x: acc + x, input_output_aliases={0: 0})
+    assert_close(out, A[0][:1] @ B[0] + X[0][:1])
 
 
 def test_in_place_on_cpu():

@@ -133,6 +133,36 @@ def test_leading_axes_of_each_kind_of_output(lead):
     assert [x.shape for x in outputs] == [(*lead, n), lead, (n,), (*lead, 1), (), (1, n)]
 
 
+ROW_AXES = {
+    "sum of everything times a row": lambda acc, row: jnp.sum(acc) * row,
+    "row sums, summed": lambda acc, row: jnp.sum(acc, axis=1).sum() + row,
+    "outer product": lambda acc, row: jnp.sum(acc, axis=1)[None, :] * row[:, None],
+    "one number": lambda acc, row: jnp.sum(acc, keepdims=True),
+    "transposed": lambda acc, row: jnp.max(acc, axis=1, keepdims=True).T,
+    "gone": lambda acc, row: jnp.sum(jnp.sum(acc, axis=1) ** 2)[None],
+}
+
+
+@pytest.mark.parametrize("f", ROW_AXES.values(), ids=ROW_AXES)
+@pytest.mark.parametrize(("lead", "n"), [((2, 3), 6), ((2, 4), 6), ((1, 1), 6), ((1, 1), 1)])
+def test_leading_axes_stand_where_the_rows_stood(f, lead, n):
+    """Told from how an output is computed, not from its size."""
+    a, b, row = jnp.ones((*lead, 5)), jnp.ones((5, n)), jnp.ones(n)
+    m = lead[0] * lead[1]
+    out = coda.gemm(a, b, row, epilogue=f)
+    flat = coda.gemm(a.reshape(m, 5), b, row, epilogue=f)
+    followed = jax.eval_shape(lambda acc: f(acc, row), jax.ShapeDtypeStruct((997, n), jnp.float32)).shape
+    assert out.shape == tuple(s for old in followed for s in (lead if old == 997 else (old,)))
+    np.testing.assert_array_equal(out.reshape(flat.shape), flat)
+
+
+def test_none_among_the_outputs():
+    a, b = jnp.ones((8, 16)), jnp.ones((16, 8))
+    assert coda.gemm(a, b, epilogue=lambda acc: None) is None
+    y, nothing = coda.gemm(a, b, epilogue=lambda acc: (acc, None), out_dtype=(jnp.bfloat16, None))
+    assert nothing is None and y.dtype == jnp.bfloat16
+
+
 def test_output_dtypes():
     a, b = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
 

@@ -1,15 +1,15 @@
-"""From an analysed epilogue to its Program: stores, reductions, the finishing equations, in canonical numbering."""
+"""From an analysed epilogue to its Program: stores and reductions, in canonical numbering."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.flatten import Atom, Equation, Literal
+from coda_jax.epilogue.finishing import finishing
+from coda_jax.epilogue.flatten import Atom
 from coda_jax.epilogue.locality import Analysis
-from coda_jax.epilogue.program import Finish, Node, Program, Reduction, TileStore, Width
+from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width
 from coda_jax.epilogue.simplify import halved_tanh_to_logistic
 from coda_jax.epilogue.values import (
     ALLOWED,
@@ -34,7 +34,7 @@ def assemble(analysis: Analysis) -> Program:
             finished.append((output, atom))
         else:
             stores.append(store)
-    finish, reductions = _finishing(analysis, finished)
+    finish, reductions = finishing(analysis, finished)
     nodes, new_stores, new_reductions = _compact(analysis, stores, reductions)
     outputs = len(analysis.flat.outputs)
     return Program(analysis.operands, analysis.ways, nodes, new_stores, new_reductions, outputs, finish)
@@ -75,42 +75,6 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
     return TileStore(output, Width.FULL if whole else Width.HALF, nodes)
 
 
-def _finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Finish, list[Reduction]]:
-    """The equations that `outputs` need, canonically numbered, and the reductions that they start from."""
-    needed = {atom for _, atom in outputs if isinstance(atom, int)}
-    kept: list[Equation] = []
-    for equation in reversed(analysis.sequence):
-        if needed.intersection(equation.outputs):
-            kept.append(equation)
-            needed.update(atom for atom in equation.inputs if isinstance(atom, int))
-    sources = [(variable, *source) for variable, source in analysis.sources.items() if variable in needed]
-    reductions = sorted({index for _, source, index in sources if source == "reduction"})
-    numbers: dict[int, int] = {}
-    inputs: list[tuple[int, str, int]] = []
-    for variable, source, index in sources:
-        numbers[variable] = len(numbers)
-        inputs.append((numbers[variable], source, reductions.index(index) if source == "reduction" else index))
-
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else numbers[atom]
-
-    lines = [f"f{variable} = {source} {index}" for variable, source, index in inputs]
-    equations: list[Equation] = []
-    for equation in kept[::-1]:
-        arguments = tuple(map(read, equation.inputs))
-        for variable in equation.outputs:
-            numbers[variable] = len(numbers)
-        results = tuple(numbers[variable] for variable in equation.outputs)
-        equations.append(replace(equation, inputs=arguments, outputs=results, source_info=None, call=""))
-        avals = ", ".join(f"f{numbers[v]}:{_aval_text(analysis.flat.avals[v])}" for v in equation.outputs)
-        called = f"{equation.name}({', '.join(map(_atom_text, arguments))})"
-        lines.append(f"{avals} = {called} {_params_text(equation.params)}".rstrip())
-    finished = tuple((output, read(atom)) for output, atom in outputs)
-    lines += [f"output {output} = {_atom_text(atom)}" for output, atom in finished]
-    finish = Finish(tuple(inputs), tuple(equations), finished, "\n".join(lines))
-    return finish, [analysis.reductions[index] for index in reductions]
-
-
 def _compact(
     analysis: Analysis, stores: list[TileStore], reductions: list[Reduction]
 ) -> tuple[tuple[Node, ...], tuple[TileStore, ...], tuple[Reduction, ...]]:
@@ -138,20 +102,3 @@ def _needed(nodes: Sequence[Node], roots: set[int]) -> set[int]:
         if number in needed:
             needed.update(nodes[number].inputs)
     return needed
-
-
-def _aval_text(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(_dimension_text, aval.shape))}]"
-
-
-def _dimension_text(dimension: Any) -> str:
-    """A symbolic dimension is itself only inside its own scope."""
-    return str(dimension) if isinstance(dimension, int) else f"{dimension}@{id(dimension.scope):x}"
-
-
-def _atom_text(atom: Atom) -> str:
-    return f"{atom.dtype} {np.asarray(atom.value).tobytes().hex()}" if isinstance(atom, Literal) else f"f{atom}"
-
-
-def _params_text(params: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in sorted(params.items()))

@@ -39,8 +39,8 @@ _COMBINE = {
 def emit(program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]) -> str:
     """The CUDA definition of `struct Epilogue` for a program; see cuda/epilogue_sm90.cuh for how the kernel uses it.
 
-    Tensor maps are numbered a, b, tile operands in order, stores in order; pointers are numbered non-tile operands in
-    order, then reductions in order. What the program does not read has a number but no entry.
+    Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered non-tile operands in order,
+    then reductions. A vector that the program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
@@ -56,11 +56,13 @@ class _Emitter:
         self.entries: dict[str, list[str]] = {name: [] for name in _ACCESS}
         self.slots: dict[tuple[int, int], str] = {}
         self.results: list[str] = []
-        tiles = [i for i, operand in enumerate(program.operands) if operand.kind is Kind.TILE]
+        tiles = program.tile_operands
         others = [i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
         for index, batched in zip(range(len(program.operands)), batched_operands, strict=True):
-            position = 2 + tiles.index(index) if index in tiles else others.index(index)
-            self.load(index, position, batched)
+            if index in tiles:
+                self.load(index, 2 + tiles.index(index), batched)
+            elif index in others:
+                self.load(index, others.index(index), batched)
         for number, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
             for way, value in enumerate(store.values):
                 entry = f"{2 + len(tiles) + number}, {way}, {_dtype(np.dtype(dtype))}, false"

@@ -225,7 +225,13 @@ def _bind(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """A call of a custom_jvp or custom_vjp function: its value by `evaluate`, its derivative by its own rule."""
+    """A call of a custom_jvp or custom_vjp function: its value by `evaluate`, its derivative by its own rule.
+
+    JAX raises where an array that a custom_vjp function closes over is differentiated. Here all of them would be, so
+    they are constants.
+    """
+    closed_over = equation.params.get("num_consts", 0) if equation.name != "custom_jvp_call" else 0
+    inputs = [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]
     constants = Constants()
     body = flatten(_callee(equation.params), constants, inline_custom_derivatives=False)
     if not any(elementwise.is_rounded(aval.dtype) for aval in body.avals):

@@ -116,12 +116,18 @@ class Reduction:
 class Finish:
     """What is left to XLA: equations over finished reductions and operands.
 
-    Variables: ("operand", i), ("reduction", i) or a number.
+    Attributes:
+      inputs: (variable, "operand" or "reduction", index of it).
+      equations: over numbered variables.
+      outputs: (output number, what it is).
+      row_axes: for each of `outputs` the axes that the M rows index.
+      text: canonical.
     """
 
     inputs: tuple[tuple[int, str, int], ...] = ()
     equations: tuple[Equation, ...] = ()
     outputs: tuple[tuple[int, int | Literal], ...] = ()
+    row_axes: tuple[tuple[int, ...], ...] = ()
     text: str = ""
 
 
@@ -187,6 +193,18 @@ class Program:
         store = TileStore(self.num_outputs, Width.FULL, tuple(map(nodes.index, leaves)))
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
+
+    @cached_property
+    def row_axes(self) -> tuple[tuple[int, ...], ...]:
+        """For each flat output the axes that the M rows index."""
+        finish = self.finishing
+        finished = {output: axes for (output, _), axes in zip(finish.outputs, finish.row_axes, strict=True)}
+        return tuple(finished.get(output, (0,)) for output in range(self.num_outputs))
+
+    @cached_property
+    def tile_operands(self) -> tuple[int, ...]:
+        """Indices of the tile operands that the elementwise program reads."""
+        return tuple(i for i, o in enumerate(self.operands) if o.kind is Kind.TILE and self.loads(i))
 
     def loads(self, index: int) -> tuple[int, ...]:
         """The ways of operand `index` that the elementwise program reads."""

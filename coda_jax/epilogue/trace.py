@@ -91,6 +91,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         trees.append(tree)
         return leaves
 
+    flat_f.__name__ = name  # in JAX's messages
     avals = [_aval(acc, np.dtype(np.float32))] + [
         _aval(x, o.traced_dtype) for x, o in zip(operands, explicit, strict=True)
     ]

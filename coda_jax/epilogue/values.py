@@ -22,7 +22,7 @@ ALLOWED = (
 HINTS = {
     "argmax": "Return the maximum; take the index outside the epilogue.",
     "argmin": "Return the minimum; take the index outside the epilogue.",
-    "dot_general": "Make the product a coda.gemm of its own.",
+    "dot_general": "Make the product a coda.gemm of its own; write a product row by row as jnp.sum(x * y, axis=1).",
     "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
     "gather": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart.",
     "scatter": "Only the two halves can be joined, jnp.concatenate([x, y], axis=1).",
@@ -36,6 +36,8 @@ HINTS = {
     "cond": "Use jnp.where.",
     "random_bits": "Pass random numbers as an operand.",
     "threefry2x32": "Pass random numbers as an operand.",
+    "axis_index": "Compute it outside the epilogue and close over it.",
+    "psum": "Sum over devices outside the epilogue.",
     "reduce_prod": "Sum logarithms instead.",
 }
 

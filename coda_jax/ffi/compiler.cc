@@ -122,6 +122,16 @@ size_t AvailableCores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
+bool HasFailed(const Compiler::Job& job) {
+  if (job.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+  try {
+    job.get();
+    return false;
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
 // The process's compiler is never destroyed by static destruction: Python's atexit shuts it down.
 std::mutex& GlobalMutex() {
   static auto* mutex = new std::mutex;
@@ -181,7 +191,10 @@ std::string Compiler::UnavailableReason() const {
 
 Compiler::Job Compiler::Submit(CompileRequest request) {
   std::unique_lock lock(mutex_);
-  if (const auto it = jobs_.find(request.key); it != jobs_.end()) return it->second;
+  if (const auto it = jobs_.find(request.key); it != jobs_.end()) {
+    if (!HasFailed(it->second)) return it->second;
+    jobs_.erase(it);  // what was missing, memory or a library, may be there now
+  }
   std::string key = request.key;
   std::packaged_task<std::shared_ptr<const Binary>()> task(
       [this, request = std::move(request)] { return Compile(request); });

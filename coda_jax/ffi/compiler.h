@@ -47,7 +47,8 @@ class Compiler {
 
   const CompilerSettings& settings() const { return settings_; }
 
-  /// Queues the job unless there is one. Its future throws std::runtime_error with the operator's name and NVRTC's log.
+  /// Queues the job unless there is one that has not failed. Its future throws std::runtime_error with the operator's
+  /// name and NVRTC's log.
   Job Submit(CompileRequest request);
 
   /// Drops what is queued, waits for what runs. From here on Submit compiles on the caller's thread.

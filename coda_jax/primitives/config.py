@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Kind, Program, Width
+from coda_jax.epilogue import Axis, Program, Width
 
 _LIGHT_NODES = 6  # values an element's program computes, below which registers are plenty
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
+_MAX_BUFFERS, _MAX_PARAMETER_BYTES = 64, 4096  # as in ffi/handler.cc
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
 
@@ -77,19 +78,14 @@ class EpilogueTraffic:
 
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
-        loads = [
-            np.dtype(operand.dtype).itemsize
-            for i, operand in enumerate(program.operands)
-            if operand.kind is Kind.TILE
-            for _ in program.loads(i)
-        ]
+        loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.loads(i)]
         stores = [
             np.dtype(dtype).itemsize
             for store, dtype in zip(program.stores, out_dtypes, strict=True)
             for _ in range(ways_of(program, store.width))
         ]
         columns = sum(
-            ways_of(program, reduction.width) for reduction in program.reductions if reduction.axis.name == "COLUMN"
+            ways_of(program, reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         return cls(sum(loads), sum(stores), max([*loads, *stores, 2]), columns)
 
@@ -153,7 +149,6 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
 def unsupported_reason(
     a: jax.ShapeDtypeStruct,
     b: jax.ShapeDtypeStruct,
-    operands: Sequence[jax.ShapeDtypeStruct],
     program: Program,
     out_dtypes: Sequence[np.dtype],
     transpose_a: bool,
@@ -178,11 +173,7 @@ def unsupported_reason(
 
     split = program.ways
     rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
-    rows += [
-        (f"operand {i}", n // split, operand.dtype)
-        for i, operand in enumerate(program.operands)
-        if operand.kind is Kind.TILE
-    ]
+    rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]
     rows += [
         (f"output {store.output}", n // split, dtype) for store, dtype in zip(program.stores, out_dtypes, strict=True)
     ]
@@ -197,8 +188,15 @@ def unsupported_reason(
             )
     for name, array in (("a", a), ("b", b)):
         known = [size for size in array.shape if isinstance(size, int)]
-        if math.prod(known) >= 2**40 or max(known) >= 2**31:
+        if math.prod(known) >= 2**40 or math.prod(known[:-1]) >= 2**31 or known[-1] >= 2**31:
             return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
+    buffers = 2 + len(program.operands) + len(program.stores) + len(program.reductions)
+    maps = 2 + len(program.tile_operands) + len(program.stores)
+    if buffers > _MAX_BUFFERS or 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
+        return (
+            f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes {_MAX_BUFFERS}, and "
+            f"{_MAX_PARAMETER_BYTES - 16} bytes at 128 a matrix and 8 an array"
+        )
     try:
         choose_tiling(m, program, out_dtypes)
     except ValueError as error:

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue, Kind, TileStore
+from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives import gemm_cuda as gemm_cuda
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.differentiate import Options, product
-from coda_jax.primitives.results import row_axes
-
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 def gemm(
@@ -46,13 +44,13 @@ def gemm(
       a: (..., M, K) bfloat16, float16 or float32. The epilogue sees the leading axes flattened into M. With
         transpose_a (K, M), without leading axes.
       b: (K, N); with transpose_b (N, K).
-      *operands: scalars (), row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles (..., M, N). N/2 may
-        stand in the place of N where the epilogue works on the two halves of N. Tiles are bfloat16, float16 or
-        float32, the others also int32 or bool.
+      *operands: scalars (), also Python's, row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles
+        (..., M, N). N/2 may stand in the place of N where the epilogue works on the two halves of N. Tiles are
+        bfloat16, float16 or float32, the others also int32 or bool.
       epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
-        elementwise operations, the two halves of N, and sums and maxima along rows or columns as outputs. acc and
-        every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become operands,
-        with gradients. None returns acc.
+        elementwise operations, the two halves of N, and sums, maxima and minima along rows or columns as outputs. acc
+        and every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become operands,
+        with gradients (but what a custom_vjp function closes over has none). None returns acc.
       out_dtype: of the tile outputs, a's by default: one dtype, or a pytree of dtypes (None for the default) that is
         a prefix of what the epilogue returns. Reductions are float32.
       transpose_a, transpose_b: how a and b are stored.
@@ -80,7 +78,7 @@ def gemm(
     Numerics: float32 accumulation and epilogue, one rounding at the store. The gradient is JAX's own of the epilogue,
     taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
     splits them. Reverse mode only. Under vmap, the gradient of a b that the batch shares is formed for each element
-    before it is summed; leading axes of a avoid that.
+    before it is summed; leading axes of a avoid that. Call it under jit: outside, each call traces the epilogue anew.
     """
     a, b = _factor("a", a), _factor("b", b)
     operands = tuple(_operand(i, x) for i, x in enumerate(operands))
@@ -92,10 +90,16 @@ def gemm(
         raise TypeError(
             f"gemm: epilogue is {type(epilogue).__name__}; it must be a function of (acc, *operands) or None"
         )
+    if epilogue is None and operands:
+        raise TypeError(f"gemm: {len(operands)} operands without an epilogue; epilogue=lambda acc, x: acc + x adds one")
+    if not isinstance(input_output_aliases, Mapping | None):
+        raise TypeError(f"gemm: input_output_aliases = {input_output_aliases!r}; it must be a dict or None")
     leading, m, n = _product_shape(a, b, transpose_a, transpose_b)
     aliases = tuple(sorted((input_output_aliases or {}).items()))
 
     matrix = a.reshape(math.prod(leading) * m, a.shape[-1]) if leading else a
+    if same_size(math.prod(leading) * m, 1):
+        aliases = ()  # a tile of one row is a row vector: there is nothing to gain
     flat_operands = [_flattened(i, x, leading, m, n) for i, x in enumerate(operands)]
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
@@ -106,10 +110,9 @@ def gemm(
     options = Options(transpose_a, transpose_b, residuals, implementation, config, aliases)
     outputs, traced = product(matrix, b, flat_operands, epilogue, checked_dtypes, options)
     if leading:
-        axes = row_axes(traced, matrix.shape[0])
         outputs = [
-            x if axis is None else x.reshape(*x.shape[:axis], *leading, m, *x.shape[axis + 1 :])
-            for x, axis in zip(outputs, axes, strict=True)
+            x.reshape([size for i, old in enumerate(x.shape) for size in ((*leading, m) if i in axes else (old,))])
+            for x, axes in zip(outputs, traced.program.row_axes, strict=True)
         ]
     return jax.tree.unflatten(traced.out_tree, outputs)
 
@@ -124,8 +127,14 @@ def _factor(name: str, x: Any) -> jax.Array:
 
 
 def _operand(index: int, x: Any) -> jax.Array:
-    if isinstance(x, (bool, int, float)):
-        return jnp.asarray(x, {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}[type(x)])
+    if isinstance(x, bool):
+        return jnp.asarray(x)
+    if isinstance(x, int):
+        if not -(2**31) <= x < 2**31:
+            raise ValueError(f"gemm: operand {index} = {x}; an integer must fit int32")
+        return jnp.asarray(x, jnp.int32)
+    if isinstance(x, float):
+        return jnp.asarray(x, jnp.float32)
     dtype = _dtype(f"operand {index}", x)
     if dtype.name not in (*FLOATS, "int32", "bool"):
         raise TypeError(
@@ -185,9 +194,11 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.
     def is_none(x: Any) -> bool:
         return x is None
 
+    unset = object()  # in the place of None, which is a tree without leaves
     try:
         template = jax.tree.unflatten(traced.out_tree, list(traced.out_avals))
-        asked = jax.tree.leaves(jax.tree.broadcast(out_dtype, template, is_leaf=is_none), is_leaf=is_none)
+        given_tree = jax.tree.map(lambda x: unset if x is None else x, out_dtype, is_leaf=is_none)
+        asked = jax.tree.leaves(jax.tree.broadcast(given_tree, template))
     except ValueError as error:
         raise ValueError(
             f"gemm: out_dtype = {out_dtype} does not fit what epilogue '{traced.name}' returns, "
@@ -197,7 +208,7 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.
     tiles = {store.output for store in traced.program.stores}
     dtypes = []
     for i, (dtype, aval) in enumerate(zip(asked, traced.out_avals, strict=True)):
-        given = None if dtype is None else jnp.dtype(dtype)
+        given = None if dtype is unset else _as_dtype(dtype)
         if i not in tiles:
             if given is not None and not one_for_all and given != aval.dtype:
                 raise TypeError(
@@ -210,6 +221,13 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.
         else:
             dtypes.append(given or default)
     return dtypes
+
+
+def _as_dtype(dtype: Any) -> np.dtype:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"gemm: out_dtype = {dtype!r} is not a dtype") from None
 
 
 def _check_aliases(

@@ -48,10 +48,10 @@ def _device_reason() -> str | None:
 
 
 def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
-    a, b, *operands = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    a, b = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals[:2])
     program = params["program"]
     dtypes = store_dtypes(program, params["out_dtypes"])
-    return unsupported_reason(a, b, operands, program, dtypes, params["transpose_a"], params["transpose_b"])
+    return unsupported_reason(a, b, program, dtypes, params["transpose_a"], params["transpose_b"])
 
 
 def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.dtype, ...]:

@@ -113,6 +113,8 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
 
 
 def _bind_flat(*arguments: jax.Array, **params: Any) -> list[jax.Array]:
+    if not any(isinstance(x, jax.core.Tracer) for x in arguments):  # jit is disabled, or looks for a NaN
+        return xla_form(*arguments, **params)
     return coda_gemm_p.bind(*arguments, **params)
 
 

@@ -72,7 +72,7 @@ def lower(
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
     return Kernel(
-        source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, tiling, name),
+        source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, tiling),
         results=_results(program, batch, m, n, out_dtypes, tiling),
         attributes={
             "name": name,
@@ -123,10 +123,10 @@ def _maps(
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
     rows_of_a = 64 if transpose_a else tiling.tile_m
     maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.ways, transpose_b, 64, 64, 128)]
-    for i, operand in enumerate(program.operands):
-        if operand.kind is Kind.TILE:
-            row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
-            maps.append(_Map(2 + i, ways_of(program, operand.width), False, tiling.subtile_n, 64, row_bytes))
+    for i in program.tile_operands:
+        operand = program.operands[i]
+        row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
+        maps.append(_Map(2 + i, ways_of(program, operand.width), False, tiling.subtile_n, 64, row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
         row_bytes = tiling.subtile_n * np.dtype(dtype).itemsize
         ways = ways_of(program, store.width)
@@ -149,14 +149,12 @@ def _source(
     transpose_b: bool,
     batched: Sequence[bool],
     tiling: Tiling,
-    name: str,
 ) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
-    maps = 2 + sum(operand.kind is Kind.TILE for operand in program.operands) + len(program.stores)
+    maps = 2 + len(program.tile_operands) + len(program.stores)
     pointers = len(_pointers(program, len(program.operands)))
     flags = {True: "true", False: "false"}
-    return f"""// {name}
-#include "elementwise.cuh"
+    return f"""#include "elementwise.cuh"
 
 {emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]))}
 #include "mainloop_sm90.cuh"

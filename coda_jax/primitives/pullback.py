@@ -13,7 +13,6 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
 from coda_jax.epilogue import Epilogue
-from coda_jax.primitives.results import row_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,8 @@ class Pullback:
       needs_acc: whether it reads acc; it does not where f is linear in it.
       needs: for each argument (operands, then captured arrays) whether it reads it.
       dtypes: stored dtype of each argument.
-      traced: dtype of each argument inside f.
       floating_outputs: which flat outputs have a cotangent; `reads_cotangent` says which of these it reads.
-      row_axes: for each flat output the axis indexed by rows, or None.
+      row_axes: for each flat output the axes that the rows index.
     """
 
     name: str
@@ -37,10 +35,9 @@ class Pullback:
     needs_acc: bool
     needs: tuple[bool, ...]
     dtypes: tuple[np.dtype, ...]
-    traced: tuple[np.dtype, ...]
     floating_outputs: tuple[int, ...]
     reads_cotangent: tuple[bool, ...]
-    row_axes: tuple[int | None, ...]
+    row_axes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, epilogue: Epilogue, acc: Any, arguments: Sequence[Any]) -> Pullback:
@@ -73,10 +70,9 @@ class Pullback:
             used[0],
             tuple(needs),
             tuple(operand.dtype for operand in operands),
-            tuple(operand.traced_dtype for operand in operands),
             tuple(floating_outputs),
             tuple(reads),
-            row_axes(epilogue, acc.shape[0]),
+            epilogue.program.row_axes,
         )
 
     @property
@@ -113,7 +109,7 @@ class Pullback:
         return [cotangents[i][:, None] if self._is_column(i, cotangents[i]) else cotangents[i] for i in chosen]
 
     def _is_column(self, output: int, x: jax.Array) -> bool:
-        return x.ndim == 1 and self.row_axes[output] == 0
+        return self.row_axes[output] == (0,) and x.ndim == 1
 
     def as_epilogue(self) -> Callable[..., list[jax.Array]]:
         """The same function for `as_operands`' shapes."""

@@ -1,0 +1,121 @@
+"""What is done with finished reductions: equations left to XLA, and which axes of their results the rows index."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.flatten import Atom, Equation, Literal
+from coda_jax.epilogue.locality import Analysis
+from coda_jax.epilogue.program import Axis, Finish, Kind, Reduction
+from coda_jax.epilogue.values import same_shape, same_size
+
+
+def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Finish, list[Reduction]]:
+    """The equations that `outputs` (output number, what it is) need, canonically numbered, and their reductions."""
+    needed = {atom for _, atom in outputs if isinstance(atom, int)}
+    kept: list[Equation] = []
+    for equation in reversed(analysis.sequence):
+        if needed.intersection(equation.outputs):
+            kept.append(equation)
+            needed.update(atom for atom in equation.inputs if isinstance(atom, int))
+    sources = [(variable, *source) for variable, source in analysis.sources.items() if variable in needed]
+    reductions = sorted({index for _, source, index in sources if source == "reduction"})
+    numbers: dict[int, int] = {}
+    inputs: list[tuple[int, str, int]] = []
+    rows: dict[Atom, frozenset[int]] = {}
+    for variable, source, index in sources:
+        by_rows = (
+            analysis.reductions[index].axis is Axis.ROW
+            if source == "reduction"
+            else analysis.operands[index].kind is Kind.COLUMN_VECTOR
+        )
+        rows[variable] = frozenset([0] if by_rows else [])
+        numbers[variable] = len(numbers)
+        inputs.append((numbers[variable], source, reductions.index(index) if source == "reduction" else index))
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else numbers[atom]
+
+    lines = [f"f{variable} = {source} {index}" for variable, source, index in inputs]
+    equations: list[Equation] = []
+    for equation in kept[::-1]:
+        arguments = tuple(map(read, equation.inputs))
+        for variable in equation.outputs:
+            numbers[variable] = len(numbers)
+            rows[variable] = _row_axes(analysis, equation, rows, analysis.flat.aval(variable).shape)
+        results = tuple(numbers[variable] for variable in equation.outputs)
+        equations.append(replace(equation, inputs=arguments, outputs=results, source_info=None, call=""))
+        avals = ", ".join(f"f{numbers[v]}:{_aval_text(analysis.flat.avals[v])}" for v in equation.outputs)
+        called = f"{equation.name}({', '.join(map(_atom_text, arguments))})"
+        lines.append(f"{avals} = {called} {_params_text(equation.params)}".rstrip())
+    finished = tuple((output, read(atom)) for output, atom in outputs)
+    lines += [f"output {output} = {_atom_text(atom)}" for output, atom in finished]
+    row_axes = tuple(tuple(sorted(rows.get(atom, ()))) for _, atom in outputs)
+    finish = Finish(tuple(inputs), tuple(equations), finished, row_axes, "\n".join(lines))
+    return finish, [analysis.reductions[index] for index in reductions]
+
+
+def _row_axes(
+    analysis: Analysis, equation: Equation, rows: Mapping[Atom, frozenset[int]], shape: Sequence[Any]
+) -> frozenset[int]:
+    """The axes of a result of `equation`, of that shape, along which it follows the rows, from those of its inputs.
+
+    Sizes alone do not tell: M may be equal to N, or 1.
+    """
+    inputs = [(rows.get(atom, frozenset()), analysis.flat.aval(atom).shape) for atom in equation.inputs]
+    if not any(axes for axes, _ in inputs):
+        return frozenset()
+    (axes, source), params = inputs[0], equation.params
+    match equation.name:
+        case "broadcast_in_dim":
+            places = params["broadcast_dimensions"]
+            return frozenset(places[axis] for axis in axes if same_size(source[axis], shape[places[axis]]))
+        case "transpose":
+            return frozenset(params["permutation"].index(axis) for axis in axes)
+        case "squeeze":
+            return _without(axes, params["dimensions"])
+        case "reshape":
+            return frozenset(place for axis in axes for place in _reshaped(axis, source, shape))
+        case name if name.startswith(("reduce_", "arg")) and "axes" in params:
+            return _without(axes, params["axes"])
+    of_one_shape = all(source == () or same_shape(source, shape) for _, source in inputs)
+    if of_one_shape or equation.name in elementwise.OPERATIONS:
+        return frozenset(axis for axes, source in inputs for axis in axes if same_size(source[axis], shape[axis]))
+    return frozenset([axis for axis, size in enumerate(shape) if same_size(size, analysis.m)][:1])
+
+
+def _without(axes: frozenset[int], dropped: Sequence[int]) -> frozenset[int]:
+    """Where axes come to lie when others are dropped."""
+    return frozenset(axis - sum(other < axis for other in dropped) for axis in axes if axis not in dropped)
+
+
+def _reshaped(axis: int, source: Sequence[Any], shape: Sequence[Any]) -> list[int]:
+    """Where an axis lies after a reshape that keeps it whole; nowhere if it is split or merged."""
+    before = math.prod(source[:axis])
+    places = [
+        place
+        for place, size in enumerate(shape)
+        if same_size(size, source[axis]) and same_size(math.prod(shape[:place]), before)
+    ]
+    return places[:1]
+
+
+def _aval_text(aval: Any) -> str:
+    return f"{aval.dtype}[{','.join(map(_dimension_text, aval.shape))}]"
+
+
+def _dimension_text(dimension: Any) -> str:
+    """A symbolic dimension is itself only inside its own scope."""
+    return str(dimension) if isinstance(dimension, int) else f"{dimension}@{id(dimension.scope):x}"
+
+
+def _atom_text(atom: Atom) -> str:
+    return f"{atom.dtype} {np.asarray(atom.value).tobytes().hex()}" if isinstance(atom, Literal) else f"f{atom}"
+
+
+def _params_text(params: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in sorted(params.items()))
