@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,8 @@ import orbax.checkpoint as ocp
 SETTINGS_FILE = "settings.json"
 
 
-class SettingsChanged(Exception):
-    """The run's folder holds a run with other settings."""
+class RunFolderError(Exception):
+    """The run's folder cannot be used; the message says why and what to do."""
 
 
 class Checkpoints:
@@ -29,17 +30,28 @@ class Checkpoints:
       settings: JSON-able settings that the state depends on; a run that was started with others is not resumed.
 
     Raises:
-      SettingsChanged: the folder holds a run with other settings; the message names them.
+      RunFolderError: the folder cannot be written, is in use by another process, or holds a run with other settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")  # held until the process ends, however it ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(f"another process is training in {folder}; give another --out") from None
+        except OSError as error:
+            raise RunFolderError(f"{folder} cannot be written: {error}") from None
         self._manager = ocp.CheckpointManager(
             folder.resolve() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
         path = folder / SETTINGS_FILE
         if self.latest_step is not None:
-            _check_settings(folder, json.loads(path.read_text()), settings)
+            try:
+                saved = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise RunFolderError(f"{folder} has checkpoints, but {path} cannot be read: {error}") from None
+            _check_settings(folder, saved, settings)
         else:
             part = path.with_suffix(".part")
             part.write_text(json.dumps(settings, indent=1) + "\n")
@@ -80,7 +92,7 @@ def _check_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any
         if saved.get(name) != settings.get(name)
     ]
     if changed:
-        raise SettingsChanged(
+        raise RunFolderError(
             f"{folder} holds a run with other settings ({'; '.join(changed)}). "
             "Give the same settings to resume it, another --out to start beside it, or delete the folder to start over."
         )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 import stdlib_text
-from checkpoints import Checkpoints, SettingsChanged
+from checkpoints import Checkpoints, RunFolderError
 from progress import Progress
 from trainer import Settings, Trainer
 
@@ -68,6 +68,8 @@ def parse_arguments(arguments: list[str] | None, platform: str) -> tuple[Setting
     for name in ("steps", "batch", "context", "width", "layers", "heads", "checkpoint_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 < settings.learning_rate < float("inf"):
+        parser.error("--learning-rate must be a positive number")
     if settings.width % (2 * settings.heads):
         parser.error("--width must be an even multiple of --heads")
     return settings, options
@@ -87,6 +89,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        print("\ninterrupted: finishing the step and saving; once more stops at once", file=sys.stderr)
         self.signal = number
         self.__exit__()
 
@@ -136,24 +139,28 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
 
     train, validation = stdlib_text.load()
+    try:
+        few, many = (
+            stdlib_text.windows(validation, settings.context, max(1, size // settings.context))
+            for size in (2**15, VALIDATION_BYTES[platform])
+        )
+    except ValueError as error:
+        print(f"train_lm: --context: {error}", file=sys.stderr)
+        return 2
     # The text is part of what the result depends on: another Python has another library.
     described = dataclasses.asdict(settings) | {"text_bytes": len(train)}
     try:
         checkpoints = Checkpoints(options.out, described)
-    except SettingsChanged as error:
+    except RunFolderError as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
-    trainer = Trainer(settings, train)
-    print(
-        f"{trainer.num_params / 1e6:.2f}M parameters on {jax.devices()[0].device_kind}, compute in {settings.dtype}; "
-        f"{len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"
-    )
     finished = checkpoints.latest_step == settings.steps
-    few, many = (
-        stdlib_text.windows(validation, settings.context, max(1, size // settings.context))
-        for size in (2**15, VALIDATION_BYTES[platform])
-    )
     with Interrupt() as interrupt:
+        trainer = Trainer(settings, train)
+        print(
+            f"{trainer.num_params / 1e6:.2f}M parameters on {jax.devices()[0].device_kind}, compute in "
+            f"{settings.dtype}; {len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"
+        )
         state, history = fit(trainer, checkpoints, few, options.checkpoint_every, interrupt)
         checkpoints.close()
     if interrupt.signal:

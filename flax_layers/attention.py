@@ -77,6 +77,8 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1:
+            raise ValueError(f"{num_heads=} and {num_kv_heads=} must be at least 1")
         if head_dim is None:
             if in_features % num_heads:
                 raise ValueError(f"head_dim is not given and {in_features=} is not a multiple of {num_heads=}")
@@ -128,14 +130,31 @@ class Attention(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: (B, T, D).
+          x: (B, T, D) or (T, D).
           residual: as in Linear.
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1.
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
+
+        Returns:
+          (B, T, D) or (T, D), as Linear returns it.
+
+        Raises:
+          ValueError: x or positions of another shape.
         """
-        q, k, v = (y.reshape(*y.shape[:-1], -1, self.head_dim) for y in self._split(self.qkv(x)))
+        if len(x.shape) not in (2, 3):
+            raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {x.shape}")
+        q, k, v = (
+            y.reshape(*y.shape[:-1], heads, self.head_dim)
+            for y, heads in zip(
+                self._split(self.qkv(x)), (self.num_heads, self.num_kv_heads, self.num_kv_heads), strict=True
+            )
+        )
         if positions is None:
             positions = jnp.arange(x.shape[-2])
+        if positions.shape not in (x.shape[-2:-1], x.shape[:-1]):
+            raise ValueError(
+                f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
+            )
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
         y = jax.nn.dot_product_attention(
             rotary(q, cos, sin),
@@ -145,7 +164,7 @@ class Attention(nnx.Module):
             is_causal=self.is_causal,
             implementation=self.implementation or self._implementation(q.dtype),
         )
-        return self.out(y.reshape(*y.shape[:-2], -1), residual=residual)
+        return self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual=residual)
 
     def _split(self, y: jax.Array) -> list[jax.Array]:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -56,11 +56,16 @@ def project(
 
     Returns:
       What epilogue returns, with the leading axes of x.
+
+    Raises:
+      ValueError: x has no rows, or not K features.
     """
     source = x.x if isinstance(x, Normalized) else array(x)
     features = kernel.shape[1 if transpose_b else 0]
-    if source.shape[-1] != features:
-        raise ValueError(f"a kernel of {features} input features got an input of shape {source.shape}")
+    if jnp.ndim(source) < 2 or source.shape[-1] != features:
+        raise ValueError(
+            f"a product over {features} features wants (..., M, {features}), got shape {jnp.shape(source)}"
+        )
     dtype = dtype or jnp.result_type(source, kernel)
     if isinstance(x, Normalized):
         scale = x.scale.astype(jnp.float32)
@@ -130,6 +135,9 @@ class Linear(nnx.Module):
 
         Returns:
           (..., N), in the residual's dtype if there is one, else in the compute dtype.
+
+        Raises:
+          ValueError: x or residual of another shape.
         """
         kernel = self.kernel[...]
         if residual is None:

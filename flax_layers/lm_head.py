@@ -42,14 +42,26 @@ class LMHead(nnx.Module):
         self.kernel = (
             nnx.data(None) if tied else nnx.Param(kernel_init(rngs.params(), (in_features, vocab_size), param_dtype))
         )
+        self.in_features = in_features
+        self.vocab_size = vocab_size
         self.dtype = dtype
 
     def __call__(self, x: jax.Array | Stream | Normalized, *, embedding: jax.Array | None = None) -> jax.Array:
-        """Logits (..., V) of x (..., D); `embedding` (V, D) is required of a tied head and refused by an untied one."""
+        """Logits (..., V) of x (..., D).
+
+        Args:
+          x: (..., D).
+          embedding: (V, D), required of a tied head and refused by an untied one.
+
+        Raises:
+          ValueError: x or embedding of another shape, or an embedding where none belongs or none where one does.
+        """
         if embedding is None:
             if self.kernel is None:
                 raise ValueError("a tied LMHead has no kernel: give it embedding=")
             return project(x, self.kernel[...], dtype=self.dtype)
         if self.kernel is not None:
             raise ValueError("an LMHead with its own kernel takes no embedding=")
+        if embedding.shape != (self.vocab_size, self.in_features):
+            raise ValueError(f"embedding has shape {embedding.shape}, not {(self.vocab_size, self.in_features)}")
         return project(x, embedding, dtype=self.dtype, transpose_b=True)

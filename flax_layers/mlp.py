@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,10 @@ class GatedMLP(nnx.Module):
       activation: applied to the gate.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `gate_up` (D, 2, F) and `down.kernel` (F, D).
-      kernel_init: initialiser of both; it sees gate_up as (D, 2F).
+      kernel_init: initialiser of both; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
       rngs: source of keys.
+
+    A mesh whose axes are explicit cannot shard F: no sharding of (D, 2F) holds equal shares of gate and up.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
-        self.gate_up = nnx.Param(gate_up.reshape(in_features, 2, hidden_features))
+        self.gate_up = nnx.Param(_paired(gate_up))
         self.down = Linear(
             hidden_features, in_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -78,3 +81,14 @@ class GatedMLP(nnx.Module):
         gate_up = self.gate_up[...]
         hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
         return self.down(hidden, residual=residual)
+
+
+def _paired(kernel: Any) -> Any:
+    """An initialiser's (D, 2F) as (D, 2, F), an array or, from a partitioned initialiser, with its sharding."""
+    if not isinstance(kernel, nnx.VariableMetadata):
+        return kernel.reshape(kernel.shape[0], 2, -1)
+    metadata = dict(kernel.metadata)
+    if metadata.get("out_sharding"):
+        inputs, features = (*metadata["out_sharding"], None)[:2]
+        metadata["out_sharding"] = (inputs, None, features)
+    return dataclasses.replace(kernel, raw_value=_paired(kernel.raw_value), metadata=metadata)

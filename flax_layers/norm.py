@@ -49,7 +49,14 @@ class RMSNorm(nnx.Module):
     @overload
     def __call__(self, x: jax.Array) -> jax.Array: ...
     def __call__(self, x: jax.Array | Stream) -> jax.Array | Normalized:
-        """Normalises the rows of x (..., D)."""
+        """Normalises the rows of x (..., D).
+
+        Raises:
+          TypeError: a Normalized, which is normalised already.
+          ValueError: x of another width.
+        """
+        if isinstance(x, Normalized):
+            raise TypeError("RMSNorm got a Normalized: it is normalised already; x.array() forms it")
         if x.shape[-1] != self.num_features:
             raise ValueError(f"RMSNorm over {self.num_features} features got an input of shape {x.shape}")
         stream = Stream.of(x)

@@ -65,7 +65,7 @@ class Stream:
 
     @classmethod
     def of(cls, x: jax.Array | Stream) -> Stream:
-        """The array as a Stream without statistic; a Stream as it is."""
+        """The array as a Stream without statistic; a Stream as it is. See `with_statistic` for a carry of scan."""
         return x if isinstance(x, Stream) else cls(x)
 
     @property
@@ -76,6 +76,10 @@ class Stream:
     def dtype(self) -> jnp.dtype:
         return self.x.dtype
 
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
     def astype(self, dtype: DTypeLike) -> Stream:
         return Stream(self.x.astype(dtype))
 
@@ -85,17 +89,32 @@ class Stream:
     def __sub__(self, other: Any) -> Stream:
         return Stream(self.x - array(other))
 
+    def __rsub__(self, other: Any) -> Stream:
+        return Stream(array(other) - self.x)
+
     def __mul__(self, other: Any) -> Stream:
         return Stream(self.x * array(other))
 
+    def __truediv__(self, other: Any) -> Stream:
+        return Stream(self.x / array(other))
+
+    def __neg__(self) -> Stream:
+        return Stream(-self.x)
+
     __radd__ = __add__
     __rmul__ = __mul__
+    __array_ufunc__ = None  # numpy_array + stream comes here too
+
+    def with_statistic(self) -> Stream:
+        """The Stream with its statistic, computed if it is missing: what `scan` needs of a carry."""
+        if self.sumsq is not None:
+            return self
+        return Stream(self.x, jnp.sum(jnp.square(lax.stop_gradient(self.x).astype(jnp.float32)), axis=-1))
 
     def rstd(self, eps: float) -> jax.Array:
         """rsqrt(mean(x * x) + eps) of every row, (...,) float32; its gradient goes to x."""
-        sumsq = self.sumsq
-        if sumsq is None:
-            sumsq = jnp.sum(jnp.square(lax.stop_gradient(self.x).astype(jnp.float32)), axis=-1)
+        sumsq = self.with_statistic().sumsq
+        assert sumsq is not None
         return rms_rstd(self.x, sumsq, eps)
 
 
@@ -105,7 +124,8 @@ class Normalized:
     """An RMS-normalised array that has not been formed: rstd * x * scale, a pytree.
 
     The product that consumes it multiplies `scale` into its weight, where the weight is cast anyway, and `rstd`, one
-    factor a row, into its accumulator: norm(x) w = rstd * (x (scale[:, None] * w)).
+    factor a row, into its accumulator: norm(x) w = rstd * (x (scale[:, None] * w)), after CODA (arXiv 2605.19269). x is
+    multiplied as it is, in the product's compute dtype: float16 overflows where x does, beyond 65504.
 
     Attributes:
       x: (..., D).

@@ -156,6 +156,62 @@ def test_a_normalized_gives_its_array():
     np.testing.assert_array_equal(norm(layers.Stream.of(x)).array(), norm(x))
 
 
+def test_a_norm_is_applied_once():
+    norm = layers.RMSNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="normalised already"):
+        norm(norm(layers.Stream.of(ones(2, 8))))
+
+
+def test_partitioned_initialisers():
+    """Every kernel carries the sharding that its initialiser gives; gate_up that of (D, F)."""
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        block = layers.TransformerBlock(16, 24, 4, kernel_init=init, rngs=nnx.Rngs(0))
+        plain = layers.TransformerBlock(16, 24, 4, rngs=nnx.Rngs(0))
+        assert block.mlp.gate_up[...].sharding.spec == jax.P(None, None, "model")
+        assert block.attention.qkv.kernel[...].sharding.spec == jax.P(None, "model")
+        np.testing.assert_array_equal(block.mlp.gate_up[...], plain.mlp.gate_up[...])
+        x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+        np.testing.assert_allclose(nnx.jit(block)(x), nnx.jit(plain)(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 16), (2, 0, 16), (0, 16), (7, 16)])
+def test_empty_and_unbatched_inputs(shape):
+    block = layers.TransformerBlock(16, 24, 4, rngs=nnx.Rngs(0))
+    assert block(ones(*shape)).shape == shape
+
+
+def test_a_stream_is_a_carry_of_scan():
+    stream = layers.Stream.of(ones(2, 8))
+    assert stream.with_statistic().sumsq.shape == (2,)
+    linear = layers.Linear(8, 8, rngs=nnx.Rngs(0))
+    out, _ = jax.lax.scan(lambda s, _: (linear(s, residual=s), None), stream.with_statistic(), length=3)
+    again = stream
+    for _ in range(3):
+        again = linear(again, residual=again)
+    np.testing.assert_allclose(out.x, again.x, rtol=1e-6)
+    np.testing.assert_allclose(out.sumsq, again.sumsq, rtol=1e-6)
+
+
+def test_arithmetic_of_streams():
+    x = np.linspace(1, 2, 8, dtype=np.float32).reshape(2, 4)
+    stream = layers.Stream(jnp.asarray(x), ones(2))
+    for got, expected in [
+        (stream + 1, x + 1),
+        (x + stream, 2 * x),
+        (1.0 - stream, 1 - x),
+        (stream - x, 0 * x),
+        (2 * stream, 2 * x),
+        (stream / 2, x / 2),
+        (-stream, -x),
+        (jnp.asarray(x) * stream, x * x),
+        (stream.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
+    ]:
+        assert isinstance(got, layers.Stream) and got.sumsq is None
+        np.testing.assert_array_equal(got.x, expected)
+
+
 def test_separate_kernels_of_other_checkpoints():
     attention = layers.Attention(32, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
     q, k, v = attention.split_kernel()
@@ -169,7 +225,18 @@ def test_separate_kernels_of_other_checkpoints():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"8 input features .*\(2, 9\)"),
+        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"over 8 features .*\(2, 9\)"),
+        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(8)), r"wants \(\.\.\., M, 8\), got shape \(8,\)"),
+        (lambda: layers.Attention(8, 0, rngs=nnx.Rngs(0)), "num_heads=0 .* must be at least 1"),
+        (lambda: layers.Attention(8, 2, rngs=nnx.Rngs(0))(ones(2, 2, 3, 8)), r"got shape \(2, 2, 3, 8\)"),
+        (
+            lambda: layers.Attention(8, 2, rngs=nnx.Rngs(0))(ones(2, 3, 8), positions=jnp.arange(4)),
+            r"positions has shape \(4,\) beside an input of shape \(2, 3, 8\)",
+        ),
+        (
+            lambda: layers.LMHead(8, 4, tied=True, rngs=nnx.Rngs(0))(ones(2, 8), embedding=ones(5, 8)),
+            r"embedding has shape \(5, 8\), not \(4, 8\)",
+        ),
         (lambda: layers.RMSNorm(8, rngs=nnx.Rngs(0))(ones(2, 9)), r"8 features .*\(2, 9\)"),
         (lambda: layers.Attention(30, 4, rngs=nnx.Rngs(0)), "in_features=30 is not a multiple of num_heads=4"),
         (lambda: layers.Attention(32, 4, num_kv_heads=3, rngs=nnx.Rngs(0)), "num_heads=4 .* num_kv_heads=3"),

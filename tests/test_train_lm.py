@@ -124,6 +124,27 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
     assert re.search(r"other settings \(seed: 0 there, 1 now\)", output)
 
 
+def test_a_folder_in_use_and_folders_that_cannot_be_used(tmp_path):
+    running = start(tmp_path / "run")
+    wait_for_step(running, tmp_path / "run", 20)
+    code, output = finish(start(tmp_path / "run"))
+    running.kill()
+    finish(running)
+    assert code == 2 and "another process is training in" in output
+
+    (tmp_path / "run" / "settings.json").write_text("{")
+    code, output = finish(start(tmp_path / "run"))
+    assert code == 2 and re.search(r"has checkpoints, but .*settings\.json cannot be read", output)
+
+    (tmp_path / "file").touch()
+    code, output = finish(start(tmp_path / "file"))
+    assert code == 2 and "cannot be written" in output
+    code, output = finish(start(tmp_path / "new", "--context=10000000"))
+    assert code == 2 and re.search(r"--context: a text of \d+ bytes has no window of 10000000 bytes", output)
+    code, output = finish(start(tmp_path / "new", "--learning-rate=nan"))
+    assert code == 2 and "--learning-rate must be a positive number" in output
+
+
 def test_splits_are_whole_files_and_do_not_overlap(tmp_path):
     names = [f"module{i}.py" for i in range(40)] + ["package/inner.py"]
     for name in [*names, "test/test_module.py", "site-packages/other.py", "encodings/cp037.py", "config-3/build.py"]:
