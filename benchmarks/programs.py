@@ -73,6 +73,14 @@ def _swiglu_backward(acc, z, dz):
     return out, jnp.sum(out * z, axis=1)
 
 
+def _gated_backward(acc, z, rstd):
+    """Back through silu(gate) * up: acc is its cotangent, z (M, 2N) holds gate and up; dz is as wide as z."""
+    gate, up = jnp.split(z, 2, axis=1)
+    s = jax.nn.sigmoid(gate)
+    dz = jnp.concatenate([acc * up * (s + gate * s * (1 - s)), acc * gate * s], axis=1)
+    return rstd * dz, gate * s * up, jnp.sum(dz * z, axis=1)
+
+
 def _bias_gelu(acc, bias):
     return jax.nn.gelu(acc + bias)
 
@@ -124,6 +132,9 @@ PROGRAMS: dict[str, Program] = {
     "residual_sumsq": Program(_residual_sumsq, lambda m, n: (_type((m, n)),)),
     "swiglu": Program(_swiglu, lambda m, n: (_type((m, 1), jnp.float32),), (jnp.bfloat16, jnp.bfloat16)),
     "swiglu_backward": Program(_swiglu_backward, lambda m, n: (_type((m, n)), _type((m, n)))),
+    "gated_backward": Program(
+        _gated_backward, lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)), (jnp.bfloat16, jnp.bfloat16)
+    ),
     "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
     "gelu_erf": Program(_gelu_erf),
     "column_sum": Program(_column_sum, lambda m, n: (_type((n,), jnp.float32),)),

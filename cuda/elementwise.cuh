@@ -21,7 +21,7 @@ union Word {
 enum class DType { bf16, f16, f32, i32, pred };
 enum class Op { sum, max, min };
 
-/// A tile read or written: its tensor map and the half of N that this entry stands for.
+/// A tile read or written: its tensor map, and which of its column sections (ways) this entry stands for.
 struct TileAccess {
   int map;
   int way;
@@ -29,11 +29,11 @@ struct TileAccess {
   bool batched;
 };
 
-/// A row vector, column vector or scalar: its pointer, the half of N, and whether the array spans all of N or one half.
+/// A row vector, column vector or scalar: its pointer, the section, and how many of them the array spans.
 struct VectorAccess {
   int pointer;
   int way;
-  bool full;
+  int ways;
   DType dtype;
   bool batched;
 };
@@ -42,7 +42,7 @@ struct VectorAccess {
 struct ReductionAccess {
   int pointer;
   int way;
-  bool full;
+  int ways;
   Op op;
 };
 

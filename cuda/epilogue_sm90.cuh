@@ -26,8 +26,7 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
-  static constexpr int ways = Epilogue::ways;
-  static constexpr int columns = Config::tile_n / ways;  // columns of a tile within a way
+  static constexpr int columns = Config::tile_n / Epilogue::acc_ways;  // columns of a tile within a way
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = columns / subtile_n;
   static constexpr int blocks = Config::tile_m / 64;
@@ -104,7 +103,7 @@ struct EpilogueVisitor {
         warpgroup(warpgroup),
         warp(warp),
         lane(lane),
-        n_per_way(params.n / Layout::ways),
+        n_per_way(params.n / Epilogue::acc_ways),
         ring(ring) {}
 
   /// Row within the output of this thread's rows; the fragment's r-th half is 8 rows further down.
@@ -176,11 +175,13 @@ struct EpilogueVisitor {
               typename Epilogue::Result result;
               element.row = row(tile, block, r);
 #pragma unroll
-              for (int way = 0; way < Layout::ways; ++way) {
+              for (int way = 0; way < Epilogue::acc_ways; ++way) {
                 const int group = (way * Layout::columns + subtile * Layout::subtile_n) / 8 + j;
                 element.acc[way] = accumulator.registers[block][4 * group + 2 * r + c];
-                element.column[way] = way * n_per_way + column(tile, subtile, j) + c;
               }
+#pragma unroll
+              for (int way = 0; way < Epilogue::ways; ++way)
+                element.column[way] = way * n_per_way + column(tile, subtile, j) + c;
               const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < n_per_way;
               static_for<Epilogue::tile_loads>([&](auto index) {
                 element.tile[decltype(index)::value].f = loads[decltype(index)::value].value[j][r][c];
@@ -226,7 +227,7 @@ struct EpilogueVisitor {
       const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
     static_for<Epilogue::row_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
-      const int width = access.full ? params.n : n_per_way;
+      const int width = access.ways * n_per_way;
       const long long offset =
           (access.batched ? static_cast<long long>(tile.batch) * width : 0) + access.way * n_per_way;
 #pragma unroll
@@ -331,7 +332,7 @@ struct EpilogueVisitor {
       const int at = 32 * warp + lane;
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
-        const int width = access.full ? params.n : n_per_way;
+        const int width = access.ways * n_per_way;
         const int tiles_m = (params.m + Config::tile_m - 1) / Config::tile_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                          (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width + access.way * n_per_way;

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import coda_jax as coda
+from coda_jax import rotary as rotary
 from flax_layers.linear import Linear, default_kernel_init
-from flax_layers.stream import Normalized, Stream
+from flax_layers.stream import Normalized, Stream, array
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -19,20 +21,6 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x[i], x[i + Dh/2]) of every head: [a, b] -> [a cos - b sin, b cos + a sin].
-
-    The convention of Hugging Face's Llama. Computed in float32, rounded once.
-
-    Args:
-      x: (..., T, H, Dh).
-      cos, sin: (..., T, Dh / 2) float32.
-    """
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -143,12 +131,6 @@ class Attention(nnx.Module):
         """
         if len(x.shape) not in (2, 3):
             raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {x.shape}")
-        q, k, v = (
-            y.reshape(*y.shape[:-1], heads, self.head_dim)
-            for y, heads in zip(
-                self._split(self.qkv(x)), (self.num_heads, self.num_kv_heads, self.num_kv_heads), strict=True
-            )
-        )
         if positions is None:
             positions = jnp.arange(x.shape[-2])
         if positions.shape not in (x.shape[-2:-1], x.shape[:-1]):
@@ -156,9 +138,31 @@ class Attention(nnx.Module):
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
         cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
+        if isinstance(x, Normalized):
+            q, k, v, passed = coda.qkv_projection(
+                x.x,
+                x.sumsq,
+                x.scale,
+                self.qkv.kernel[...],
+                cos,
+                sin,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                epsilon=x.epsilon,
+                dtype=self.qkv.dtype,
+            )
+            if array(residual) is x.x:  # so that its cotangent joins that of the norm
+                residual = Stream(passed, residual.sumsq) if isinstance(residual, Stream) else passed
+        else:
+            heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+            q, k, v = (
+                y.reshape(*y.shape[:-1], count, self.head_dim)
+                for y, count in zip(self._split(self.qkv(x)), heads, strict=True)
+            )
+            q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         y = jax.nn.dot_product_attention(
-            rotary(q, cos, sin),
-            rotary(k, cos, sin),
+            q,
+            k,
             v,
             mask=mask,
             is_causal=self.is_causal,

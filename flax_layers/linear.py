@@ -8,10 +8,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from coda_jax.primitives.deferred_norm import add_residual_sumsq
 from flax_layers.stream import Normalized, Stream, array
 
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -20,15 +20,6 @@ default_kernel_init = nnx.initializers.lecun_normal()
 def add_residual(acc: jax.Array, x: jax.Array) -> jax.Array:
     """Epilogue: y = acc + x."""
     return acc + x
-
-
-def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: y = acc + x and the row sums of y * y."""
-    y = acc + x
-    # The norm that reads the sums differentiates through y (see Stream); with the gradient stopped here the epilogue is
-    # linear in acc, and so keeps nothing for the backward pass.
-    z = lax.stop_gradient(y)
-    return y, jnp.sum(z * z, axis=1)
 
 
 def project(
@@ -70,7 +61,7 @@ def project(
     if isinstance(x, Normalized):
         scale = x.scale.astype(jnp.float32)
         kernel = kernel.astype(jnp.float32) * (scale if transpose_b else scale[:, None])
-        operands, epilogue = (x.rstd[..., None], *operands), _after_row_scale(epilogue)
+        operands, epilogue = (x.rstd()[..., None], *operands), _after_row_scale(epilogue)
     return coda.gemm(
         source.astype(dtype),
         kernel.astype(dtype),

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import coda_jax as coda
 from flax_layers.linear import Linear, default_kernel_init, project
-from flax_layers.stream import Normalized, Stream
+from flax_layers.stream import Normalized, Stream, array
 
 
 class GatedMLP(nnx.Module):
@@ -72,7 +73,24 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | Stream | None = None
     ) -> jax.Array | Stream:
-        """Applies the layer to x (..., D); `residual` as in Linear."""
+        """Applies the layer to x (..., D); `residual` as in Linear.
+
+        Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.gated_mlp`.
+        """
+
+        if isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
+            gate_up = self.gate_up[...]
+            y, sumsq = coda.gated_mlp(
+                x.x,
+                x.sumsq,
+                x.scale,
+                gate_up.reshape(gate_up.shape[0], -1),
+                self.down.kernel[...],
+                epsilon=x.epsilon,
+                activation=self.activation,
+                dtype=self.dtype,
+            )
+            return Stream(y, sumsq) if isinstance(residual, Stream) else y
 
         def gated(acc: jax.Array) -> jax.Array:
             gate, up = jnp.split(acc, 2, axis=1)

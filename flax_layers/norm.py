@@ -59,8 +59,9 @@ class RMSNorm(nnx.Module):
             raise TypeError("RMSNorm got a Normalized: it is normalised already; x.array() forms it")
         if x.shape[-1] != self.num_features:
             raise ValueError(f"RMSNorm over {self.num_features} features got an input of shape {x.shape}")
-        stream = Stream.of(x)
-        y = Normalized(stream.x, stream.rstd(self.epsilon), self.scale[...])
+        stream = Stream.of(x).with_statistic()
+        assert stream.sumsq is not None
+        y = Normalized(stream.x, stream.sumsq, self.scale[...], self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)

@@ -11,36 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
-    """Reciprocal root mean square of the rows of x, from their known sums of squares.
-
-    rstd = rsqrt(sumsq / D + eps)
-
-    Args:
-      x: (..., D). Only its shape is used going forward; the gradient goes to it.
-      sumsq: (...,) float32, the row sums of x * x. It is a cache of a function of x and so receives no gradient.
-      eps: added to the mean of squares.
-
-    Returns:
-      (...,) float32. The cotangent of x is -x * drstd * rstd**3 / D.
-    """
-    return lax.rsqrt(sumsq / x.shape[-1] + eps)
-
-
-def _rms_rstd_fwd(x: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    rstd = rms_rstd(x, sumsq, eps)
-    return rstd, (x, rstd)
-
-
-def _rms_rstd_bwd(eps: float, saved: tuple[jax.Array, jax.Array], drstd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, rstd = saved
-    factor = -drstd * rstd**3 / x.shape[-1]
-    return (factor[..., None] * x.astype(jnp.float32)).astype(x.dtype), jnp.zeros_like(rstd)
-
-
-rms_rstd.defvjp(_rms_rstd_fwd, _rms_rstd_bwd)
+from coda_jax.primitives.deferred_norm import rms_rstd
 
 
 @jax.tree_util.register_dataclass
@@ -118,10 +89,10 @@ class Stream:
         return rms_rstd(self.x, sumsq, eps)
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "sumsq", "scale"], meta_fields=["epsilon"])
 @dataclasses.dataclass(frozen=True)
 class Normalized:
-    """An RMS-normalised array that has not been formed: rstd * x * scale, a pytree.
+    """An RMS-normalised array that has not been formed: rsqrt(sumsq / D + epsilon) * x * scale, a pytree.
 
     The product that consumes it multiplies `scale` into its weight, where the weight is cast anyway, and `rstd`, one
     factor a row, into its accumulator: norm(x) w = rstd * (x (scale[:, None] * w)), after CODA (arXiv 2605.19269). x is
@@ -129,13 +100,19 @@ class Normalized:
 
     Attributes:
       x: (..., D).
-      rstd: (...,) float32.
+      sumsq: (...,) float32, as in Stream.
       scale: (D,).
+      epsilon: added to the mean of squares.
     """
 
     x: jax.Array
-    rstd: jax.Array
+    sumsq: jax.Array
     scale: jax.Array
+    epsilon: float
+
+    def rstd(self) -> jax.Array:
+        """rsqrt(sumsq / D + epsilon), (...,) float32; its gradient goes to x."""
+        return rms_rstd(self.x, self.sumsq, self.epsilon)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +124,7 @@ class Normalized:
 
     def array(self) -> jax.Array:
         """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
-        y = self.rstd[..., None] * self.x.astype(jnp.float32) * self.scale.astype(jnp.float32)
+        y = self.rstd()[..., None] * self.x.astype(jnp.float32) * self.scale.astype(jnp.float32)
         return y.astype(self.x.dtype)
 
 

@@ -55,6 +55,13 @@ def swiglu_backward(acc, z, rstd):
     return {"dz": dz * rstd, "y": gate * sigmoid * up, "s": jnp.sum(dz * z, axis=1)}
 
 
+def gated_backward(acc, z, rstd):
+    gate, up = jnp.split(z, 2, axis=1)
+    sigmoid = jax.nn.sigmoid(gate)
+    dz = jnp.concatenate([acc * up * (sigmoid + gate * sigmoid * (1 - sigmoid)), acc * gate * sigmoid], axis=1)
+    return {"dz": dz * rstd, "y": gate * sigmoid * up, "s": jnp.sum(dz * z, axis=1)}
+
+
 def scaled(acc, scale, column, row):
     y = jnp.tanh(acc * scale + column) * row
     return y, jnp.mean(y, axis=0), jnp.sum(y)
@@ -81,6 +88,7 @@ CASES = [
     Case("bias_gelu_max", bias_gelu_max, lambda m, n: [((n,), jnp.float32)], maximum=(1, 1)),
     Case("swiglu", swiglu, lambda m, n: [((m, 1), jnp.float32)]),
     Case("swiglu_backward", swiglu_backward, lambda m, n: [((m, n), None), ((m, 1), jnp.float32)]),
+    Case("gated_backward", gated_backward, lambda m, n: [((m, 2 * n), None), ((m, 1), jnp.float32)]),
     Case("scaled", scaled, lambda m, n: [((), jnp.float32), ((m, 1), None), ((1, n), jnp.float32)]),
     Case("masked", masked, lambda m, n: [((n,), jnp.bool_), ((m, 1), jnp.int32), ((m, n), jnp.float32)]),
     Case("half_operands", half_operands, lambda m, n: [((n // 2,), None), ((m, n // 2), None)]),
@@ -172,7 +180,7 @@ def compare(
             formula, [jnp.asarray(as_float64(x)) for x in args], [as_float64(ct) for ct in cotangents]
         )()
     for i, (got, exact, rough) in enumerate(zip(outputs, exact_outputs, rough_outputs, strict=True)):
-        tile = got.shape in ((m, n), (m, n // 2))
+        tile = got.shape in ((m, n), (m, n // 2), (m, 2 * n))
         dtype = a.dtype if tile else jnp.float32
         rows = by_rows and got.ndim > 0 and got.shape[0] == m
         tolerance.check(got, exact, rough, dtype=dtype, by_rows=rows, name=f"{case} output {i}")

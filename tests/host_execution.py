@@ -42,17 +42,16 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       typename E::Element in;
       typename E::Result out;
       in.row = row;
-      for (int way = 0; way < E::ways; ++way) {
-        in.column[way] = way * n + column;
-        in.acc[way] = acc[static_cast<long long>(row) * n * E::ways + way * n + column];
-      }
+      for (int way = 0; way < E::ways; ++way) in.column[way] = way * n + column;
+      for (int way = 0; way < E::acc_ways; ++way)
+        in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + way * n + column];
       for (int i = 0; i < E::tile_loads; ++i) {
         const TileAccess t = E::tile_load[i];
         in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + t.way * n + column, t.dtype);
       }
       for (int i = 0; i < E::row_vectors; ++i) {
         const VectorAccess v = E::row_vector[i];
-        in.row_vector[i] = load(pointer[v.pointer], (v.full ? v.way * n : 0) + column, v.dtype);
+        in.row_vector[i] = load(pointer[v.pointer], v.way * n + column, v.dtype);
       }
       for (int i = 0; i < E::column_vectors; ++i)
         in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
@@ -70,7 +69,7 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       }
       for (int i = 0; i < E::column_reductions; ++i) {
         const ReductionAccess r = E::column_reduction[i];
-        float& to = static_cast<float*>(pointer[r.pointer])[(r.full ? r.way * n : 0) + column];
+        float& to = static_cast<float*>(pointer[r.pointer])[r.way * n + column];
         to = combine(r.op, to, out.column[i]);
       }
     }
@@ -115,14 +114,14 @@ class HostPrograms:
         """Flat outputs of program `index`; tiles as float32."""
         program = self.programs[index]
         m, columns = acc.shape
-        n = columns // program.ways
+        n = columns // program.acc_ways
         acc = np.ascontiguousarray(acc, np.float32)
         operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
-        width = {Width.FULL: columns, Width.HALF: columns // 2}
+        width = {width: n * program.ways_of(width) for width in Width}
         stores = [np.full((m, width[s.width]), np.nan, np.float32) for s in program.stores]
         reductions = [
             np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions

@@ -37,6 +37,8 @@ ROW = RNG.normal(size=(N,)).astype(np.float32)
 ROW_INT = RNG.integers(-5, 5, size=(1, N)).astype(np.int32)
 HALF_ROW = RNG.normal(size=(1, F)).astype(np.float32)
 COLUMN = RNG.normal(size=(M, 1)).astype(np.float32)
+WIDE = jnp.asarray(RNG.normal(size=(M, 2 * N)), jnp.bfloat16)
+WIDE_ROW = RNG.normal(size=(2 * N,)).astype(np.float32)
 MASK = RNG.integers(0, 2, size=(M, 1)).astype(bool)
 SCALAR = np.float32(1.7)
 COUNT = np.int32(3)
@@ -207,7 +209,18 @@ def _halves_and_reductions() -> dict[str, Case]:
         x, y = a[:, :F], a[:, F:]
         return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
 
+    def gated_backward(a, z, c):  # of silu(gate) * up, at dy = a
+        gate, up = jnp.split(z, 2, axis=1)
+        s = jax.nn.sigmoid(gate)
+        dz = jnp.concatenate([a * up * (s + gate * s * (1 - s)), a * gate * s], axis=1)
+        return dz * c, gate * s * up, jnp.sum(dz * z, axis=1), jnp.sum(dz, axis=0), jnp.max(dz)
+
     return {
+        "twice_as_wide": (gated_backward, (WIDE, COLUMN)),
+        "doubled": (lambda a, r: jnp.concatenate([a, a * r], axis=1), (ROW,)),
+        "doubled_rows": (lambda a, w, r: jnp.concatenate([a * r, a], axis=1) * w, (WIDE_ROW, ROW)),
+        "doubled_index": (lambda a, w: w * jnp.arange(2 * N) + jnp.concatenate([a, a + jnp.arange(N)], 1), (WIDE,)),
+        "wide_captured": (lambda a: a + WIDE[:, N:].astype(jnp.float32), ()),
         "halves": (everything, (BF16, ROW, F16)),
         "rotary_halves": (rotate, (HALF_ROW, HALF_ROW[0] + 1)),
         "half_index": (lambda a: a[:, F:] + jnp.arange(F) + jnp.arange(N)[F:], ()),

@@ -49,7 +49,12 @@ REFUSED = {
     "quarters": (lambda a: jnp.split(a, 4, axis=1)[1] * 2, r"split.*\(2, 2, 2, 2\).*two halves"),
     "half_of_half": (lambda a: jnp.split(a[:, :4], 2, axis=1)[0], "half column"),
     "rows_apart": (lambda a: jnp.split(a, 2, axis=0)[0], r"split.*rows apart into \(3, 3\)"),
-    "uneven_concatenate": (lambda a: jnp.concatenate([a, a], axis=1), "joins 8 and 8 elements along axis 1"),
+    "uneven_concatenate": (lambda a: jnp.concatenate([a, a[:, :4]], axis=1), "joins 8 and 4 elements along axis 1"),
+    "three_times": (lambda a: jnp.concatenate([a, a, a], axis=1), "joins 8 and 8 and 8 elements along axis 1"),
+    "halves_and_twice": (
+        lambda a: jnp.concatenate([jnp.concatenate(jnp.split(a, 2, axis=1)[::-1], axis=1), a], axis=1),
+        "joins 8 and 8 elements along axis 1",
+    ),
     "concatenate_rows": (lambda a: jnp.concatenate([a, a], axis=0), "joins 8 and 8|joins 6 and 6"),
     "pad_more": (lambda a: jnp.pad(a, 1), "pads axis 0 by 1 and 1"),
     "heads": (lambda a: a.reshape(M, 2, 4).sum(-1), r"reshapes \(6, 8\) to \(6, 2, 4\)"),

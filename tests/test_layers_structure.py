@@ -1,6 +1,8 @@
 """What the layers are made of: the products they call, what those keep, Streams, shapes, names and errors."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend import core
+from jax.interpreters import partial_eval
 from layer_checks import apply, state_dict
 
+import coda_jax as coda
 import flax_layers as layers
 from coda_jax import ffi
 
@@ -56,7 +60,7 @@ def test_a_llama_is_four_products_a_block_and_the_head():
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """Of residual products nothing: their epilogue is linear. Of gate and up the rounded product. No float32 (M, N)."""
+    """The residual stream, and gate and up rounded; not the hidden activation, no norm, no float32 (M, N)."""
     dtype = jnp.bfloat16
     mlp = layers.GatedMLP(64, 96, dtype=dtype, rngs=nnx.Rngs(0))
     norm = layers.RMSNorm(64, rngs=nnx.Rngs(0))
@@ -69,7 +73,47 @@ def test_what_is_kept_for_the_backward_pass():
     kept = sorted((x.dtype.name, x.shape) for x in jax.tree.leaves(vjp) if x.ndim == 2 and x.shape[0] == 40)
     wide = [(name, shape) for name, shape in kept if shape[1] > 1]
     assert {name for name, _ in wide} == {"bfloat16"}
-    assert {shape for _, shape in wide} == {(40, 64), (40, 192), (40, 96)}  # x, gate and up, their product
+    assert {shape for _, shape in wide} == {(40, 64), (40, 192)}  # x; gate and up
+
+
+def passes_between_kernels(f, rows=40, width=64, hidden=96):
+    """Names of the StableHLO operations that make an array of all rows and a whole width, in f and its gradient."""
+    x, sumsq = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    shapes = (width,), (width, 2 * hidden), (hidden, width)
+    parameters = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def gradient(cotangent, *arguments):
+        y, pullback = jax.vjp(lambda *a: f(*a)[0], *arguments)
+        return y, pullback(cotangent)
+
+    traced = jax.jit(gradient).trace(x, x, sumsq, *parameters)
+    found = set()
+    for line in traced.lower(lowering_platforms=("cuda",)).as_text().splitlines():
+        operation = re.search(r"= \"?stablehlo\.(\w+)", line)
+        results = line.rpartition(" -> ")[2] if " -> " in line else line.rpartition(" : ")[2]
+        if operation and any(f"tensor<{rows}x{columns}x" in results for columns in (width, hidden, 2 * hidden)):
+            found.add(operation[1])
+    return found
+
+
+def test_no_pass_over_activations_between_the_kernels_of_a_gated_mlp():
+    """Forward and backward of norm, gate, residual: six products, and nothing else touches an activation."""
+    if reason := ffi.unavailable_reason():
+        pytest.skip(reason)
+    chain = functools.partial(coda.gated_mlp, epsilon=1e-6)
+    assert passes_between_kernels(chain) == {"custom_call"}
+    assert passes_between_kernels(lambda x, *rest: chain(x * 1.0001, *rest)) >= {"custom_call", "multiply"}
+
+
+@pytest.mark.parametrize("saved, products", [((), 7), (("mlpwi",), 6)])
+def test_checkpoint_policies_by_name(saved, products):
+    """Recomputing all takes the forward's first product again; the second's results nobody needs."""
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    f = jax.checkpoint(functools.partial(coda.gated_mlp, epsilon=1e-6), policy=policy)
+    arguments = ones(16, 8), ones(16), ones(8), ones(8, 16), ones(8, 8)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda *a: f(*a)[0].sum(), argnums=(0, 2, 3, 4)))(*arguments)
+    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * 5)
+    assert [e.primitive.name for e in equations(live)].count("coda_gemm") == products
 
 
 def test_the_training_step_lowers_to_kernels_for_hopper():

@@ -125,7 +125,7 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
 
 
 def test_a_folder_in_use_and_folders_that_cannot_be_used(tmp_path):
-    running = start(tmp_path / "run")
+    running = start(tmp_path / "run", "--steps=1000000")
     wait_for_step(running, tmp_path / "run", 20)
     code, output = finish(start(tmp_path / "run"))
     running.kill()

@@ -37,7 +37,9 @@ def assemble(analysis: Analysis) -> Program:
     finish, reductions = finishing(analysis, finished)
     nodes, new_stores, new_reductions = _compact(analysis, stores, reductions)
     outputs = len(analysis.flat.outputs)
-    return Program(analysis.operands, analysis.ways, nodes, new_stores, new_reductions, outputs, finish)
+    return Program(
+        analysis.operands, analysis.ways, nodes, new_stores, new_reductions, outputs, finish, analysis.acc_width
+    )
 
 
 def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:

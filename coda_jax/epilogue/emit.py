@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
-from coda_jax.epilogue.program import Axis, Kind, Node, Program, Reduction, ReductionOp, Width
+from coda_jax.epilogue.program import Axis, Kind, Node, Program, Reduction, ReductionOp
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
 # Entries of the struct: array name (its count has an s) and type, with what stands in an array without entries.
@@ -20,8 +20,8 @@ _ACCESS = {
 }
 _EMPTY = {
     "TileAccess": "-1, 0, coda::DType::f32, false",
-    "VectorAccess": "-1, 0, false, coda::DType::f32, false",
-    "ReductionAccess": "-1, 0, false, coda::Op::sum",
+    "VectorAccess": "-1, 0, 1, coda::DType::f32, false",
+    "ReductionAccess": "-1, 0, 1, coda::Op::sum",
 }
 _LOADS = {
     Kind.TILE: ("tile_load", "tile"),
@@ -77,33 +77,33 @@ class _Emitter:
             self.slots[index, way] = (
                 f"in.{member}[{len(self.entries[array])}].{'f' if operand.dtype.name in FLOATS else 'i'}"
             )
-            full = "" if operand.kind is Kind.TILE else f"{str(operand.width is Width.FULL).lower()}, "
-            self.entries[array].append(f"{position}, {way}, {full}{_dtype(operand.dtype)}, {flag}")
+            ways = "" if operand.kind is Kind.TILE else f"{self.program.ways_of(operand.width)}, "
+            self.entries[array].append(f"{position}, {way}, {ways}{_dtype(operand.dtype)}, {flag}")
 
     def result(self, array: str, entry: str, value: str) -> None:
         self.results.append(f"out.{array.split('_')[0]}[{len(self.entries[array])}] = {value};")
         self.entries[array].append(entry)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
-        full, op = str(reduction.width is Width.FULL).lower(), f"coda::Op::{reduction.op.value}"
+        ways, op = self.program.ways_of(reduction.width), f"coda::Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
         if reduction.axis is Axis.ROW:
             combined = values[0] if len(values) == 1 else _COMBINE[reduction.op].format(*values)
-            self.result("row_reduction", f"{pointer}, 0, true, {op}", combined)
+            self.result("row_reduction", f"{pointer}, 0, 1, {op}", combined)
             return
         for way, value in enumerate(values):
-            self.result("column_reduction", f"{pointer}, {way}, {full}, {op}", value)
+            self.result("column_reduction", f"{pointer}, {way}, {ways}, {op}", value)
 
     def text(self) -> str:
         size = {name: max(1, len(entries)) for name, entries in self.entries.items()}
-        ways = self.program.ways
+        acc_ways, ways = self.program.acc_ways, self.program.ways
         lines = [
             "struct Epilogue {",
-            f"  static constexpr int ways = {ways};",
+            f"  static constexpr int acc_ways = {acc_ways}, ways = {ways};",
             *(f"  static constexpr int {name}s = {len(entries)};" for name, entries in self.entries.items()),
             *map(self.array, self.entries),
             "  struct Element {",
-            f"    float acc[{ways}];",
+            f"    float acc[{acc_ways}];",
             *(f"    coda::Word {member}[{size[array]}];" for array, member in _LOADS.values()),
             "    int row;",
             f"    int column[{ways}];",

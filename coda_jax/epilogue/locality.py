@@ -26,6 +26,7 @@ from coda_jax.epilogue.values import (
     LiteralFloat,
     Local,
     NeedsHalves,
+    NeedsTwice,
     NotElementwise,
     NotTileLocalError,
     Tag,
@@ -44,6 +45,7 @@ IDENTITIES = frozenset(
         "name",
         "reduce_precision",
         "sharding_constraint",
+        "reshard",
     }
 )
 
@@ -55,13 +57,15 @@ class Analysis:
       flat: the equations; variable 0 is acc.
       order: the variables that are the operands.
       operands: what they are.
-      ways: 2 if f works on halves of N.
+      ways: 2 if f works on halves.
+      acc_width: HALF if acc is a half of wider tiles.
       name: of f, for messages.
       rules: for operations that move axes or reduce.
 
     Raises:
       NotTileLocalError: f is not local to a tile.
       NeedsHalves: with ways == 1, f turns out to work on halves.
+      NeedsTwice: f turns out to join two arrays of N columns.
     """
 
     def __init__(
@@ -70,12 +74,14 @@ class Analysis:
         order: Sequence[int],
         operands: Sequence[Operand],
         ways: int,
+        acc_width: Width,
         name: str,
         rules: Mapping[str, "Rule"],
     ):
         self.rules = rules
         self.flat, self.operands, self.ways, self.name = flat, tuple(operands), ways, name
-        self.m, self.n = flat.avals[0].shape
+        self.m, n = flat.avals[0].shape
+        self.acc_width, self.n = acc_width, n if acc_width is Width.FULL else 2 * n
         self.half = self.n // 2 if isinstance(self.n, int) and self.n % 2 == 0 else None
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
@@ -86,9 +92,9 @@ class Analysis:
         self.sequence: list[
             Equation
         ] = []  # the flat equations, those of finished reductions in the place of the kernel's
-        self.values[0] = Local(
-            (ROW, COLUMN), tuple(self.node("acc", (), "float32", way=way) for way in range(ways)), True
-        )
+        acc_ways = range(ways if acc_width is Width.FULL else 1)
+        column = COLUMN if acc_width is Width.FULL else HALF
+        self.values[0] = Local((ROW, column), tuple(self.node("acc", (), "float32", way=w) for w in acc_ways), True)
         for index, (variable, operand) in enumerate(zip(order, operands, strict=True)):
             self.values[variable] = self.operand(index, operand, flat.avals[variable])
             self.sources[variable] = ("operand", index)
@@ -292,6 +298,11 @@ class Analysis:
             inputs = tuple(self.substitute(i, leaf, done) for i in node.inputs)
             done[number] = self.node(node.op, inputs, node.dtype, **dict(node.attributes))
         return done[number]
+
+    def twice(self) -> None:
+        """Notes that f joins two arrays of N columns."""
+        if self.ways == 1:
+            raise NeedsTwice
 
     def halves(self) -> None:
         """Notes that f works on halves."""

@@ -25,14 +25,17 @@ class Kind(enum.Enum):
 
 
 class Width(enum.Enum):
-    """Whether an array has N columns or N/2."""
+    """Whether an array has all columns of the program's widest arrays or half of them.
 
-    FULL = "N"
-    HALF = "N/2"
+    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`).
+    """
+
+    FULL = "full"
+    HALF = "half"
 
 
 class Axis(enum.Enum):
-    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column, (N,) or (N/2,)."""
+    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column."""
 
     ROW = "row"
     COLUMN = "column"
@@ -95,7 +98,7 @@ class Node:
 
 @dataclass(frozen=True)
 class TileStore:
-    """Output number `output`, shape (M, N) or (M, N/2); `values` are its nodes, one for each way it spans."""
+    """Output number `output`, a tile of `width`; `values` are its nodes, one for each way it spans."""
 
     output: int
     width: Width
@@ -139,11 +142,13 @@ class Program:
 
     Attributes:
       operands: explicit operands in order, then captured arrays.
-      ways: 1, or 2 when the two halves of N are worked on together: then one element has a value for each half.
+      ways: 1, or 2 when two halves are worked on together: then one element has a value for each half.
       nodes: the elementwise program, inputs before users.
       stores: outputs that are tiles. All other outputs come from `finish`.
       reductions: reductions of the tile.
       num_outputs: of f, flat.
+      finishing: how the outputs that are no tiles follow from the reductions.
+      acc_width: HALF where acc (M, N) meets tiles of 2N columns.
     """
 
     operands: tuple[Operand, ...]
@@ -153,6 +158,16 @@ class Program:
     reductions: tuple[Reduction, ...]
     num_outputs: int
     finishing: Finish = field(default=Finish())
+    acc_width: Width = Width.FULL
+
+    def ways_of(self, width: Width) -> int:
+        """The ways that an array of this width spans."""
+        return self.ways if width is Width.FULL else 1
+
+    @property
+    def acc_ways(self) -> int:
+        """The ways that acc, and with it b, spans."""
+        return self.ways_of(self.acc_width)
 
     @cached_property
     def elementwise_text(self) -> str:
@@ -165,7 +180,7 @@ class Program:
             return ", ".join(f"v{v}" for v in values)
 
         return "\n".join(
-            [f"ways {self.ways}"]
+            [f"ways {self.ways}, acc {self.acc_width.value}"]
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
             + [f"store output {s.output} {s.width.value}: {names(s.values)}" for s in self.stores]
@@ -188,9 +203,9 @@ class Program:
     def with_acc(self) -> "Program":
         """The program with acc as one more output, the last."""
         nodes = list(self.nodes)
-        leaves = [Node("acc", (), "float32", (("way", way),)) for way in range(self.ways)]
+        leaves = [Node("acc", (), "float32", (("way", way),)) for way in range(self.acc_ways)]
         nodes += [leaf for leaf in leaves if leaf not in nodes]
-        store = TileStore(self.num_outputs, Width.FULL, tuple(map(nodes.index, leaves)))
+        store = TileStore(self.num_outputs, self.acc_width, tuple(map(nodes.index, leaves)))
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
@@ -221,7 +236,7 @@ class Program:
         Returns:
           The flat outputs; tiles have the dtype that f gives them.
         """
-        rows, columns = acc.shape[0], acc.shape[1] // self.ways
+        rows, columns = acc.shape[0], acc.shape[1] // self.acc_ways
         values: list[jax.Array] = []
         for node in self.nodes:
             values.append(self._evaluate_node(node, values, acc, operands, columns))

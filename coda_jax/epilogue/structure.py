@@ -203,6 +203,8 @@ def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> 
     sizes = [analysis.flat.aval(atom).shape[axis] for atom in equation.inputs]
     halves = len(inputs) == 2 and all(same_size(size, analysis.half) for size in sizes)
     last = axis == len(inputs[0].tags) - 1
+    if last and len(inputs) == 2 and all(same_size(size, analysis.n) for size in sizes):
+        analysis.twice()
     if not halves or not last or any(value.tags[axis] not in (HALF, None) for value in inputs):
         raise NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
     return [_join(analysis, inputs[0], inputs[1], axis)]

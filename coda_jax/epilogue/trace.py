@@ -17,7 +17,7 @@ from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_u
 from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
-from coda_jax.epilogue.values import NeedsHalves, NotTileLocalError, same_shape, same_size
+from coda_jax.epilogue.values import NeedsHalves, NeedsTwice, NotTileLocalError, same_shape, same_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     Args:
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
-      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 in the place of N where f works on halves. f sees
-        floating ones as float32.
+      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves. f
+        sees floating ones as float32.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
@@ -82,8 +82,6 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     name = getattr(named, "__name__", type(named).__name__).strip("<>")
     m, n = acc.shape
     names = _parameter_names(f, len(operands))
-    explicit = [_operand(x, m, n, f"operand '{label}'", name) for x, label in zip(operands, names, strict=True)]
-    explicit = [_as_float32(operand) for operand in explicit]
     trees: list[Any] = []
 
     def flat_f(*arguments: Any) -> list[Any]:
@@ -92,31 +90,49 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         return leaves
 
     flat_f.__name__ = name  # in JAX's messages
-    avals = [_aval(acc, np.dtype(np.float32))] + [
-        _aval(x, o.traced_dtype) for x, o in zip(operands, explicit, strict=True)
-    ]
+    labels = [f"operand '{label}'" for label in names]
+
+    def described(arrays: Sequence[Any], acc_width: Width) -> list[Operand]:
+        """What the operands, and after them the captured arrays, are."""
+        found = [_operand(x, m, n, acc_width, label, name) for x, label in zip(arrays, labels, strict=True)]
+        return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
+
+    explicit = described(operands, _acc_width(operands, n))
+    avals = [_aval(acc, np.dtype(np.float32))]
+    avals += [_aval(x, operand.traced_dtype) for x, operand in zip(operands, explicit, strict=True)]
     jaxpr = jax.make_jaxpr(flat_f)(*avals)
     constants = Constants()
     differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
     flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
     captured = tuple(keep_used_constants((differentiable, flat), constants))
-    closed_over = [_operand(x, m, n, f"captured array {i}", name) for i, x in enumerate(captured)]
+    arrays = (*operands, *captured)
+    labels += [f"captured array {i}" for i in range(len(captured))]
     order = [*range(1, len(avals)), *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured))]
-    program = _analyse(flat, order, [*explicit, *closed_over], name)
+
+    def program(acc_width: Width, ways: int) -> Program:
+        found = described(arrays, acc_width)
+        wide = max([ways, 2 if acc_width is Width.HALF else 1, *(2 for x in found if x.width is Width.HALF)])
+        try:
+            return assemble(Analysis(flat, order, found, wide, acc_width, name, RULES))
+        except NeedsHalves:
+            return program(acc_width, 2)
+        except NeedsTwice:
+            return program(Width.HALF, 2)
+
     out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
-    return Epilogue(name, program, trees[-1], out_avals, differentiable, len(operands)), captured
+    checked = program(_acc_width(arrays, n), 1)
+    return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
 
 
 def _identity(acc: jax.Array) -> jax.Array:
     return acc
 
 
-def _analyse(flat: Flat, order: Sequence[int], operands: Sequence[Operand], name: str) -> Program:
-    halves = any(operand.width is Width.HALF for operand in operands)
-    try:
-        return assemble(Analysis(flat, order, operands, 2 if halves else 1, name, RULES))
-    except NeedsHalves:
-        return assemble(Analysis(flat, order, operands, 2, name, RULES))
+def _acc_width(arrays: Sequence[Any], n: Any) -> Width:
+    """HALF where an array has twice the columns of acc."""
+    widths = [x.shape[-1] for x in arrays if len(x.shape) in (1, 2)]
+    twice = any(same_size(width, 2 * n) and not same_size(width, n) for width in widths)
+    return Width.HALF if twice else Width.FULL
 
 
 def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
@@ -139,23 +155,23 @@ def _as_float32(operand: Operand) -> Operand:
     return Operand(operand.kind, operand.dtype, traced, operand.width)
 
 
-def _operand(x: Any, m: Any, n: Any, label: str, name: str) -> Operand:
-    """What x is, by its shape."""
+def _operand(x: Any, m: Any, n: Any, acc_width: Width, label: str, name: str) -> Operand:
+    """What x is, by its shape, beside acc (M, N)."""
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
         )
     dtype = np.dtype(x.dtype)
-    half = n // 2 if isinstance(n, int) and n % 2 == 0 else None
+    full, half = (2 * n, n) if acc_width is Width.HALF else (n, n // 2 if isinstance(n, int) and n % 2 == 0 else None)
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),
         ((1,), Kind.SCALAR, Width.FULL),
         ((1, 1), Kind.SCALAR, Width.FULL),
-        ((n,), Kind.ROW_VECTOR, Width.FULL),
-        ((1, n), Kind.ROW_VECTOR, Width.FULL),
+        ((full,), Kind.ROW_VECTOR, Width.FULL),
+        ((1, full), Kind.ROW_VECTOR, Width.FULL),
         ((m, 1), Kind.COLUMN_VECTOR, Width.FULL),
-        ((m, n), Kind.TILE, Width.FULL),
+        ((m, full), Kind.TILE, Width.FULL),
         ((half,), Kind.ROW_VECTOR, Width.HALF),
         ((1, half), Kind.ROW_VECTOR, Width.HALF),
         ((m, half), Kind.TILE, Width.HALF),

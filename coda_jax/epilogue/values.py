@@ -15,8 +15,8 @@ Tag = str | None
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
-    "minima along rows or columns as outputs, the two halves of N (jnp.split(x, 2, axis=1), jnp.concatenate back), row "
-    "and column indices from iota."
+    "minima along rows or columns as outputs, two halves (jnp.split(x, 2, axis=1), jnp.concatenate back) of N or of 2N "
+    "columns, row and column indices from iota."
 )
 
 HINTS = {
@@ -48,6 +48,10 @@ class NotTileLocalError(ValueError):
 
 class NeedsHalves(Exception):
     """Raised inside the analysis when f turns out to work on halves of N."""
+
+
+class NeedsTwice(Exception):
+    """Raised inside the analysis when f turns out to make tiles of 2N columns."""
 
 
 class NotElementwise(Exception):

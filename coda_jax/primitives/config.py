@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Axis, Program, Width
+from coda_jax.epilogue import Axis, Program
 
 _LIGHT_NODES = 6  # values an element's program computes, below which registers are plenty
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
@@ -82,17 +82,12 @@ class EpilogueTraffic:
         stores = [
             np.dtype(dtype).itemsize
             for store, dtype in zip(program.stores, out_dtypes, strict=True)
-            for _ in range(ways_of(program, store.width))
+            for _ in range(program.ways_of(store.width))
         ]
         columns = sum(
-            ways_of(program, reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
+            program.ways_of(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         return cls(sum(loads), sum(stores), max([*loads, *stores, 2]), columns)
-
-
-def ways_of(program: Program, width: Width) -> int:
-    """Number of column sections (1, or 2 halves) that an array of this width has in the program."""
-    return program.ways if width is Width.FULL else 1
 
 
 def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
@@ -100,7 +95,7 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
     load_ring = tiling.load_slots * 64 * tiling.subtile_n * traffic.load_bytes
     store_rings = 4 * tiling.store_slots * 16 * tiling.subtile_n * traffic.store_bytes
-    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.ways) * 4
+    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.acc_ways) * 4
     epilogue = _round_up(load_ring + store_rings + columns, 1024)
     barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers
@@ -171,7 +166,7 @@ def unsupported_reason(
     if 0 in (m, n, k) or 0 in a.shape or 0 in b.shape:
         return f"m, n, k = {m}, {n}, {k}; an empty product needs no kernel"
 
-    split = program.ways
+    split = program.acc_ways
     rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
     rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]
     rows += [

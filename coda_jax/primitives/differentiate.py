@@ -128,7 +128,8 @@ def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtyp
     for store in program.stores:
         leaves = [program.nodes[value] for value in store.values]
         ways = [leaf["way"] for leaf in leaves if leaf.op == "acc"]
-        if ways == [*range(program.ways)] and out_dtypes[store.output] == dtype:
+        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width
+        if is_acc and out_dtypes[store.output] == dtype:
             return store.output
     return None
 

@@ -45,12 +45,12 @@ def gemm(
         transpose_a (K, M), without leading axes.
       b: (K, N); with transpose_b (N, K).
       *operands: scalars (), also Python's, row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles
-        (..., M, N). N/2 may stand in the place of N where the epilogue works on the two halves of N. Tiles are
-        bfloat16, float16 or float32, the others also int32 or bool.
+        (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
+        tiles beside it. Tiles are bfloat16, float16 or float32, the others also int32 or bool.
       epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
-        elementwise operations, the two halves of N, and sums, maxima and minima along rows or columns as outputs. acc
-        and every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become operands,
-        with gradients (but what a custom_vjp function closes over has none). None returns acc.
+        elementwise operations, the two halves of N or 2N, and sums, maxima and minima along rows or columns as outputs.
+        acc and every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become
+        operands, with gradients (but what a custom_vjp function closes over has none). None returns acc.
       out_dtype: of the tile outputs, a's by default: one dtype, or a pytree of dtypes (None for the default) that is
         a prefix of what the epilogue returns. Reductions are float32.
       transpose_a, transpose_b: how a and b are stored.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
-from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, shared_bytes, ways_of
+from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, shared_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def lower(
             "transpose_b": transpose_b,
             "tile_m": tiling.tile_m,
             "tile_n": tiling.tile_n,
-            "ways": program.ways,
+            "ways": program.acc_ways,
             "cluster_m": tiling.cluster_m,
             "threads": THREADS,
             "smem_bytes": shared_bytes(tiling, program, EpilogueTraffic.of(program, out_dtypes)),
@@ -95,16 +95,16 @@ def lower(
 def _results(
     program: Program, batch: tuple[int, ...], m: Any, n: int, out_dtypes: Sequence[np.dtype], tiling: Tiling
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    columns = n // program.ways
-    tiles_m, tiles_n = -(-m // tiling.tile_m), -(-columns // (tiling.tile_n // program.ways))
-    full = {Width.FULL: n, Width.HALF: columns}
+    columns = n // program.acc_ways
+    tiles_m, tiles_n = -(-m // tiling.tile_m), -(-columns // (tiling.tile_n // program.acc_ways))
+    width = {width: columns * program.ways_of(width) for width in Width}
     stores = [
-        jax.ShapeDtypeStruct((*batch, m, full[store.width]), dtype)
+        jax.ShapeDtypeStruct((*batch, m, width[store.width]), dtype)
         for store, dtype in zip(program.stores, out_dtypes, strict=True)
     ]
     partials = [
         jax.ShapeDtypeStruct(
-            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, full[reduction.width]),
+            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, width[reduction.width]),
             jnp.float32,
         )
         for reduction in program.reductions
@@ -122,14 +122,14 @@ def _maps(
 ) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
     rows_of_a = 64 if transpose_a else tiling.tile_m
-    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.ways, transpose_b, 64, 64, 128)]
+    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.acc_ways, transpose_b, 64, 64, 128)]
     for i in program.tile_operands:
         operand = program.operands[i]
         row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
-        maps.append(_Map(2 + i, ways_of(program, operand.width), False, tiling.subtile_n, 64, row_bytes))
+        maps.append(_Map(2 + i, program.ways_of(operand.width), False, tiling.subtile_n, 64, row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
         row_bytes = tiling.subtile_n * np.dtype(dtype).itemsize
-        ways = ways_of(program, store.width)
+        ways = program.ways_of(store.width)
         maps.append(_Map(2 + operand_count + i, ways, False, tiling.subtile_n, 16, row_bytes))
     return maps
 

@@ -22,6 +22,8 @@ def vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
 
 
 def explicit_sharding(x: Any) -> Any:
-    """The sharding in x's type if its mesh has explicit axes; None where XLA or shard_map decide."""
+    """The sharding in x's type if the mesh has explicit axes, and of none of them if x has no mesh; else None."""
     sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty:
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * x.ndim))
     return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None

@@ -1,0 +1,163 @@
+"""The products around a deferred RMSNorm, forward and backward; after CODA (arXiv 2605.19269).
+
+    rstd[m] = rsqrt(sumsq[m] / D + epsilon)
+    z = norm(x) W = rstd * (x W'),    W' = scale[:, None] * W, folded where W is cast
+
+Backward, from dz, with t = rstd * dz and s[m] = sum_n dz[m, n] z[m, n], which the maker of dz has at hand:
+
+    dx = t W'^T - x * (rstd^2 s / D)  [+ the residual stream's own cotangent]
+    G = x^T t;   dW = scale[:, None] * G;   dscale[j] = sum_n W[j, n] G[j, n]
+
+The pass over rows that the norm's gradient is known for happens in the epilogues: of what makes t, and of t W'^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.primitives.differentiate import Options, product
+from coda_jax.primitives.mesh_types import explicit_sharding
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
+    """Reciprocal root mean square of the rows of x, from their known sums of squares.
+
+    rstd = rsqrt(sumsq / D + eps)
+
+    Args:
+      x: (..., D). Only its shape is used going forward; the gradient goes to it.
+      sumsq: (...,) float32, the row sums of x * x. It is a cache of a function of x and so receives no gradient.
+      eps: added to the mean of squares.
+
+    Returns:
+      (...,) float32. The cotangent of x is -x * drstd * rstd**3 / D.
+    """
+    return lax.rsqrt(sumsq / x.shape[-1] + eps)
+
+
+def _rms_rstd_fwd(x: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    rstd = rms_rstd(x, sumsq, eps)
+    return rstd, (x, rstd)
+
+
+def _rms_rstd_bwd(eps: float, saved: tuple[jax.Array, jax.Array], drstd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, rstd = saved
+    factor = -drstd * rstd**3 / x.shape[-1]
+    return (factor[..., None] * x.astype(jnp.float32)).astype(x.dtype), jnp.zeros_like(rstd)
+
+
+rms_rstd.defvjp(_rms_rstd_fwd, _rms_rstd_bwd)
+
+
+def fold(scale: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """W' (D, N) in the compute dtype; multiplied in float32 and rounded once."""
+    return (scale.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)).astype(dtype)
+
+
+def fold_again(scale: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """The same for a backward pass, made anew: XLA would keep the forward's alive, a copy of all weights."""
+    scale, kernel = lax.optimization_barrier((scale, kernel))
+    return fold(scale, kernel, dtype)
+
+
+def multiply(
+    a: jax.Array,
+    b: jax.Array,
+    *operands: jax.Array,
+    epilogue: Callable[..., Any] | None = None,
+    out_dtypes: Sequence[Any],
+    implementation: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    like: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes."""
+    options = Options(
+        transpose_a,
+        transpose_b,
+        implementation=implementation,
+        out_sharding=None if like is None else explicit_sharding(like),
+    )
+    dtypes = [np.dtype(dtype) for dtype in out_dtypes]
+    return product(a, b, operands, epilogue, lambda _: dtypes, options)[0]
+
+
+def row_scale(acc: jax.Array, rstd: jax.Array) -> jax.Array:
+    """Epilogue: the deferred norm's row factor."""
+    return acc * rstd
+
+
+def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: y = acc + x and the row sums of y * y."""
+    y = acc + x
+    # The norm that reads the sums differentiates through y; with the gradient stopped here the epilogue is linear in
+    # acc, and so keeps nothing for the backward pass.
+    z = jax.lax.stop_gradient(y)
+    return y, jnp.sum(z * z, axis=1)
+
+
+def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
+    """Epilogue of t W'^T: the norm's own term and the residual's cotangent, added before the one rounding."""
+    return acc - x * factor + dresidual
+
+
+def scale_backward(acc: jax.Array, kernel: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Epilogue of x^T t: the cotangents of the kernel, and of the scale as row sums."""
+    return acc * scale, jnp.sum(acc * kernel, axis=1)
+
+
+def backward(
+    t: jax.Array,
+    s: jax.Array,
+    x: jax.Array,
+    rstd: jax.Array,
+    scale: jax.Array,
+    kernel: jax.Array,
+    dresidual: jax.Array,
+    *,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cotangents of x, scale and kernel through z = norm(x) kernel, and through x itself where dresidual is.
+
+    Args:
+      t: (M, N) in the compute dtype, rstd * dz.
+      s: (M,) float32, row sums of dz * z.
+      x: (M, D).
+      rstd: (M, 1) float32.
+      scale: (D,).
+      kernel: (D, N).
+      dresidual: (M, D), added to dx.
+    """
+    factor = jnp.square(rstd) * (s[:, None] / x.shape[1])
+    (dx,) = multiply(
+        t,
+        fold_again(scale, kernel, t.dtype),
+        x,
+        factor,
+        dresidual,
+        epilogue=norm_backward,
+        out_dtypes=[x.dtype],
+        implementation=implementation,
+        transpose_b=True,
+        like=x,
+    )
+    dkernel, dscale = multiply(
+        x.astype(t.dtype),
+        t,
+        kernel,
+        scale[:, None],
+        epilogue=scale_backward,
+        out_dtypes=[kernel.dtype, jnp.float32],
+        implementation=implementation,
+        transpose_a=True,
+        like=kernel,
+    )
+    return dx, dscale.astype(scale.dtype), dkernel

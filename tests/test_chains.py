@@ -1,0 +1,128 @@
+"""The chains of products around a deferred norm against the textbook: outputs, every cotangent, transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from tests.chain_cases import EPS, compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments, squares
+from tests.gemm_cases import assert_close, total
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu, jnp.tanh])
+def test_gated_mlp(activation, dtype):
+    plain = functools.partial(plain_mlp, activation=activation)
+    compare(functools.partial(mlp, activation=activation), plain, mlp_arguments(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_qkv_projection(dtype):
+    compare(qkv, plain_qkv, qkv_arguments(dtype))
+
+
+def test_the_statistic_of_the_result():
+    x, *rest = mlp_arguments(jnp.bfloat16, (2, 5))
+    y, sumsq = coda.gated_mlp(x, squares(x), *rest, epsilon=EPS)
+    assert y.shape == x.shape and sumsq.shape == (2, 5) and sumsq.dtype == jnp.float32
+    np.testing.assert_allclose(sumsq, squares(y), rtol=1e-2)  # of the values before they are rounded
+
+
+def test_parameters_and_stream_keep_their_dtypes():
+    """Compute in bfloat16, parameters and stream float32: their gradients leave the products in float32."""
+    x, *parameters = mlp_arguments(jnp.float32)
+    gradients = jax.grad(lambda *a: jnp.sum(mlp(*a, dtype=jnp.bfloat16) ** 2), (0, 1, 2, 3))(x, *parameters)
+    exact = jax.grad(lambda *a: jnp.sum(plain_mlp(*a) ** 2), (0, 1, 2, 3))(x, *parameters)
+    for got, want in zip(gradients, exact, strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, atol=0.03 * float(jnp.abs(want).max()))
+        assert not (got.astype(jnp.bfloat16) == got).all()  # never rounded to bfloat16
+    q, k, v, same = qkv(*qkv_arguments(jnp.float32), dtype=jnp.bfloat16)
+    assert {q.dtype, k.dtype, v.dtype} == {jnp.dtype(jnp.bfloat16)} and same.dtype == jnp.float32
+
+
+CHAINS = {"mlp": (mlp, plain_mlp, mlp_arguments), "qkv": (qkv, plain_qkv, qkv_arguments)}
+
+
+@pytest.mark.parametrize("chain, plain, arguments", CHAINS.values(), ids=CHAINS)
+def test_vmap_checkpoint_and_second_derivatives(chain, plain, arguments):
+    x, *parameters = arguments(jnp.float32, (2, 3, 5))
+
+    def value(f):
+        return lambda x, *parameters: total(f(x, *parameters))
+
+    def summed_gradient(f):
+        return lambda *a: total([jnp.sin(g) for g in jax.grad(value(f), range(len(a)))(*a)])
+
+    def mapped(f):
+        return jax.vmap(jax.grad(value(f), (0, 1, 2)), (0, None, None, *[None] * (len(parameters) - 2)))
+
+    for transform in (
+        mapped,
+        lambda f: jax.grad(value(jax.checkpoint(f)), (0, 1, 2)),
+        lambda f: jax.grad(summed_gradient(f)),
+    ):
+        got, want = (jax.jit(transform(f))(x, *parameters) for f in (chain, plain))
+        assert_close(got, want, rtol=2e-4)
+
+
+@pytest.mark.parametrize("chain, plain, arguments", CHAINS.values(), ids=CHAINS)
+def test_data_parallel_gradient(chain, plain, arguments):
+    """Under shard_map the gradient of a replicated parameter is summed over the shards."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, *parameters = arguments(jnp.float32, (8, 5))
+    specs = (jax.P("data"), *[jax.P()] * len(parameters))
+
+    def gradient(f):
+        def of_shard(x, *parameters):
+            def loss(*a):
+                return jax.lax.psum(total(f(*a)), "data")
+
+            return jax.grad(loss, range(1 + len(parameters)))(x, *parameters)
+
+        return jax.jit(jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=specs))(x, *parameters)
+
+    assert_close(gradient(chain), gradient(plain), rtol=1e-4)
+
+
+@pytest.mark.parametrize("chain, plain, arguments", CHAINS.values(), ids=CHAINS)
+def test_explicit_mesh(chain, plain, arguments):
+    """The batch is sharded over an explicit axis, the parameters know of no mesh; dx is sharded as x is."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, *parameters = arguments(jnp.float32, (8, 5))
+
+    def gradient(f, x):
+        return jax.jit(jax.grad(lambda *a: total(f(*a)), range(1 + len(parameters))))(x, *parameters)
+
+    want = gradient(plain, x)
+    with jax.set_mesh(mesh):
+        got = gradient(chain, jax.device_put(x, jax.NamedSharding(mesh, jax.P("data"))))
+    assert jax.typeof(got[0]).sharding.spec == jax.P("data", None, None)
+    assert_close(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: coda.gated_mlp(*map(jnp.ones, [(4, 8), (5,), (8,), (8, 16), (8, 8)]), epsilon=EPS),
+            r"gated_mlp: sumsq has shape \(5,\); beside x \(4, 8\) it must be \(4,\)",
+        ),
+        (
+            lambda: coda.gated_mlp(*map(jnp.ones, [(4, 8), (4,), (8,), (8, 12), (8, 8)]), epsilon=EPS),
+            r"gate_up has shape \(8, 12\); .* it must be \(8, 16\)",
+        ),
+        (
+            lambda: coda.qkv_projection(
+                *map(jnp.ones, [(4, 8), (4,), (8,), (8, 13), (4, 2), (4, 2)]), num_heads=1, num_kv_heads=1, epsilon=EPS
+            ),
+            r"qkv_projection: kernel has shape \(8, 13\); .* it must be \(8, 12\)",
+        ),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
