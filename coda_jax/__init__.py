@@ -1,6 +1,8 @@
 """GEMM epilogues written in JAX, run inside Hopper matrix products."""
 
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
+from coda_jax.explain import Explanation as Explanation
+from coda_jax.explain import explain as explain
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import GemmConfig as GemmConfig
 from coda_jax.primitives import gated_mlp as gated_mlp

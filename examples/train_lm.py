@@ -27,6 +27,8 @@ from checkpoints import Checkpoints, RunFolderError
 from progress import Progress
 from trainer import Settings, Trainer
 
+import coda_jax as coda
+
 DEFAULTS = {
     "cpu": Settings(
         600, batch=16, context=128, width=128, layers=3, heads=4, dtype="float32", learning_rate=2e-2, seed=0
@@ -173,7 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     bigram = stdlib_text.bigram_bits_per_byte(train, many)
     sample = trainer.sample(state["params"], b"import os\n\n\ndef ", 400)
     print(f"\n--- sample ---\n{sample.decode(errors='replace')}\n--- end of sample ---\n")
-    print(report.lowering(trainer.step_jaxpr, trainer.step))
+    explanation = coda.explain(trainer.step_function, state, trainer.text)
+    kernels = trainer.step.as_text().count('custom_call_target="coda_gemm"')
+    print(f"{explanation}\n{kernels} kernels of {sum(explanation.products.values())} products in the compiled step")
     curve = options.out / "loss.png"
     report.plot(history, bigram, curve)
     print(f"\nloss curve: {curve}")

@@ -33,7 +33,7 @@ class Settings:
 class Trainer:
     """The compiled functions of a run. A state is {"params", "opt", "step"}; step is also the position in the data.
 
-    step(state, text) -> (state, loss) gives the state's buffers away; its jaxpr is step_jaxpr.
+    step(state, text) -> (state, loss) is step_function compiled; it gives the state's buffers away.
     """
 
     def __init__(self, settings: Settings, train: np.ndarray):
@@ -51,8 +51,7 @@ class Trainer:
         self.optimizer = make_optimizer(settings)
         self.text = jnp.asarray(train)
         self.loss = jax.jit(self._loss)
-        traced = jax.jit(self._step, donate_argnums=0).trace(self.initial_state(), self.text)
-        self.step_jaxpr, self.step = traced.jaxpr, traced.lower().compile()
+        self.step = jax.jit(self.step_function, donate_argnums=0).lower(self.initial_state(), self.text).compile()
 
     def initial_state(self) -> dict[str, Any]:
         return {"params": self._params, "opt": self.optimizer.init(self._params), "step": jnp.zeros((), jnp.int32)}
@@ -67,7 +66,7 @@ class Trainer:
         logits = nnx.merge(self.graphdef, params)(windows[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean() / jnp.log(2.0)
 
-    def _step(self, state: dict[str, Any], text: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    def step_function(self, state: dict[str, Any], text: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         settings = self.settings
         # The step decides the data, so a resumed run sees what an uninterrupted one would have.
         key = jax.random.fold_in(jax.random.key(settings.seed), state["step"])

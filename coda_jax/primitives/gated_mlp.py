@@ -71,26 +71,23 @@ def gated_mlp(
         gate, up = jnp.split(z, 2, axis=1)
         return activation(gate) * up
 
-    def row_scale_gated(acc: jax.Array, rstd: jax.Array) -> jax.Array:
-        return gated(acc * rstd)
-
-    def row_scale_gated_kept(acc: jax.Array, rstd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        z = acc * rstd
-        return z, gated(z)
-
     def gated_backward(acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         hidden, pullback = jax.vjp(gated, z)
         (dz,) = pullback(acc)
         return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
 
     def up_projection(
-        x: jax.Array, sumsq: jax.Array, scale: jax.Array, gate_up: jax.Array, keep: bool
+        x: jax.Array, sumsq: jax.Array, scale: jax.Array, gate_up: jax.Array, *, keep: bool
     ) -> list[jax.Array]:
+        def row_scale_gated(acc: jax.Array, rstd: jax.Array) -> Any:
+            z = acc * rstd
+            return (z, gated(z)) if keep else gated(z)
+
         return multiply(
             x.astype(dtype),
             deferred_norm.fold(scale, gate_up, dtype),
             deferred_norm.rms_rstd(x, sumsq, epsilon)[:, None],
-            epilogue=row_scale_gated_kept if keep else row_scale_gated,
+            epilogue=row_scale_gated,
             out_dtypes=[dtype] * (1 + keep),
         )
 

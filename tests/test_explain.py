@@ -1,0 +1,39 @@
+"""coda.explain names every product of a function, what it becomes, and why."""
+
+import jax
+import jax.numpy as jnp
+
+import coda_jax as coda
+
+A, B = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 24), jnp.bfloat16)
+
+
+def test_on_a_hopper_gpu():
+    def f(a, b):
+        y = coda.gemm(a, b, epilogue=jnp.tanh)
+        odd = coda.gemm(a, b[:, :7])
+        return y, odd, coda.gemm(y, b, transpose_b=True, implementation="xla"), y @ b.T
+
+    found = coda.explain(f, A, B, platform="cuda")
+    assert found.kernels == 1 and found.others == 1
+    reasons = {(p.epilogue, p.b): p.reason for p in found.products}
+    assert reasons["tanh", "bfloat16[16,24]"] is None
+    assert reasons["gemm", "bfloat16[16,24]^T"] == "implementation='xla'"
+    assert "a row of 7 bfloat16 is 14 bytes" in reasons["gemm", "bfloat16[16,7]"]
+    assert str(found).splitlines()[1].split() == "1 tanh bfloat16[32,16] @ bfloat16[16,24] Hopper kernel".split()
+
+
+def test_elsewhere():
+    found = coda.explain(jax.jit(coda.gemm), A, B)
+    assert found.kernels == 0
+    assert [p.reason for p in found.products] == ["the platform is cpu"]
+
+
+def test_loops_and_gradients_are_counted():
+    def layers(a, b):
+        return jax.lax.scan(lambda a, _: (coda.gemm(a, b) * 2, None), a, length=5)[0].sum()
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float16)
+    assert coda.explain(layers, A.update(dtype=jnp.float16), square, platform="cuda").kernels == 5
+    both = coda.explain(jax.grad(layers, (0, 1)), A.update(dtype=jnp.float16), square, platform="cuda")
+    assert both.kernels == 15 and len(both.products) == 3
