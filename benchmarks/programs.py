@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import trace
-from coda_jax.primitives import kernel
+from coda_jax.primitives import deferred_norm, kernel
 from coda_jax.primitives.config import choose_tiling
 
 
@@ -134,6 +134,14 @@ PROGRAMS: dict[str, Program] = {
     "swiglu_backward": Program(_swiglu_backward, lambda m, n: (_type((m, n)), _type((m, n)))),
     "gated_backward": Program(
         _gated_backward, lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)), (jnp.bfloat16, jnp.bfloat16)
+    ),
+    "norm_backward": Program(
+        deferred_norm.norm_backward, lambda m, n: (_type((m, n)), _type((m, 1), jnp.float32), _type((m, n)))
+    ),
+    "scale_backward": Program(
+        deferred_norm.scale_backward,
+        lambda m, n: (_type((m, n), jnp.float32), _type((m, 1), jnp.float32)),
+        (jnp.float32,),
     ),
     "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
     "gelu_erf": Program(_gelu_erf),

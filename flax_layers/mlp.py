@@ -77,7 +77,6 @@ class GatedMLP(nnx.Module):
 
         Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.gated_mlp`.
         """
-
         if isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
             gate_up = self.gate_up[...]
             y, sumsq = coda.gated_mlp(
