@@ -20,6 +20,7 @@ class LlamaConfig:
     """Sizes of a Llama, with the names and defaults of Hugging Face's LlamaConfig.
 
     num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads.
+    Not supported: rope_scaling (Llama 3.1 and later), biases, an activation other than SiLU.
     """
 
     vocab_size: int = 32000
@@ -90,7 +91,7 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Logits (B, T, V) of tokens (B, T); `positions` and `mask` as in Attention.
+        """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,); `positions` and `mask` as in Attention.
 
         Raises:
           ValueError: more tokens than max_position_embeddings.
