@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import stdlib_text  # noqa: E402
+import train_lm  # noqa: E402
 
 STEPS = 240
 ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --heads=2 --checkpoint-every=20".split()
@@ -25,9 +26,13 @@ ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --hea
 
 def start(out, *more):
     command = [sys.executable, "-W", "error", str(EXAMPLES / "train_lm.py"), *ARGUMENTS, "--out", str(out), *more]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        # Every run here compiles the same programs.
+        "JAX_COMPILATION_CACHE_DIR": os.environ["CODA_JAX_CACHE_DIR"] + "/programs",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def finish(process):
@@ -136,13 +141,16 @@ def test_a_folder_in_use_and_folders_that_cannot_be_used(tmp_path):
     code, output = finish(start(tmp_path / "run"))
     assert code == 2 and re.search(r"has checkpoints, but .*settings\.json cannot be read", output)
 
+
+def test_arguments_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "file").touch()
-    code, output = finish(start(tmp_path / "file"))
-    assert code == 2 and "cannot be written" in output
-    code, output = finish(start(tmp_path / "new", "--context=10000000"))
-    assert code == 2 and re.search(r"--context: a text of \d+ bytes has no window of 10000000 bytes", output)
-    code, output = finish(start(tmp_path / "new", "--learning-rate=nan"))
-    assert code == 2 and "--learning-rate must be a positive number" in output
+    assert train_lm.main(["--out", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert train_lm.main(["--out", str(tmp_path / "new"), "--context=10000000"]) == 2
+    assert re.search(r"--context: a text of \d+ bytes has no window of 10000000 bytes", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        train_lm.main(["--learning-rate=nan"])
+    assert "--learning-rate must be a positive number" in capsys.readouterr().err
 
 
 def test_splits_are_whole_files_and_do_not_overlap(tmp_path):
