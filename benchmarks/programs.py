@@ -31,6 +31,7 @@ class Program:
 
     def out_dtype(self, m: int, n: int) -> Any:
         """`out_dtypes` in the structure that the epilogue returns; None where an output is no tile."""
+        m = max(m, 2)  # with one row, tiles that do not depend on acc are row vectors
         epilogue, _ = trace(self.epilogue, _type((m, n), jnp.float32), self.operand_types(m, n))
         leaves: list[Any] = [None] * epilogue.program.num_outputs
         for store, dtype in zip(epilogue.program.stores, self.out_dtypes, strict=True):

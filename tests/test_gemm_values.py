@@ -241,3 +241,17 @@ def test_shapes_and_operands(m, n, k, dtype, kinds, own, axis, residuals):
 
     case = Case("drawn", f, lambda m, n: [(KINDS[kind](m, n), own) for kind in kinds])
     compare(case, arguments(case, m, n, k, dtype, seed=m), residuals=residuals)
+
+
+@pytest.mark.parametrize("out_dtype", [None, jnp.float16, (jnp.float16, jnp.float32, None)])
+def test_dtypes_do_not_depend_on_the_number_of_rows(out_dtype):
+    """With one row, z is a row vector, and what does not depend on acc is a function of vectors."""
+
+    def f(acc, z):
+        return acc + z, jnp.tanh(z), jnp.sum(acc * z, axis=1)
+
+    def dtypes(rows):
+        a, b, z = (jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 8), (8, 16), (rows, 16)))
+        return [y.dtype for y in jax.jit(lambda *x: coda.gemm(*x, epilogue=f, out_dtype=out_dtype))(a, b, z)]
+
+    assert dtypes(1) == dtypes(2)

@@ -217,6 +217,16 @@ class Program:
         return tuple(finished.get(output, (0,)) for output in range(self.num_outputs))
 
     @cached_property
+    def unreduced(self) -> frozenset[int]:
+        """The outputs that are neither tiles nor made from reductions: functions of vectors."""
+        finish = self.finishing
+        reduced = {variable for variable, source, _ in finish.inputs if source == "reduction"}
+        for equation in finish.equations:
+            if reduced.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
+                reduced.update(equation.outputs)
+        return frozenset(output for output, atom in finish.outputs if isinstance(atom, Literal) or atom not in reduced)
+
+    @cached_property
     def tile_operands(self) -> tuple[int, ...]:
         """Indices of the tile operands that the elementwise program reads."""
         return tuple(i for i, o in enumerate(self.operands) if o.kind is Kind.TILE and self.loads(i))

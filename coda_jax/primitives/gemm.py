@@ -98,12 +98,13 @@ def gemm(
     aliases = tuple(sorted((input_output_aliases or {}).items()))
 
     matrix = a.reshape(math.prod(leading) * m, a.shape[-1]) if leading else a
-    if same_size(math.prod(leading) * m, 1):
+    one_row = same_size(math.prod(leading) * m, 1)
+    if one_row:
         aliases = ()  # a tile of one row is a row vector: there is nothing to gain
     flat_operands = [_flattened(i, x, leading, m, n) for i, x in enumerate(operands)]
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
-        dtypes = _out_dtypes(traced, out_dtype, a.dtype)
+        dtypes = _out_dtypes(traced, out_dtype, a.dtype, one_row)
         _check_aliases(traced, dtypes, aliases, len(operands))
         return dtypes
 
@@ -188,7 +189,7 @@ def _flattened(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: An
     return x.reshape(math.prod(leading) * m, x.shape[-1])
 
 
-def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.dtype]:
+def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:
     """One dtype for each flat output."""
 
     def is_none(x: Any) -> bool:
@@ -206,6 +207,9 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype) -> list[np.
         ) from None
     one_for_all = jax.tree.leaves(out_dtype, is_leaf=is_none) == [out_dtype]
     tiles = {store.output for store in traced.program.stores}
+    # Beside one row, a function of row vectors is a tile too: its dtype must not depend on the number of rows.
+    if one_row:
+        tiles |= {i for i in traced.program.unreduced if len(shape := traced.out_avals[i].shape) == 2 and shape[1] != 1}
     dtypes = []
     for i, (dtype, aval) in enumerate(zip(asked, traced.out_avals, strict=True)):
         given = None if dtype is unset else _as_dtype(dtype)
