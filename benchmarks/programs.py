@@ -23,6 +23,11 @@ class Program:
     epilogue: Callable[..., Any] | None
     operand_types: Callable[[int, int], tuple[jax.ShapeDtypeStruct, ...]] = lambda m, n: ()
     out_dtypes: tuple = (jnp.bfloat16,)  # of the tile outputs
+    multiple: int = 1  # n is a multiple of it
+
+    def columns(self, n: int) -> int:
+        """The least n that is at least as large and that the program takes."""
+        return -(-n // self.multiple) * self.multiple
 
     def operands(self, m: int, n: int, seed: int = 7) -> tuple[jax.Array, ...]:
         """Random-normal operands (integers 0 to 9, booleans at random)."""
@@ -127,6 +132,33 @@ def _mean_square(acc):
     return acc, jnp.mean(acc * acc, axis=1, keepdims=True)
 
 
+def _rotary(x, cos, sin):
+    """Heads of 64, turned by tables (M, 32)."""
+    a, b = jnp.split(x.reshape(x.shape[0], x.shape[1] // 64, 64), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+
+
+def _rotary_qkv(acc, rstd, cos, sin):
+    q, k, v = jnp.split(acc * rstd, 3, axis=1)
+    return _rotary(q, cos, sin), _rotary(k, cos, sin), v
+
+
+def _rotary_whole_tables(acc, cos, sin, bias):
+    """Heads of 128 and tables as wide; with sums along rows and columns."""
+    x = (acc + bias).reshape(acc.shape[0], acc.shape[1] // 128, 128)
+    rotated = jnp.concatenate([-x[..., 64:], x[..., :64]], axis=-1)
+    y = (x * cos[:, None, :] + rotated * sin[:, None, :]).reshape(acc.shape)
+    return y, jnp.sum(y * y, axis=1), jnp.sum(y, axis=0)
+
+
+def _parts(acc, bias):
+    y = acc + bias
+    third = acc.shape[1] // 3
+    first, second, last = y[:, :third], y[:, third : 2 * third], y[:, 2 * third :]
+    return first, jnp.tanh(second), last * 2, y, jnp.sum(y * y, axis=1)
+
+
 PROGRAMS: dict[str, Program] = {
     "identity": Program(None),
     "residual": Program(_residual, lambda m, n: (_type((m, n)),)),
@@ -164,6 +196,23 @@ PROGRAMS: dict[str, Program] = {
     "causal": Program(_causal),
     "exp_sum": Program(_exp_sum, out_dtypes=()),
     "mean_square": Program(_mean_square),
+    "rotary_qkv": Program(
+        _rotary_qkv,
+        lambda m, n: (_type((m, 1), jnp.float32), _type((m, 32), jnp.float32), _type((m, 32), jnp.float32)),
+        (jnp.bfloat16,) * 3,
+        multiple=192,
+    ),
+    "rotary_whole_tables": Program(
+        _rotary_whole_tables,
+        lambda m, n: (_type((m, 128)), _type((m, 128)), _type((n,), jnp.float32)),
+        multiple=128,
+    ),
+    "parts": Program(
+        _parts,
+        lambda m, n: (_type((n,), jnp.float32),),
+        (jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        multiple=24,
+    ),
 }
 
 

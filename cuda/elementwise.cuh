@@ -21,15 +21,24 @@ union Word {
 enum class DType { bf16, f16, f32, i32, pred };
 enum class Op { sum, max, min };
 
-/// A tile read or written: its tensor map, and which of its column sections (ways) this entry stands for.
+/// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
+struct Section {
+  int program;
+  int first;
+  int end;
+};
+
+/// A tile read or written: its tensor map, which of its ways this entry stands for, and the product's column that is
+/// its first.
 struct TileAccess {
   int map;
   int way;
+  int first;
   DType dtype;
   bool batched;
 };
 
-/// A row vector, column vector or scalar: its pointer, the section, and how many of them the array spans.
+/// A row vector, column vector, scalar or head table: its pointer, the way, and how many of them the array spans.
 struct VectorAccess {
   int pointer;
   int way;

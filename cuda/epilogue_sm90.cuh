@@ -26,12 +26,34 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
+  // The ways of a program's values are the halves of N, which lie in two splits of every array, or the halves of heads.
+  static constexpr int head = Epilogue::head;
+  static constexpr int splits = head > 0 ? 1 : Epilogue::acc_ways;
   static constexpr int columns = Config::tile_n / Epilogue::acc_ways;  // columns of a tile within a way
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = columns / subtile_n;
   static constexpr int blocks = Config::tile_m / 64;
   static_assert(columns % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is a whole number of subtiles of 16 columns or more");
+  static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % subtile_n == 0),
+                "a tile has whole heads, and half a head whole subtiles");
+
+  /// From the tile's first column, where column `at` of a way lies in memory (within the way's split).
+  __host__ __device__ static constexpr int memory_column(int way, int at) {
+    if constexpr (head > 0) return at / (head / 2) * head + way * (head / 2) + at % (head / 2);
+    return at;
+  }
+  /// The same in the accumulator.
+  __host__ __device__ static constexpr int fragment_column(int way, int at) {
+    return (head > 0 ? 0 : way * columns) + memory_column(way, at);
+  }
+
+  /// The first section that runs a program, to stand for all of them: their stores differ in place alone.
+  __host__ __device__ static constexpr int section_of(int program) {
+    int section = 0;
+    while (Epilogue::section[section].program != program) ++section;
+    return section;
+  }
 
   /// Bytes of the tile operands (or results) before the i-th, for one row of a subtile.
   __host__ __device__ static constexpr int load_row_bytes(int before) {
@@ -39,13 +61,21 @@ struct EpilogueLayout {
     for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_load[i].dtype);
     return bytes;
   }
-  __host__ __device__ static constexpr int store_row_bytes(int before) {
+  __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
     int bytes = 0;
-    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_store[i].dtype);
+    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_store[section_of(program)][i].dtype);
     return bytes;
   }
-  static constexpr int load_slot_bytes = 64 * load_row_bytes(Epilogue::tile_loads);     // one a warpgroup
-  static constexpr int store_slot_bytes = 16 * store_row_bytes(Epilogue::tile_stores);  // one a warp
+  __host__ __device__ static constexpr int widest_store_row_bytes() {
+    int widest = 0;
+    for (int program = 0; program < Epilogue::programs; ++program) {
+      const int bytes = store_row_bytes(program, Epilogue::tile_stores[program]);
+      widest = bytes > widest ? bytes : widest;
+    }
+    return widest;
+  }
+  static constexpr int load_slot_bytes = 64 * load_row_bytes(Epilogue::tile_loads);  // one a warpgroup
+  static constexpr int store_slot_bytes = 16 * widest_store_row_bytes();             // one a warp
   static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
   static constexpr int store_slots = Config::store_slots;
 
@@ -71,8 +101,8 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
       static_for<Epilogue::tile_loads>([&](auto index) {
         constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
         ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
-                      ring.full(at.slot), tile.column + subtile * Layout::subtile_n, access.way, tile.row + 64 * block,
-                      access.batched ? tile.batch : 0);
+                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+                      Layout::head > 0 ? 0 : access.way, tile.row + 64 * block, access.batched ? tile.batch : 0);
       });
       at.advance();
     }
@@ -89,7 +119,7 @@ struct EpilogueVisitor {
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
   const int warpgroup, warp, lane;
-  const int n_per_way;
+  const int n;  // within a split
   const Ring<Layout::load_slots> ring;
   RingPosition<Layout::load_slots> loaded;
   int store_slot = 0;
@@ -103,16 +133,16 @@ struct EpilogueVisitor {
         warpgroup(warpgroup),
         warp(warp),
         lane(lane),
-        n_per_way(params.n / Epilogue::acc_ways),
+        n(params.n / Layout::splits),
         ring(ring) {}
 
   /// Row within the output of this thread's rows; the fragment's r-th half is 8 rows further down.
   __device__ __forceinline__ int row(const Tile& tile, int block, int r) const {
     return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
   }
-  /// Column within a way; the pair's second element is the next one.
-  __device__ __forceinline__ int column(const Tile& tile, int subtile, int j) const {
-    return tile.column + subtile * Layout::subtile_n + 8 * j + 2 * (lane & 3);
+  /// Column within a way's split; the pair's second element is the next one.
+  __device__ __forceinline__ int column(const Tile& tile, int way, int subtile, int j) const {
+    return tile.column + Layout::memory_column(way, subtile * Layout::subtile_n) + 8 * j + 2 * (lane & 3);
   }
 
   /// Loads what does not depend on the column, early enough to hide the latency under the products.
@@ -138,6 +168,34 @@ struct EpilogueVisitor {
 
   __device__ __forceinline__ void visit(const Tile& tile,
                                         const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
+    if constexpr (Epilogue::programs == 1) {
+      run<0>(tile, accumulator);
+    } else {
+      static_for<Epilogue::sections>([&](auto index) {
+        constexpr int program = Epilogue::section[decltype(index)::value].program;
+        if constexpr (Layout::section_of(program) == decltype(index)::value)
+          if (runs<program>(tile)) run<program>(tile, accumulator);
+      });
+    }
+  }
+
+  /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
+  __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
+
+ private:
+  template <int program>
+  __device__ __forceinline__ static bool runs(const Tile& tile) {
+    bool found = false;
+    static_for<Epilogue::sections>([&](auto index) {
+      constexpr int section = decltype(index)::value;
+      if constexpr (Epilogue::section[section].program == program) found = found || tile.section == section;
+    });
+    return found;
+  }
+
+  template <int program>
+  __device__ __forceinline__ void run(const Tile& tile,
+                                      const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
     float row_result[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
     static_for<Epilogue::row_reductions>([&](auto index) {
 #pragma unroll
@@ -163,8 +221,10 @@ struct EpilogueVisitor {
 
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
-        Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores)];
+        Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
         load_tiles(loads);
+        Word head_table[at_least_one(Epilogue::head_tables)][groups][2][2];
+        load_head_tables(tile, subtile, block, head_table);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
 #pragma unroll
@@ -176,13 +236,13 @@ struct EpilogueVisitor {
               element.row = row(tile, block, r);
 #pragma unroll
               for (int way = 0; way < Epilogue::acc_ways; ++way) {
-                const int group = (way * Layout::columns + subtile * Layout::subtile_n) / 8 + j;
+                const int group = Layout::fragment_column(way, subtile * Layout::subtile_n) / 8 + j;
                 element.acc[way] = accumulator.registers[block][4 * group + 2 * r + c];
               }
 #pragma unroll
               for (int way = 0; way < Epilogue::ways; ++way)
-                element.column[way] = way * n_per_way + column(tile, subtile, j) + c;
-              const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < n_per_way;
+                element.column[way] = (Layout::head > 0 ? 0 : way * n) + column(tile, way, subtile, j) + c;
+              const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < tile.column_end;
               static_for<Epilogue::tile_loads>([&](auto index) {
                 element.tile[decltype(index)::value].f = loads[decltype(index)::value].value[j][r][c];
               });
@@ -194,10 +254,13 @@ struct EpilogueVisitor {
               });
               static_for<Epilogue::scalars>(
                   [&](auto index) { element.scalar[decltype(index)::value] = scalar[decltype(index)::value]; });
+              static_for<Epilogue::head_tables>([&](auto index) {
+                element.head_table[decltype(index)::value] = head_table[decltype(index)::value][j][r][c];
+              });
 
-              Epilogue::evaluate(element, result);
+              Epilogue::template evaluate<program>(element, result);
 
-              static_for<Epilogue::tile_stores>([&](auto index) {
+              static_for<Epilogue::tile_stores[program]>([&](auto index) {
                 stores[decltype(index)::value].value[j][r][c] = result.tile[decltype(index)::value];
               });
               static_for<Epilogue::row_reductions>([&](auto index) {
@@ -211,7 +274,7 @@ struct EpilogueVisitor {
                 if (row_is_inside) total = combine<op>(total, result.column[decltype(index)::value]);
               });
             }
-        store_tiles(tile, subtile, block, stores);
+        store_tiles<program>(tile, subtile, block, stores);
       }
       share_columns(subtile, column_result);
     }
@@ -219,23 +282,40 @@ struct EpilogueVisitor {
     write_columns(tile);
   }
 
-  /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
-  __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
-
- private:
   __device__ __forceinline__ void load_row_vectors(
       const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
     static_for<Epilogue::row_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
-      const int width = access.ways * n_per_way;
+      const int width = Layout::head > 0 ? n : access.ways * n;
       const long long offset =
-          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + access.way * n_per_way;
+          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
 #pragma unroll
       for (int j = 0; j < groups; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
           row_vector[decltype(index)::value][j][c] = load_word<access.dtype>(
-              params.pointer[access.pointer], offset + min(column(tile, subtile, j) + c, n_per_way - 1));
+              params.pointer[access.pointer], offset + min(column(tile, access.way, subtile, j) + c, n - 1));
+    });
+  }
+
+  /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
+  /// words, which the first brings into L1.
+  __device__ __forceinline__ void load_head_tables(
+      const Tile& tile, int subtile, int block,
+      Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
+    static_for<Epilogue::head_tables>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
+      constexpr int half = Layout::head / 2, width = access.ways * half;
+      const int first = access.way * half + subtile * Layout::subtile_n % half + 2 * (lane & 3);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
+                             min(row(tile, block, r), params.m - 1);
+#pragma unroll
+        for (int j = 0; j < groups; ++j)
+          load_words<access.dtype>(params.pointer[access.pointer], at * width + first + 8 * j,
+                                   table[decltype(index)::value][j][r]);
+      }
     });
   }
 
@@ -257,27 +337,45 @@ struct EpilogueVisitor {
     }
   }
 
+  /// Where a store of `program` goes, in the tile's section.
+  template <int program, int store>
+  __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
+    constexpr TileAccess of_first = Epilogue::tile_store[Layout::section_of(program)][store];
+    TileAccess access = of_first;
+    if constexpr (Epilogue::sections > 1) {
+      static_for<Epilogue::sections>([&](auto index) {
+        constexpr int section = decltype(index)::value;
+        if constexpr (Epilogue::section[section].program == program) {
+          constexpr TileAccess of_section = Epilogue::tile_store[section][store];
+          if (tile.section == section) access = of_section;
+        }
+      });
+    }
+    return access;
+  }
+
   /// Each warp stores its own 16 rows: no barrier across warps.
+  template <int program>
   __device__ __forceinline__ void store_tiles(const Tile& tile, int subtile, int block,
-                                              const Subtile (&stores)[at_least_one(Epilogue::tile_stores)]) {
-    if constexpr (Epilogue::tile_stores > 0) {
+                                              const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) {
+    if constexpr (Epilogue::tile_stores[program] > 0) {
       const ptx::uint32 slot =
           base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
       if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
       __syncwarp();
-      static_for<Epilogue::tile_stores>([&](auto index) {
-        using Output = Box<Epilogue::tile_store[decltype(index)::value].dtype, Layout::subtile_n>;
-        Output::store(slot + 16 * Layout::store_row_bytes(decltype(index)::value), lane,
-                      stores[decltype(index)::value]);
+      static_for<Epilogue::tile_stores[program]>([&](auto index) {
+        constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
+        Box<access.dtype, Layout::subtile_n>::store(
+            slot + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane, stores[decltype(index)::value]);
       });
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        static_for<Epilogue::tile_stores>([&](auto index) {
-          constexpr TileAccess access = Epilogue::tile_store[decltype(index)::value];
-          ptx::tma_store(params.map[access.map], slot + 16 * Layout::store_row_bytes(decltype(index)::value),
-                         tile.column + subtile * Layout::subtile_n, access.way, tile.row + 64 * block + 16 * warp,
-                         tile.batch);
+        static_for<Epilogue::tile_stores[program]>([&](auto index) {
+          const TileAccess access = store_access<program, decltype(index)::value>(tile);
+          ptx::tma_store(params.map[access.map], slot + 16 * Layout::store_row_bytes(program, decltype(index)::value),
+                         tile.column - access.first + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+                         Layout::head > 0 ? 0 : access.way, tile.row + 64 * block + 16 * warp, tile.batch);
         });
         ptx::tma_store_commit();
       }
@@ -289,7 +387,8 @@ struct EpilogueVisitor {
       const Tile& tile, const float (&row_result)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
     static_for<Epilogue::row_reductions>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
-      const int tiles_n = (n_per_way + Layout::columns - 1) / Layout::columns;
+      const int tiles_n =
+          Scheduler<Config::tile_m, Config::tile_n / Layout::splits, Config::cluster_m, Epilogue>::tiles_along_n(n);
       float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                        (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
 #pragma unroll
@@ -332,16 +431,18 @@ struct EpilogueVisitor {
       const int at = 32 * warp + lane;
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
-        const int width = access.ways * n_per_way;
+        const int width = Layout::head > 0 ? n : access.ways * n;
         const int tiles_m = (params.m + Config::tile_m - 1) / Config::tile_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
-                         (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width + access.way * n_per_way;
-        if (at < Layout::columns && tile.column + at < n_per_way && tile.row < params.m) {
+                         (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width +
+                         (Layout::head > 0 ? 0 : access.way * n);
+        const int column = tile.column + Layout::memory_column(access.way, at);
+        if (at < Layout::columns && column < tile.column_end && tile.row < params.m) {
           float total = columns_of(decltype(index)::value, 0)[at];
 #pragma unroll
           for (int other = 1; other < 4; ++other)
             total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
-          partial[tile.column + at] = total;
+          partial[column] = total;
         }
       });
       ptx::named_barrier_sync(barrier, 128);

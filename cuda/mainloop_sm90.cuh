@@ -29,7 +29,8 @@ constexpr int chunk_bytes = 64 * 64 * 2;
 template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
-  using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / Epilogue::acc_ways, Config::cluster_m>;
+  static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
+  using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Epilogue>;
   static constexpr int consumers = 2;
   static constexpr int threads = 128 * (1 + consumers);
   static_assert(Config::tile_m == 128 && Config::tile_n == 128 && Config::tile_k == 64, "tile sizes of this mainloop");
@@ -51,7 +52,7 @@ struct Gemm {
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
         k_blocks((params.k + Config::tile_k - 1) / Config::tile_k),
-        scheduler(params.m, params.n / Epilogue::acc_ways, params.batch),
+        scheduler(params.m, params.n / splits, params.batch),
         stages{shared + Layout::stage_ring_offset} {}
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
@@ -119,9 +120,9 @@ struct Gemm {
   }
 
   /// The CTAs of a cluster share b: each loads every cluster_m-th chunk for all of them. Chunks of the second half of a
-  /// tile belong to the second way when there are two.
+  /// tile belong to the second half of N when its columns come from both.
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
-    constexpr int chunks = Config::tile_n / 64, chunks_per_way = chunks / Epilogue::acc_ways;
+    constexpr int chunks = Config::tile_n / 64, chunks_per_way = chunks / splits;
     const int batch = Config::b_batched ? tile.batch : 0;
 #pragma unroll
     for (int i = 0; i < chunks / Config::cluster_m; ++i) {

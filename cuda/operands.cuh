@@ -4,21 +4,9 @@
 
 #include "elementwise.cuh"
 #include "ptx_sm90.cuh"
+#include "static_for.cuh"
 
 namespace coda {
-
-/// Calls f(Index<0>()), ..., f(Index<count - 1>()): a loop whose variable is a constant expression.
-template <int value_>
-struct Index {
-  static constexpr int value = value_;
-};
-template <int count, int at = 0, class F>
-__device__ __forceinline__ void static_for(F&& f) {
-  if constexpr (at < count) {
-    f(Index<at>());
-    static_for<count, at + 1>(f);
-  }
-}
 
 __host__ __device__ constexpr int bytes_of(DType dtype) {
   return dtype == DType::pred ? 1 : dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
@@ -44,6 +32,25 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
     }
   }
   return word;
+}
+
+/// Two neighbours; index is even, the array aligned to a pair.
+template <DType dtype>
+__device__ __forceinline__ void load_words(const void* base, long long index, Word (&pair)[2]) {
+  if constexpr (dtype == DType::f32) {
+    const float2 both = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(base) + index));
+    pair[0].f = both.x;
+    pair[1].f = both.y;
+  } else {
+    const ptx::uint32 both = __ldg(reinterpret_cast<const unsigned*>(static_cast<const unsigned short*>(base) + index));
+    if constexpr (dtype == DType::bf16) {
+      pair[0].f = __uint_as_float(both << 16);
+      pair[1].f = __uint_as_float(both & 0xFFFF0000u);
+    } else {
+      pair[0].f = ptx::f16_to_float(static_cast<ptx::uint16>(both));
+      pair[1].f = ptx::f16_to_float(static_cast<ptx::uint16>(both >> 16));
+    }
+  }
 }
 
 // ---- a fragment in shared memory: 16 rows x `columns`, TMA's swizzle

@@ -1,28 +1,43 @@
 // Which output tile a cluster works on next. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...
 #pragma once
 
+#include "elementwise.cuh"
 #include "ptx_sm90.cuh"
+#include "static_for.cuh"
 
 namespace coda {
 
-/// Position of one CTA's tile, in elements (row, column within a way) and in tiles (for the partial reductions).
+/// Position of one CTA's tile, in elements (row, column within a split; `column_end` bounds what it may write) and in
+/// tiles (for the partial reductions), and the Epilogue's section it lies in.
 struct Tile {
   int row, column, batch;
   int index_m, index_n;
+  int section, column_end;
 };
 
 /// Tiles of a (batch, m, n) output; a cluster covers `cluster_m` tiles that follow each other along m. Rasterised in
 /// bands of `band` clusters along m, so that what runs at one time is roughly square and its operands stay in L2.
-template <int tile_m, int columns, int cluster_m>
+/// Along n, every section of the Epilogue starts a new tile.
+template <int tile_m, int columns, int cluster_m, class Epilogue>
 struct Scheduler {
   static constexpr int band = 8;
+  const int n;  // within a split
   int tiles_m, tiles_n, clusters_m, total;
 
-  __device__ __forceinline__ Scheduler(int m, int n_per_way, int batch) {
+  __device__ __forceinline__ Scheduler(int m, int n, int batch) : n(n) {
     tiles_m = (m + tile_m - 1) / tile_m;
-    tiles_n = (n_per_way + columns - 1) / columns;
+    tiles_n = tiles_along_n(n);
     clusters_m = (tiles_m + cluster_m - 1) / cluster_m;
     total = clusters_m * tiles_n * batch;
+  }
+
+  __device__ __forceinline__ static int tiles_along_n(int n) {
+    int tiles = 0;
+    static_for<Epilogue::sections>([&](auto index) {
+      constexpr Section section = Epilogue::section[decltype(index)::value];
+      tiles += ((section.end ? section.end : n) - section.first + columns - 1) / columns;
+    });
+    return tiles;
   }
 
   __device__ __forceinline__ static int first() { return blockIdx.x / cluster_m; }
@@ -37,7 +52,20 @@ struct Scheduler {
     const int band_rows = min(band, clusters_m - band_index * band);
     const int index_n = in_band / band_rows;
     const int index_m = (band_index * band + in_band - index_n * band_rows) * cluster_m + rank;
-    return {index_m * tile_m, index_n * columns, batch, index_m, index_n};
+    Tile tile{index_m * tile_m, index_n * columns, batch, index_m, index_n, 0, n};
+    if constexpr (Epilogue::sections > 1) {
+      int before = 0;
+      static_for<Epilogue::sections>([&](auto index) {
+        constexpr Section section = Epilogue::section[decltype(index)::value];
+        if (index_n >= before) {
+          tile.column = section.first + (index_n - before) * columns;
+          tile.section = decltype(index)::value;
+          tile.column_end = section.end;
+        }
+        before += (section.end - section.first + columns - 1) / columns;
+      });
+    }
+    return tile;
   }
 };
 

@@ -21,9 +21,9 @@ def mlp_arguments(dtype, lead=(ROWS,), width=WIDTH, hidden=HIDDEN):
     return [array.astype(dtype) for array in (x, scale, gate_up, down)]
 
 
-def qkv_arguments(dtype, lead=(3, 11), width=WIDTH):
+def qkv_arguments(dtype, lead=(3, 11), width=WIDTH, head_dim=HEAD_DIM):
     x, scale = normal(0, *lead, width), 1 + 0.3 * normal(1, width)
-    kernel = normal(2, width, (HEADS + 2 * KV_HEADS) * HEAD_DIM) / width**0.5
+    kernel = normal(2, width, (HEADS + 2 * KV_HEADS) * head_dim) / width**0.5
     return [array.astype(dtype) for array in (x, scale, kernel)]
 
 
@@ -46,15 +46,16 @@ def mlp(x, scale, gate_up, down, **options):
     return coda.gated_mlp(x, squares(x), scale, gate_up, down, epsilon=EPS, **options)[0]
 
 
-def angles(length, dtype=jnp.float32):
-    angle = jnp.arange(length, dtype=dtype)[:, None] * 10.0 ** -jnp.linspace(0, 3, HEAD_DIM // 2).astype(dtype)
+def angles(x, kernel, dtype=jnp.float32):
+    half = kernel.shape[1] // (HEADS + 2 * KV_HEADS) // 2
+    angle = jnp.arange(x.shape[-2], dtype=dtype)[:, None] * 10.0 ** -jnp.linspace(0, 3, half).astype(dtype)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def plain_qkv(x, scale, kernel):
-    z = (rms_norm(x, scale) @ kernel).reshape(*x.shape[:-1], -1, HEAD_DIM)
+    z = (rms_norm(x, scale) @ kernel).reshape(*x.shape[:-1], HEADS + 2 * KV_HEADS, -1)
     q, k, v = jnp.split(z, [HEADS, HEADS + KV_HEADS], axis=-2)
-    cos, sin = (y[:, None, :] for y in angles(x.shape[-2], jnp.promote_types(x.dtype, jnp.float32)))
+    cos, sin = (y[:, None, :] for y in angles(x, kernel, jnp.promote_types(x.dtype, jnp.float32)))
 
     def turned(y):
         a, b = jnp.split(y.astype(cos.dtype), 2, axis=-1)
@@ -65,7 +66,7 @@ def plain_qkv(x, scale, kernel):
 
 def qkv(x, scale, kernel, **options):
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
-    return coda.qkv_projection(x, squares(x), scale, kernel, *angles(x.shape[-2]), **heads, epsilon=EPS, **options)
+    return coda.qkv_projection(x, squares(x), scale, kernel, *angles(x, kernel), **heads, epsilon=EPS, **options)
 
 
 def compare(chain, plain, arguments):

@@ -34,6 +34,14 @@ static float combine(Op op, float a, float b) {
   return op == Op::sum ? a + b : op == Op::max ? maximum(a, b) : minimum(a, b);
 }
 
+// Column of a way in memory: after the columns of the ways before it, or in heads whose halves the ways are.
+template <class E>
+static int memory_column(int way, int column, int n) {
+  if constexpr (E::head > 0)
+    return column / (E::head / 2) * E::head + way * (E::head / 2) + column % (E::head / 2);
+  return way * n + column;
+}
+
 // columns[i]: row pitch of map i. Reductions start from their neutral element; `n` is the columns of one way.
 template <class E>
 static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
@@ -42,25 +50,39 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       typename E::Element in;
       typename E::Result out;
       in.row = row;
-      for (int way = 0; way < E::ways; ++way) in.column[way] = way * n + column;
+      for (int way = 0; way < E::ways; ++way) in.column[way] = memory_column<E>(way, column, n);
       for (int way = 0; way < E::acc_ways; ++way)
-        in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + way * n + column];
+        in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + memory_column<E>(way, column, n)];
       for (int i = 0; i < E::tile_loads; ++i) {
         const TileAccess t = E::tile_load[i];
-        in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + t.way * n + column, t.dtype);
+        const int at = memory_column<E>(t.way, column, n);
+        in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + at, t.dtype);
       }
       for (int i = 0; i < E::row_vectors; ++i) {
         const VectorAccess v = E::row_vector[i];
-        in.row_vector[i] = load(pointer[v.pointer], v.way * n + column, v.dtype);
+        in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way, column, n), v.dtype);
+      }
+      for (int i = 0; i < E::head_tables; ++i) {
+        const VectorAccess t = E::head_table[i];
+        const int half = E::head / 2;
+        const int at = row * t.ways * half + t.way * half + column % (half ? half : 1);
+        in.head_table[i] = load(pointer[t.pointer], at, t.dtype);
       }
       for (int i = 0; i < E::column_vectors; ++i)
         in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
       for (int i = 0; i < E::scalars; ++i) in.scalar[i] = load(pointer[E::scalar[i].pointer], 0, E::scalar[i].dtype);
-      E::evaluate(in, out);
-      for (int i = 0; i < E::tile_stores; ++i) {
-        const TileAccess t = E::tile_store[i];
+      int section = 0;
+      while (E::section[section].end && in.column[0] >= E::section[section].end) ++section;
+      const int program = E::section[section].program;
+      if (program == 0) E::template evaluate<0>(in, out);
+      if constexpr (E::programs > 1)
+        if (program == 1) E::template evaluate<1>(in, out);
+      if constexpr (E::programs > 2)
+        if (program == 2) E::template evaluate<2>(in, out);
+      for (int i = 0; i < E::tile_stores[program]; ++i) {
+        const TileAccess t = E::tile_store[section][i];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
-        to[t.way * n + column] = out.tile[i];
+        to[memory_column<E>(t.way, column, n) - t.first] = out.tile[i];
       }
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
@@ -69,7 +91,7 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       }
       for (int i = 0; i < E::column_reductions; ++i) {
         const ReductionAccess r = E::column_reduction[i];
-        float& to = static_cast<float*>(pointer[r.pointer])[r.way * n + column];
+        float& to = static_cast<float*>(pointer[r.pointer])[memory_column<E>(r.way, column, n)];
         to = combine(r.op, to, out.column[i]);
       }
     }
@@ -121,8 +143,9 @@ class HostPrograms:
             assert x.dtype == operand.dtype
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
-        width = {width: n * program.ways_of(width) for width in Width}
-        stores = [np.full((m, width[s.width]), np.nan, np.float32) for s in program.stores]
+        width = {width: program.width(width, columns) for width in Width}
+        sizes = [s.part[1] - s.part[0] if s.part else width[s.width] for s in program.stores]
+        stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
         reductions = [
             np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions
         ]

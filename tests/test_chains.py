@@ -19,9 +19,10 @@ def test_gated_mlp(activation, dtype):
     compare(functools.partial(mlp, activation=activation), plain, mlp_arguments(dtype))
 
 
+@pytest.mark.parametrize("head_dim", [8, 32])  # turned by XLA, and in the epilogue
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_qkv_projection(dtype):
-    compare(qkv, plain_qkv, qkv_arguments(dtype))
+def test_qkv_projection(dtype, head_dim):
+    compare(qkv, plain_qkv, qkv_arguments(dtype, head_dim=head_dim))
 
 
 def test_the_statistic_of_the_result():
@@ -44,7 +45,11 @@ def test_parameters_and_stream_keep_their_dtypes():
     assert {q.dtype, k.dtype, v.dtype} == {jnp.dtype(jnp.bfloat16)} and same.dtype == jnp.float32
 
 
-CHAINS = {"mlp": (mlp, plain_mlp, mlp_arguments), "qkv": (qkv, plain_qkv, qkv_arguments)}
+CHAINS = {
+    "mlp": (mlp, plain_mlp, mlp_arguments),
+    "qkv": (qkv, plain_qkv, qkv_arguments),
+    "qkv_in_epilogue": (qkv, plain_qkv, functools.partial(qkv_arguments, head_dim=32)),
+}
 
 
 @pytest.mark.parametrize("chain, plain, arguments", CHAINS.values(), ids=CHAINS)

@@ -357,7 +357,7 @@ def test_every_program_compiles_for_hopper_without_spills():
         parts.append(f"namespace p{i} {{\n{text}}}\n")
         parts.append(
             f'extern "C" __global__ void run_{i}(const p{i}::Epilogue::Element* in, p{i}::Epilogue::Result* out) '
-            f"{{ p{i}::Epilogue::evaluate(in[threadIdx.x], out[threadIdx.x]); }}\n"
+            f"{{ p{i}::Epilogue::evaluate<0>(in[threadIdx.x], out[threadIdx.x]); }}\n"
         )
     log = ffi.compile("".join(parts), "operations").log
     assert log.count("Compiling entry function") == len(CASES)

@@ -8,7 +8,7 @@ from coda_jax import ffi
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: a reduction's total, or an address, that waits
 # for the end of the tile while a long elementwise program needs the registers.
-SPILLED = {"swiglu_backward": 48, "gelu_erf": 8, "exp_sum": 8}
+SPILLED = {"swiglu_backward": 48, "gelu_erf": 8, "exp_sum": 8, "rotary_whole_tables": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,8 @@ def needs_nvrtc():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_registers_suffice(name):
-    usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], m=4096, n=4096, k=4096), name).log)
+    program = PROGRAMS[name]
+    usage = resource_usage(ffi.compile(kernel_source(program, m=4096, n=program.columns(4096), k=4096), name).log)
     assert usage.registers <= 168  # of 65536 for the block's 384 threads
     assert usage.spilled_bytes <= SPILLED.get(name, 0)
 

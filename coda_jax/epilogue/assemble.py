@@ -13,6 +13,7 @@ from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width
 from coda_jax.epilogue.simplify import halved_tanh_to_logistic
 from coda_jax.epilogue.values import (
     ALLOWED,
+    CHANNEL,
     COLUMN,
     HALF,
     ROW,
@@ -37,8 +38,18 @@ def assemble(analysis: Analysis) -> Program:
     finish, reductions = finishing(analysis, finished)
     nodes, new_stores, new_reductions = _compact(analysis, stores, reductions)
     outputs = len(analysis.flat.outputs)
+    acc_width = Width.HALF if analysis.layout.acc_is_half else Width.FULL
     return Program(
-        analysis.operands, analysis.ways, nodes, new_stores, new_reductions, outputs, finish, analysis.acc_width
+        analysis.operands,
+        analysis.ways,
+        nodes,
+        new_stores,
+        new_reductions,
+        outputs,
+        finish,
+        acc_width,
+        analysis.head,
+        analysis.n if analysis.layout.parts else 0,
     )
 
 
@@ -51,22 +62,24 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} is a stack of arrays; return them one by one. {ALLOWED}"
         )
-    whole = same_shape(aval.shape, (analysis.m, analysis.n))
-    half = analysis.ways == 2 and same_shape(aval.shape, (analysis.m, analysis.half))
+    first, end = value.part or (0, analysis.n)
+    whole = same_shape(aval.shape, (analysis.m, end - first))
+    halved = analysis.ways == 2 and not analysis.head
+    half = halved and same_shape(aval.shape, (analysis.m, analysis.half))
     unit = same_size(analysis.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
     if not value.tile and (not (whole or half) or unit):
         return None
     rows_ok = (
         len(value.tags) == 2
         and value.tags[0] in (ROW, None)
-        and value.tags[1] in ((COLUMN, None) if whole else (HALF, None))
+        and value.tags[1] in ((COLUMN, CHANNEL, None) if whole else (HALF, None))
     )
     if not (whole or half) or not rows_ok:
         made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
-            f"has shape (M, N) = ({analysis.m}, {analysis.n}) or (M, N/2), a reduction (M,) or (N,). Reshape it "
-            f"outside the epilogue. {ALLOWED}"
+            f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a part of the columns, a reduction "
+            f"(M,) or (N,). Reshape it outside the epilogue. {ALLOWED}"
         )
     if np.dtype(aval.dtype).name not in elementwise.FLOATS:
         raise NotTileLocalError(
@@ -74,7 +87,7 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             "bfloat16, float16 or float32. Convert it to a float inside the epilogue, or compute it outside."
         )
     nodes = value.nodes * analysis.ways if whole and len(value.nodes) < analysis.ways else value.nodes
-    return TileStore(output, Width.FULL if whole else Width.HALF, nodes)
+    return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.part)
 
 
 def _compact(

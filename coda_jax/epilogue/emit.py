@@ -11,15 +11,15 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32
 # Entries of the struct: array name (its count has an s) and type, with what stands in an array without entries.
 _ACCESS = {
     "tile_load": "TileAccess",
-    "tile_store": "TileAccess",
     "row_vector": "VectorAccess",
     "column_vector": "VectorAccess",
     "scalar": "VectorAccess",
+    "head_table": "VectorAccess",
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
 _EMPTY = {
-    "TileAccess": "-1, 0, coda::DType::f32, false",
+    "TileAccess": "-1, 0, 0, coda::DType::f32, false",
     "VectorAccess": "-1, 0, 1, coda::DType::f32, false",
     "ReductionAccess": "-1, 0, 1, coda::Op::sum",
 }
@@ -28,6 +28,7 @@ _LOADS = {
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
     Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
     Kind.SCALAR: ("scalar", "scalar"),
+    Kind.HEAD_TABLE: ("head_table", "head_table"),
 }
 _COMBINE = {
     ReductionOp.SUM: "{} + {}",
@@ -63,10 +64,7 @@ class _Emitter:
                 self.load(index, 2 + tiles.index(index), batched)
             elif index in others:
                 self.load(index, others.index(index), batched)
-        for number, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
-            for way, value in enumerate(store.values):
-                entry = f"{2 + len(tiles) + number}, {way}, {_dtype(np.dtype(dtype))}, false"
-                self.result("tile_store", entry, self.name(value))
+        self.stores(2 + len(tiles), out_dtypes)
         for number, reduction in enumerate(program.reductions):
             self.reduction(len(others) + number, reduction)
 
@@ -77,8 +75,27 @@ class _Emitter:
             self.slots[index, way] = (
                 f"in.{member}[{len(self.entries[array])}].{'f' if operand.dtype.name in FLOATS else 'i'}"
             )
-            ways = "" if operand.kind is Kind.TILE else f"{self.program.ways_of(operand.width)}, "
-            self.entries[array].append(f"{position}, {way}, {ways}{_dtype(operand.dtype)}, {flag}")
+            third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
+            self.entries[array].append(f"{position}, {way}, {third}, {_dtype(operand.dtype)}, {flag}")
+
+    def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
+        """Sections whose tiles store the same values in the same dtypes share a program."""
+        self.sections: list[str] = []
+        self.tile_stores: list[list[str]] = []  # of each section
+        self.tile_results: list[list[str]] = []  # of each program
+        for section in self.program.sections:
+            chosen = self.program.stores_of(section)
+            entries: list[str] = []
+            results: list[str] = []
+            for i in chosen:
+                store, dtype = self.program.stores[i], _dtype(np.dtype(out_dtypes[i]))
+                for way, value in enumerate(store.values):
+                    entries.append(f"{first_map + i}, {way}, {store.part[0] if store.part else 0}, {dtype}, false")
+                    results.append(f"out.tile[{len(results)}] = {self.name(value)};  // {dtype}")
+            if results not in self.tile_results:
+                self.tile_results.append(results)
+            self.sections.append(f"{self.tile_results.index(results)}, {section[0]}, {section[1]}")
+            self.tile_stores.append(entries)
 
     def result(self, array: str, entry: str, value: str) -> None:
         self.results.append(f"out.{array.split('_')[0]}[{len(self.entries[array])}] = {value};")
@@ -96,10 +113,19 @@ class _Emitter:
 
     def text(self) -> str:
         size = {name: max(1, len(entries)) for name, entries in self.entries.items()}
-        acc_ways, ways = self.program.acc_ways, self.program.ways
+        acc_ways, ways, head = self.program.acc_ways, self.program.ways, self.program.head
+        stored = max([1, *map(len, self.tile_stores)])
         lines = [
             "struct Epilogue {",
-            f"  static constexpr int acc_ways = {acc_ways}, ways = {ways};",
+            f"  static constexpr int acc_ways = {acc_ways}, ways = {ways}, head = {head};",
+            f"  static constexpr int sections = {len(self.sections)}, programs = {len(self.tile_results)};",
+            f"  static constexpr coda::Section section[] = {_list(self.sections)};",
+            f"  static constexpr int tile_stores[] = {{{', '.join(str(len(x)) for x in self.tile_results)}}};",
+            f"  static constexpr coda::TileAccess tile_store[][{stored}] = {{"
+            + ", ".join(
+                _list(entries + [_EMPTY["TileAccess"]] * (stored - len(entries))) for entries in self.tile_stores
+            )
+            + "};",
             *(f"  static constexpr int {name}s = {len(entries)};" for name, entries in self.entries.items()),
             *map(self.array, self.entries),
             "  struct Element {",
@@ -109,10 +135,11 @@ class _Emitter:
             f"    int column[{ways}];",
             "  };",
             "  struct Result {",
-            f"    float tile[{size['tile_store']}];",
+            f"    float tile[{stored}];",
             f"    float row[{size['row_reduction']}];",
             f"    float column[{size['column_reduction']}];",
             "  };",
+            "  template <int program>",
             "  CODA_DEVICE static void evaluate(const Element& in, Result& out) {",
             *(
                 f"    const {_type(node)} v{i} = {self.expression(node)};"
@@ -120,6 +147,11 @@ class _Emitter:
                 if node.op != "literal"
             ),
             *(f"    {result}" for result in self.results),
+            *(
+                f"    if constexpr (program == {number}) {result}"
+                for number, results in enumerate(self.tile_results)
+                for result in results
+            ),
             "  }",
             "};",
         ]
@@ -127,8 +159,7 @@ class _Emitter:
 
     def array(self, name: str) -> str:
         kind = _ACCESS[name]
-        entries = ", ".join(f"{{{entry}}}" for entry in self.entries[name] or [_EMPTY[kind]])
-        return f"  static constexpr coda::{kind} {name}[] = {{{entries}}};"
+        return f"  static constexpr coda::{kind} {name}[] = {_list(self.entries[name] or [_EMPTY[kind]])};"
 
     def name(self, number: int) -> str:
         """How a value is referred to: literals stand where they are used."""
@@ -150,6 +181,10 @@ class _Emitter:
         inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
         text = operation.expression(inputs, dtypes, dict(node.attributes))
         return text if operation.exact or node.dtype not in ROUND else f"{ROUND[node.dtype]}({text})"
+
+
+def _list(entries: Sequence[str]) -> str:
+    return "{" + ", ".join(f"{{{entry}}}" for entry in entries) + "}"
 
 
 def _type(node: Node) -> str:

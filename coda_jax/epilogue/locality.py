@@ -1,8 +1,8 @@
 """The check that a flat jaxpr is local to its tile, and its translation to one element's program.
 
-Every array axis carries a tag: it is indexed by the row, by the column, by the column inside one half of N, or the
-array does not vary along it. Tags, not sizes, decide what an array is, so that M == N, M == 1 and N == 1 mean nothing
-special.
+Every array axis carries a tag: it is indexed by the row, by the column, by the column inside one half of N, by the head
+or the column inside a head, or the array does not vary along it. Tags, not sizes, decide what an array is, so that
+M == N, M == 1 and N == 1 mean nothing special.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,20 @@ from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width
 from coda_jax.epilogue.values import (
     ALLOWED,
+    BOTH_WAYS,
+    CHANNEL,
     COLUMN,
+    COLUMNS,
     HALF,
+    HALF_CHANNEL,
     HINTS,
     INDEX,
     ROW,
     Finished,
+    Layout,
     LiteralFloat,
     Local,
-    NeedsHalves,
-    NeedsTwice,
+    NeedsLayout,
     NotElementwise,
     NotTileLocalError,
     Tag,
@@ -57,15 +61,13 @@ class Analysis:
       flat: the equations; variable 0 is acc.
       order: the variables that are the operands.
       operands: what they are.
-      ways: 2 if f works on halves.
-      acc_width: HALF if acc is a half of wider tiles.
+      layout: how f looks at the columns, as far as it is known.
       name: of f, for messages.
       rules: for operations that move axes or reduce.
 
     Raises:
       NotTileLocalError: f is not local to a tile.
-      NeedsHalves: with ways == 1, f turns out to work on halves.
-      NeedsTwice: f turns out to join two arrays of N columns.
+      NeedsLayout: f turns out to look at the columns in another way.
     """
 
     def __init__(
@@ -73,15 +75,15 @@ class Analysis:
         flat: Flat,
         order: Sequence[int],
         operands: Sequence[Operand],
-        ways: int,
-        acc_width: Width,
+        layout: Layout,
         name: str,
         rules: Mapping[str, "Rule"],
     ):
         self.rules = rules
-        self.flat, self.operands, self.ways, self.name = flat, tuple(operands), ways, name
+        self.flat, self.operands, self.layout, self.name = flat, tuple(operands), layout, name
+        self.ways, self.head = layout.ways, layout.head
         self.m, n = flat.avals[0].shape
-        self.acc_width, self.n = acc_width, n if acc_width is Width.FULL else 2 * n
+        self.n = 2 * n if layout.acc_is_half else n
         self.half = self.n // 2 if isinstance(self.n, int) and self.n % 2 == 0 else None
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
@@ -92,8 +94,9 @@ class Analysis:
         self.sequence: list[
             Equation
         ] = []  # the flat equations, those of finished reductions in the place of the kernel's
-        acc_ways = range(ways if acc_width is Width.FULL else 1)
-        column = COLUMN if acc_width is Width.FULL else HALF
+        self.is_halved = False  # halves of N have been taken apart or joined
+        acc_ways = range(1 if layout.acc_is_half else self.ways)
+        column = HALF if layout.acc_is_half else COLUMN
         self.values[0] = Local((ROW, column), tuple(self.node("acc", (), "float32", way=w) for w in acc_ways), True)
         for index, (variable, operand) in enumerate(zip(order, operands, strict=True)):
             self.values[variable] = self.operand(index, operand, flat.avals[variable])
@@ -128,6 +131,8 @@ class Analysis:
             return Local((ROW, None), (load(0),), False)
         column: Tag = COLUMN if operand.width is Width.FULL else HALF
         nodes = tuple(map(load, range(self.ways))) if operand.width is Width.FULL else (load(0),)
+        if operand.kind is Kind.HEAD_TABLE:
+            return Local((ROW, CHANNEL if operand.width is Width.FULL else HALF_CHANNEL), nodes, True)
         if operand.kind is Kind.TILE:
             return Local((ROW, column), nodes, True)
         return Local((None, column) if len(aval.shape) == 2 else (column,), nodes, False)
@@ -256,15 +261,22 @@ class Analysis:
         rank = max(len(value.tags) for value in inputs)
         ranked = [value if len(value.tags) == rank else replace(value, tags=(None,) * rank) for value in inputs]
         tags = tuple(self.unify([value.tags[axis] for value in ranked]) for axis in range(rank))
-        resolved = [self.resolve(value, tags) for value in ranked]
-        ways = self.ways if COLUMN in tags else 1
+        out = self.local(tags, (), inputs)
+        resolved = [self.resolve(value, tags, out.part) for value in ranked]
+        ways = self.ways if BOTH_WAYS.intersection(tags) else 1
         nodes = tuple(
             f(tuple(v.nodes[way] if len(v.nodes) > 1 else v.nodes[0] for v in resolved)) for way in range(ways)
         )
-        return self.local(tags, nodes, any(value.tile for value in inputs))
+        return replace(out, nodes=nodes)
 
-    def local(self, tags: tuple[Tag, ...], nodes: tuple[int, ...], tile: bool) -> Local:
-        return Local(tags, nodes, tile or (ROW in tags and (COLUMN in tags or HALF in tags)))
+    def local(self, tags: tuple[Tag, ...], nodes: tuple[int, ...], inputs: Sequence[Local]) -> Local:
+        """A value made from `inputs`."""
+        parts = {value.part for value in inputs if value.part is not None}
+        if len(parts) > 1:
+            one, other = (f"{start}:{stop}" for start, stop in sorted(parts)[:2])
+            raise NotElementwise(f"combines columns {one} with columns {other}")
+        tile = any(value.tile for value in inputs) or (ROW in tags and not COLUMNS.isdisjoint(tags))
+        return Local(tags, nodes, tile, parts.pop() if parts else None)
 
     def unify(self, tags: Sequence[Tag]) -> Tag:
         found = {tag for tag in tags if tag is not None}
@@ -276,11 +288,13 @@ class Analysis:
             )
         return known.pop() if known else (INDEX if found else None)
 
-    def resolve(self, value: Local, tags: tuple[Tag, ...]) -> Local:
-        """`value` with its INDEX axis given the meaning it has in `tags`."""
+    def resolve(self, value: Local, tags: tuple[Tag, ...], part: tuple[int, int] | None = None) -> Local:
+        """`value` with its INDEX axis given the meaning it has in `tags`, of columns of `part`."""
         if INDEX not in value.tags:
             return value
         tag = tags[value.tags.index(INDEX)]
+        if tag in COLUMNS and (part or tag not in (COLUMN, HALF)):
+            raise NotElementwise("counts along the columns of a part or of heads; take them from jnp.arange(N)")
         if tag == ROW:
             leaves = [self.node("row", (), "int32")]
         elif tag in (COLUMN, HALF):
@@ -288,7 +302,7 @@ class Analysis:
         else:
             return value
         nodes = tuple(self.substitute(value.nodes[0], leaf, {}) for leaf in leaves)
-        return Local(tuple(tag if t == INDEX else t for t in value.tags), nodes, value.tile)
+        return Local(tuple(tag if t == INDEX else t for t in value.tags), nodes, value.tile, value.part)
 
     def substitute(self, number: int, leaf: int, done: dict[int, int]) -> int:
         node = self.nodes[number]
@@ -301,13 +315,40 @@ class Analysis:
 
     def twice(self) -> None:
         """Notes that f joins two arrays of N columns."""
+        if self.head or self.layout.parts:
+            raise NotElementwise("joins two arrays of N columns beside heads or parts of the columns")
         if self.ways == 1:
-            raise NeedsTwice
+            raise NeedsLayout(Layout(ways=2, acc_is_half=True))
 
     def halves(self) -> None:
-        """Notes that f works on halves."""
+        """Notes that f works on halves of N."""
+        if self.head or self.layout.parts:
+            raise NotElementwise("works on halves of all columns beside heads or parts of the columns")
         if self.ways == 1:
-            raise NeedsHalves
+            raise NeedsLayout(replace(self.layout, ways=2))
+        self.is_halved = True
+
+    def heads(self, size: int) -> None:
+        """Notes that f works on heads of `size` columns."""
+        if self.layout.acc_is_half:
+            raise NotElementwise("works on heads beside tiles of 2N columns")
+        if self.head not in (0, size):
+            raise NotElementwise(f"works on heads of {size} columns beside heads of {self.head}")
+        if size % 2 or self.n % size:
+            raise NotElementwise(f"makes heads of {size} of {self.n} columns; heads are whole and have an even size")
+        if not self.head:
+            raise NeedsLayout(Layout(ways=2, head=size, parts=self.layout.parts or self.is_halved))
+
+    def part(self, value: Local, start: int, stop: int) -> tuple[int, int]:
+        """Columns start:stop of `value`, counted from the first of all."""
+        if self.layout.acc_is_half:
+            raise NotElementwise("takes a part of the columns beside tiles of 2N columns")
+        if not self.layout.parts:
+            raise NeedsLayout(Layout(ways=2 if self.head else 1, head=self.head, parts=True))
+        first, end = value.part or (0, self.n)
+        if self.head and (start % self.head or stop % self.head):
+            raise NotElementwise(f"takes columns {start}:{stop}, which are no whole heads of {self.head}")
+        return (first + start, first + stop) if (first + start, first + stop) != (0, self.n) else (first, end)
 
 
 def _combination(value: Finished) -> str:

@@ -22,12 +22,13 @@ class Kind(enum.Enum):
     ROW_VECTOR = "(N,) or (1, N)"
     COLUMN_VECTOR = "(M, 1)"
     TILE = "(M, N)"
+    HEAD_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same
 
 
 class Width(enum.Enum):
     """Whether an array has all columns of the program's widest arrays or half of them.
 
-    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`).
+    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`). A head table's are those of a head.
     """
 
     FULL = "full"
@@ -70,7 +71,7 @@ class Operand:
     Attributes:
       dtype: as stored.
       traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
-      width: of a row vector or a tile.
+      width: of a row vector, a tile or a head table.
     """
 
     kind: Kind
@@ -98,11 +99,15 @@ class Node:
 
 @dataclass(frozen=True)
 class TileStore:
-    """Output number `output`, a tile of `width`; `values` are its nodes, one for each way it spans."""
+    """Output number `output`, a tile of `width`; `values` are its nodes, one for each way it spans.
+
+    `part` is the first and the end of the columns that it has, where these are not all.
+    """
 
     output: int
     width: Width
     values: tuple[int, ...]
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,8 @@ class Program:
       num_outputs: of f, flat.
       finishing: how the outputs that are no tiles follow from the reductions.
       acc_width: HALF where acc (M, N) meets tiles of 2N columns.
+      head: columns of a head, where the two halves are those of heads; else 0, and they are those of the widest arrays.
+      columns: N where stores are parts of the columns; else 0, and the program is independent of it.
     """
 
     operands: tuple[Operand, ...]
@@ -159,6 +166,8 @@ class Program:
     num_outputs: int
     finishing: Finish = field(default=Finish())
     acc_width: Width = Width.FULL
+    head: int = 0
+    columns: int = 0
 
     def ways_of(self, width: Width) -> int:
         """The ways that an array of this width spans."""
@@ -168,6 +177,28 @@ class Program:
     def acc_ways(self) -> int:
         """The ways that acc, and with it b, spans."""
         return self.ways_of(self.acc_width)
+
+    @property
+    def splits(self) -> int:
+        """The sections of b's columns that a tile takes its columns from: the halves of N, or 1."""
+        return 1 if self.head else self.acc_ways
+
+    def width(self, width: Width, n: int) -> int:
+        """Columns of an array of this width beside acc's n."""
+        return n * self.ways_of(width) // self.acc_ways
+
+    @cached_property
+    def sections(self) -> tuple[tuple[int, int], ...]:
+        """First and end of the columns that tiles do not straddle. (0, 0) stands for all."""
+        ends = sorted({end for store in self.stores if store.part for end in store.part} - {0, self.columns})
+        return tuple(zip([0, *ends], [*ends, self.columns], strict=True))
+
+    def stores_of(self, section: tuple[int, int]) -> tuple[int, ...]:
+        """Indices of the stores that have columns of this section."""
+        first, end = section
+        return tuple(
+            i for i, store in enumerate(self.stores) if not store.part or store.part[0] <= first < end <= store.part[1]
+        )
 
     @cached_property
     def elementwise_text(self) -> str:
@@ -180,10 +211,10 @@ class Program:
             return ", ".join(f"v{v}" for v in values)
 
         return "\n".join(
-            [f"ways {self.ways}, acc {self.acc_width.value}"]
+            [f"ways {self.ways}, acc {self.acc_width.value}, heads of {self.head}, columns {self.columns}"]
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
-            + [f"store output {s.output} {s.width.value}: {names(s.values)}" for s in self.stores]
+            + [f"store output {s.output} {s.width.value} {s.part or ''}: {names(s.values)}" for s in self.stores]
             + [f"{r.op.value} along {r.axis.value} {r.width.value}: {names(r.values)}" for r in self.reductions]
         )
 
@@ -254,14 +285,15 @@ class Program:
         def full(value: int) -> jax.Array:
             return jnp.broadcast_to(values[value], (rows, columns))
 
-        outputs: dict[int, jax.Array] = {
-            store.output: jnp.concatenate([full(value) for value in store.values], axis=1) for store in self.stores
-        }
+        outputs: dict[int, jax.Array] = {}
+        for store in self.stores:
+            tile = self._joined([full(value) for value in store.values])
+            outputs[store.output] = tile if store.part is None else tile[:, slice(*store.part)]
         reductions = []
         for reduction in self.reductions:
             axis = 1 if reduction.axis is Axis.ROW else 0
             parts = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
-            reductions.append(jnp.concatenate(parts) if axis == 0 else _combine(reduction.op, parts))
+            reductions.append(self._joined(parts) if axis == 0 else _combine(reduction.op, parts))
         outputs.update(self.finish(reductions, operands))
         return [outputs[i] for i in range(self.num_outputs)]
 
@@ -270,23 +302,41 @@ class Program:
     ) -> jax.Array:
 
         def half(x: jax.Array, way: int) -> jax.Array:
-            return x[:, way * columns : (way + 1) * columns] if x.shape[1] > columns else x
+            if x.shape[1] <= columns:
+                return x
+            if self.head:
+                return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, way].reshape(x.shape[0], columns)
+            return x[:, way * columns : (way + 1) * columns]
+
+        def over_heads(x: jax.Array, way: int) -> jax.Array:
+            width = self.head // 2
+            return jnp.tile(x[:, way * width : (way + 1) * width], (1, columns // width))
 
         match node.op:
             case "acc":
                 return half(acc, node["way"])
             case "operand":
                 operand, x = self.operands[node["index"]], operands[node["index"]]
+                if operand.kind is Kind.HEAD_TABLE:
+                    return over_heads(x.astype(operand.traced_dtype), node["way"])
                 shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
                 return half(x.astype(operand.traced_dtype).reshape(shape[operand.kind]), node["way"])
             case "row":
                 return lax.broadcasted_iota(jnp.int32, (acc.shape[0], 1), 0)
             case "column":
-                return lax.broadcasted_iota(jnp.int32, (1, columns), 1) + node["way"] * columns
+                return half(lax.broadcasted_iota(jnp.int32, (1, columns * self.ways), 1), node["way"])
             case "literal":
                 return jnp.full((1, 1), node["value"], node.dtype)
         inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
         return elementwise.apply(node.op, list(inputs), dict(node.attributes))
+
+    def _joined(self, ways: Sequence[jax.Array]) -> jax.Array:
+        """Whole columns, along the last axis, from those of each way."""
+        if not self.head:
+            return jnp.concatenate(ways, axis=-1)
+        *rows, columns = ways[0].shape
+        heads = [x.reshape(*rows, -1, self.head // 2) for x in ways]
+        return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(ways))
 
     def finish(self, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
         """Outputs that are not tile stores.

@@ -13,8 +13,11 @@ from coda_jax.epilogue.flatten import Atom, Constants, Equation, Literal, flatte
 from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Axis, Reduction, ReductionOp, Width
 from coda_jax.epilogue.values import (
+    CHANNEL,
     COLUMN,
     HALF,
+    HALF_CHANNEL,
+    HEAD,
     ROW,
     Finished,
     Local,
@@ -46,7 +49,10 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         raise NotElementwise("reduces an axis that is neither the rows nor the columns of the product")
     if all(tag is None for tag in reduced):
         kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
-        return [Local(kept, value.nodes, value.tile)]
+        return [replace(value, tags=kept)]
+    in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
+    if value.part is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
+        raise NotElementwise("is a reduction of a part of the columns or within heads; reduce whole rows or columns")
     _check_dtype(analysis, value, aval)
     index = _number(analysis, _reduction(analysis, REDUCTIONS[equation.name], value, reduced))
     _complete(analysis, equation, index, ROW in reduced)
@@ -55,7 +61,7 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
 
 def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:
     nodes = analysis.converted(value.nodes, "float32")
-    if COLUMN in reduced or HALF in reduced:
+    if COLUMN in reduced or HALF in reduced or CHANNEL in reduced:
         return Reduction(op, Axis.ROW, Width.FULL, nodes)
     return Reduction(op, Axis.COLUMN, Width.HALF if HALF in value.tags else Width.FULL, nodes)
 

@@ -1,6 +1,8 @@
 """Rules for operations that move axes about: which axis of the result is indexed by what."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,16 @@ from coda_jax.epilogue.flatten import Equation
 from coda_jax.epilogue.locality import Analysis, Rule
 from coda_jax.epilogue.reductions import REDUCTIONS, reduce
 from coda_jax.epilogue.values import (
+    CHANNEL,
     COLUMN,
     HALF,
+    HALF_CHANNEL,
+    HEAD,
     INDEX,
     ROW,
+    Layout,
     Local,
+    NeedsLayout,
     NotElementwise,
     Stacked,
     Tag,
@@ -28,13 +35,13 @@ def _shapes(analysis: Analysis, equation: Equation) -> tuple[Any, Any]:
 
 def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any) -> Local:
     """`value` with new tags; an index along what is now the first or the last of several axes is resolved."""
-    placed = Local(tags, value.nodes, value.tile)
+    placed = replace(value, tags=tags)
     if INDEX not in tags or len(tags) < 2:
         return placed
     axis = tags.index(INDEX)
     if axis == len(tags) - 1 and same_size(shape[axis], analysis.n):
         meaning: Tag = COLUMN
-    elif axis == len(tags) - 1 and same_size(shape[axis], analysis.half):
+    elif axis == len(tags) - 1 and same_size(shape[axis], analysis.half) and not analysis.head:
         analysis.halves()
         meaning = HALF
     elif axis == 0 and same_size(shape[axis], analysis.m):
@@ -54,20 +61,40 @@ def broadcast_in_dim(analysis: Analysis, equation: Equation, inputs: list[Local]
 
 
 def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """Only axes of size 1 may come and go."""
+    """Axes of size 1 may come and go, and columns become heads and the columns of a head, or these columns again."""
     value, (before, after) = inputs[0], _shapes(analysis, equation)
     if equation.params.get("dimensions") is not None:
         raise NotElementwise("changes the order of the axes")
     kept = [axis for axis, size in enumerate(before) if not same_size(size, 1)]
     wide = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
-    if len(kept) != len(wide) or not all(same_size(before[a], after[b]) for a, b in zip(kept, wide, strict=True)):
-        raise NotElementwise(
-            f"reshapes {tuple(before)} to {tuple(after)}, and only axes of size 1 may be added or dropped"
-        )
     tags: list[Tag] = [None] * len(after)
-    for a, b in zip(kept, wide, strict=True):
-        tags[b] = value.tags[a]
-    return [_placed(analysis, value, tuple(tags), after)]
+    while kept and wide:
+        a, b = kept.pop(0), wide.pop(0)
+        splits = bool(wide) and not same_size(before[a], after[b]) and same_size(before[a], after[b] * after[wide[0]])
+        if same_size(before[a], after[b]):
+            tags[b] = value.tags[a]
+            added = len(after) > len(before) and b > 0 and same_size(after[b - 1], 1)
+            if tags[b] == COLUMN and added and value.tile and value.part is not None:  # a part that is one head
+                analysis.heads(int(before[a]))
+                tags[b] = CHANNEL
+        elif splits and value.tags[a] == HALF:
+            raise NeedsLayout(Layout(parts=True))
+        elif splits and value.tags[a] == COLUMN:
+            analysis.heads(int(after[wide[0]]))
+            tags[b], tags[wide.pop(0)] = HEAD, CHANNEL
+        elif kept and [value.tags[a], value.tags[kept[0]]] == [HEAD, CHANNEL]:
+            if not same_size(before[a] * before[kept.pop(0)], after[b]):
+                break
+            tags[b] = COLUMN
+        else:
+            break
+    else:
+        if not kept and not wide:
+            return [_placed(analysis, value, tuple(tags), after)]
+    raise NotElementwise(
+        f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns become "
+        "(heads, columns of a head) or these columns again"
+    )
 
 
 def squeeze(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -76,7 +103,7 @@ def squeeze(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
 
 
 def _dropping(value: Local, axes: set[int]) -> Local:
-    return Local(tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes), value.nodes, value.tile)
+    return replace(value, tags=tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes))
 
 
 def transpose(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -85,7 +112,7 @@ def transpose(analysis: Analysis, equation: Equation, inputs: list[Local]) -> li
     order = [tag for tag in value.tags if tag is not None]
     if [tag for tag in tags if tag is not None] != order:
         raise NotElementwise("exchanges the rows and columns of the product")
-    return [Local(tags, value.nodes, value.tile)]
+    return [replace(value, tags=tags)]
 
 
 def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -101,11 +128,27 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
     return [_placed(analysis, Local(tags, (index,), False), tags, shape)]
 
 
+def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
+    """Half of `size`, that of an axis whose halves can be taken apart; None if it has none."""
+    tag = value.tags[axis]
+    is_head = tag == CHANNEL or (tag == COLUMN and value.part is not None and same_size(size, analysis.head))
+    is_whole = tag == COLUMN and value.part is None and not analysis.head and not analysis.layout.parts
+    return size // 2 if is_head else analysis.half if is_whole else None
+
+
 def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
-    """Half `way` of a value whose `axis` is the columns."""
-    analysis.halves()
-    tags = tuple(HALF if i == axis else tag for i, tag in enumerate(value.tags))
-    return Local(tags, (value.nodes[way],), value.tile)
+    """Half `way` of a value along `axis`: of all columns, or of each head."""
+    in_head = value.tags[axis] == CHANNEL or value.part is not None
+    if not in_head:
+        analysis.halves()
+    tags = tuple((HALF_CHANNEL if in_head else HALF) if i == axis else tag for i, tag in enumerate(value.tags))
+    return replace(value, tags=tags, nodes=(value.nodes[way],))
+
+
+def _part(analysis: Analysis, value: Local, axis: int, start: int, stop: int) -> Local:
+    """Columns, or heads, start:stop of a value."""
+    scale = analysis.head if value.tags[axis] == HEAD else 1
+    return replace(value, part=analysis.part(value, start * scale, stop * scale))
 
 
 def _offset(analysis: Analysis, value: Local, start: int, stride: int) -> Local:
@@ -114,7 +157,7 @@ def _offset(analysis: Analysis, value: Local, start: int, stride: int) -> Local:
     if stride != 1:
         index = analysis.node("mul", (index, analysis.literal(stride, "int32")), "int32")
     index = analysis.node("add", (index, analysis.literal(start, "int32")), "int32")
-    return Local(value.tags, (analysis.substitute(value.nodes[0], index, {}),), value.tile)
+    return replace(value, nodes=(analysis.substitute(value.nodes[0], index, {}),))
 
 
 def _take(
@@ -127,12 +170,17 @@ def _take(
         if tag == INDEX and isinstance(start, int | np.integer):
             value = _offset(analysis, value, int(start), int(stride))
             continue
-        first = same_size(start, 0) and same_size(limit, analysis.half)
-        second = same_size(start, analysis.half) and same_size(limit, analysis.n)
-        if tag != COLUMN or stride != 1 or not (first or second):
+        half = _half_size(analysis, value, axis, before[axis])
+        first = same_size(start, 0) and same_size(limit, half)
+        second = same_size(start, half) and same_size(limit, before[axis])
+        static = all(isinstance(x, int | np.integer) for x in (start, limit))
+        if stride == 1 and (first or second):
+            value = _half(analysis, value, axis, int(second))
+        elif stride == 1 and static and tag in (COLUMN, HEAD):
+            value = _part(analysis, value, axis, int(start), int(limit))
+        else:
             stop = f"{start}:{limit}" + (f":{stride}" if stride != 1 else "")
             raise NotElementwise(f"takes {stop} of the {before[axis]} {tag}s")
-        value = _half(analysis, value, axis, int(second))
     return [value]
 
 
@@ -183,29 +231,39 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
     (value,), axis, sizes = inputs, int(equation.params["axis"]), equation.params["sizes"]
     if value.tags[axis] is None or len(sizes) == 1:
         return [value] * len(sizes)
-    if value.tags[axis] != COLUMN or len(sizes) != 2 or not all(same_size(int(s), analysis.half) for s in sizes):
+    half = _half_size(analysis, value, axis, _shapes(analysis, equation)[0][axis])
+    if len(sizes) == 2 and all(same_size(int(size), half) for size in sizes):
+        return [_half(analysis, value, axis, way) for way in range(2)]
+    if value.tags[axis] not in (COLUMN, HEAD):
         raise NotElementwise(f"takes the {value.tags[axis]}s apart into {tuple(int(s) for s in sizes)}")
-    return [_half(analysis, value, axis, way) for way in range(2)]
+    ends = list(itertools.accumulate(map(int, sizes)))
+    return [_part(analysis, value, axis, start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _join(analysis: Analysis, first: Local, second: Local, axis: int) -> Local:
-    """Two halves, side by side along `axis`."""
-    analysis.halves()
+    """Two halves, of all columns or of each head, side by side along `axis`."""
+    in_head = HALF_CHANNEL in (first.tags[axis], second.tags[axis])
+    if not in_head:
+        analysis.halves()
+    whole, half = (CHANNEL, HALF_CHANNEL) if in_head else (COLUMN, HALF)
     others = [None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))]
-    tags = tuple(COLUMN if i == axis else tag for i, tag in enumerate(others))
-    target = tuple(HALF if i == axis else tag for i, tag in enumerate(others))
-    nodes = tuple(analysis.resolve(value, target).nodes[0] for value in (first, second))
-    return analysis.local(tags, nodes, first.tile or second.tile)
+    tags = tuple(whole if i == axis else tag for i, tag in enumerate(others))
+    out = analysis.local(tags, (), [first, second])
+    target = tuple(half if i == axis else tag for i, tag in enumerate(others))
+    nodes = tuple(analysis.resolve(value, target, out.part).nodes[0] for value in (first, second))
+    return replace(out, nodes=nodes)
 
 
 def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
     axis = int(equation.params["dimension"])
     sizes = [analysis.flat.aval(atom).shape[axis] for atom in equation.inputs]
-    halves = len(inputs) == 2 and all(same_size(size, analysis.half) for size in sizes)
     last = axis == len(inputs[0].tags) - 1
     if last and len(inputs) == 2 and all(same_size(size, analysis.n) for size in sizes):
         analysis.twice()
-    if not halves or not last or any(value.tags[axis] not in (HALF, None) for value in inputs):
+    found = [value.tags[axis] for value in inputs]
+    half, known = (analysis.head // 2, HALF_CHANNEL) if HALF_CHANNEL in found else (analysis.half, HALF)
+    halves = len(inputs) == 2 and all(same_size(size, half) for size in sizes)
+    if not halves or not last or any(tag not in (known, None) for tag in found):
         raise NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
     return [_join(analysis, inputs[0], inputs[1], axis)]
 
@@ -215,13 +273,14 @@ def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Loc
     for axis, (low, high, interior) in enumerate(config):
         if (low, high, interior) == (0, 0, 0):
             continue
+        half = analysis.head // 2 if value.tags[axis] == HALF_CHANNEL else analysis.half
         if (
-            value.tags[axis] not in (HALF, None)
+            value.tags[axis] not in (HALF, HALF_CHANNEL, None)
             or interior
-            or not any(same_size(int(a), analysis.half) and int(b) == 0 for a, b in ((low, high), (high, low)))
+            or not any(same_size(int(a), half) and int(b) == 0 for a, b in ((low, high), (high, low)))
         ):
             raise NotElementwise(f"pads axis {axis} by {int(low)} and {int(high)}")
-        if not same_size(_shapes(analysis, equation)[0][axis], analysis.half) or axis != len(config) - 1:
+        if not same_size(_shapes(analysis, equation)[0][axis], half) or axis != len(config) - 1:
             raise NotElementwise(f"pads axis {axis}")
         blank = Local((None,) * len(value.tags), filling.nodes, False)
         value = _join(analysis, blank, value, axis) if low else _join(analysis, value, blank, axis)

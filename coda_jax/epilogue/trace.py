@@ -17,7 +17,7 @@ from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_u
 from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
-from coda_jax.epilogue.values import NeedsHalves, NeedsTwice, NotTileLocalError, same_shape, same_size
+from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     Args:
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
-      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves. f
-        sees floating ones as float32.
+      operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
+        (M, Dh) or (M, Dh/2) where f works on heads of Dh columns. f sees floating ones as float32.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
@@ -92,12 +92,12 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     flat_f.__name__ = name  # in JAX's messages
     labels = [f"operand '{label}'" for label in names]
 
-    def described(arrays: Sequence[Any], acc_width: Width) -> list[Operand]:
+    def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
         """What the operands, and after them the captured arrays, are."""
-        found = [_operand(x, m, n, acc_width, label, name) for x, label in zip(arrays, labels, strict=True)]
+        found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=False)]
         return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
 
-    explicit = described(operands, _acc_width(operands, n))
+    explicit = described(operands, _initial_layout(operands, n), is_final=False)
     avals = [_aval(acc, np.dtype(np.float32))]
     avals += [_aval(x, operand.traced_dtype) for x, operand in zip(operands, explicit, strict=True)]
     jaxpr = jax.make_jaxpr(flat_f)(*avals)
@@ -109,18 +109,22 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     labels += [f"captured array {i}" for i in range(len(captured))]
     order = [*range(1, len(avals)), *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured))]
 
-    def program(acc_width: Width, ways: int) -> Program:
-        found = described(arrays, acc_width)
-        wide = max([ways, 2 if acc_width is Width.HALF else 1, *(2 for x in found if x.width is Width.HALF)])
+    def program(layout: Layout) -> Program:
+        found = described(arrays, layout, is_final=False)
+        if any(x.width is Width.HALF for x in found):
+            layout = replace(layout, ways=2)
         try:
-            return assemble(Analysis(flat, order, found, wide, acc_width, name, RULES))
-        except NeedsHalves:
-            return program(acc_width, 2)
-        except NeedsTwice:
-            return program(Width.HALF, 2)
+            analysis = Analysis(flat, order, found, layout, name, RULES)
+        except NeedsLayout as needs:
+            return program(needs.layout)
+        except NotTileLocalError:
+            described(arrays, layout, is_final=True)  # an operand that fits nothing is the better message
+            raise
+        described(arrays, layout, is_final=True)
+        return assemble(analysis)
 
     out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
-    checked = program(_acc_width(arrays, n), 1)
+    checked = program(_initial_layout(arrays, n))
     return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
 
 
@@ -128,11 +132,11 @@ def _identity(acc: jax.Array) -> jax.Array:
     return acc
 
 
-def _acc_width(arrays: Sequence[Any], n: Any) -> Width:
-    """HALF where an array has twice the columns of acc."""
+def _initial_layout(arrays: Sequence[Any], n: Any) -> Layout:
+    """Acc is a half where an array has twice its columns."""
     widths = [x.shape[-1] for x in arrays if len(x.shape) in (1, 2)]
     twice = any(same_size(width, 2 * n) and not same_size(width, n) for width in widths)
-    return Width.HALF if twice else Width.FULL
+    return Layout(ways=2, acc_is_half=True) if twice else Layout()
 
 
 def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
@@ -155,15 +159,22 @@ def _as_float32(operand: Operand) -> Operand:
     return Operand(operand.kind, operand.dtype, traced, operand.width)
 
 
-def _operand(x: Any, m: Any, n: Any, acc_width: Width, label: str, name: str) -> Operand:
-    """What x is, by its shape, beside acc (M, N)."""
+def _divides(divisor: Any, size: Any) -> bool:
+    return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
+
+
+def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
+    """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
         )
     dtype = np.dtype(x.dtype)
-    full, half = (2 * n, n) if acc_width is Width.HALF else (n, n // 2 if isinstance(n, int) and n % 2 == 0 else None)
+    if layout.acc_is_half:
+        full, half = 2 * n, n
+    else:
+        full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.parts) else None
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),
         ((1,), Kind.SCALAR, Width.FULL),
@@ -176,21 +187,28 @@ def _operand(x: Any, m: Any, n: Any, acc_width: Width, label: str, name: str) ->
         ((1, half), Kind.ROW_VECTOR, Width.HALF),
         ((m, half), Kind.TILE, Width.HALF),
     ]
+    if layout.head:
+        candidates.append(((m, layout.head), Kind.HEAD_TABLE, Width.FULL))
+        candidates.append(((m, layout.head // 2), Kind.HEAD_TABLE, Width.HALF))
+    elif not is_final and not layout.acc_is_half and len(shape) == 2 and _divides(shape[1], n):
+        candidates.append(((m, shape[1]), Kind.HEAD_TABLE, Width.FULL))
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
         advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "
-            f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N).{advice}"
+            f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N)"
+            f"{f', nor against heads of Dh = {layout.head} as (M, Dh) or (M, Dh/2)' if layout.head else ''}.{advice}"
         )
     kind, width = found
-    allowed = FLOATS if kind is Kind.TILE else (*FLOATS, "int32", "bool")
+    in_tiles = kind in (Kind.TILE, Kind.HEAD_TABLE)
+    allowed = FLOATS if in_tiles else (*FLOATS, "int32", "bool")
     if dtype.name not in allowed:
         raise NotTileLocalError(
             f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
             + (
                 "tiles are float32, bfloat16 or float16."
-                if kind is Kind.TILE
+                if in_tiles
                 else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
             )
         )

@@ -6,17 +6,24 @@ from typing import Any
 
 import numpy as np
 
-# What indexes an axis. INDEX: the position along a one-dimensional iota whose axis in the tile is not known yet.
+# What indexes an axis. Where columns are seen as heads, COLUMN is HEAD and CHANNEL. INDEX: the position along a
+# one-dimensional iota whose axis in the tile is not known yet.
 ROW = "row"
 COLUMN = "column"
 HALF = "half column"
+HEAD = "head"
+CHANNEL = "column of a head"
+HALF_CHANNEL = "half column of a head"
 INDEX = "index"
 Tag = str | None
+COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL})
+BOTH_WAYS = frozenset({COLUMN, CHANNEL})  # axes along which an array spans all ways
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
     "minima along rows or columns as outputs, two halves (jnp.split(x, 2, axis=1), jnp.concatenate back) of N or of 2N "
-    "columns, row and column indices from iota."
+    "columns, or of each head (acc.reshape(M, H, Dh)), parts of the columns as outputs of their own, row and column "
+    "indices from iota."
 )
 
 HINTS = {
@@ -24,12 +31,12 @@ HINTS = {
     "argmin": "Return the minimum; take the index outside the epilogue.",
     "dot_general": "Make the product a coda.gemm of its own; write a product row by row as jnp.sum(x * y, axis=1).",
     "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
-    "gather": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart.",
+    "gather": "Only halves and parts of the columns can be taken, with constant indices.",
     "scatter": "Only the two halves can be joined, jnp.concatenate([x, y], axis=1).",
-    "dynamic_slice": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart, with static indices.",
-    "slice": "Only the two halves acc[:, :N//2] and acc[:, N//2:] can be taken apart.",
-    "split": "Only two halves, jnp.split(x, 2, axis=1), can be taken apart.",
-    "concatenate": "Only two halves can be joined, along the last axis.",
+    "dynamic_slice": "Halves and parts of the columns are taken with static indices.",
+    "slice": "Only columns can be taken apart: in halves, or in parts that are outputs of their own.",
+    "split": "Only columns can be taken apart: in halves, or in parts that are outputs of their own.",
+    "concatenate": "Only two halves can be joined, along the last axis; return parts of the columns one by one.",
     "pad": "Only a half of N can be padded to the whole.",
     "scan": "Unroll it with a Python loop.",
     "while": "Unroll it with a Python loop.",
@@ -46,12 +53,28 @@ class NotTileLocalError(ValueError):
     """An epilogue does what a tile of the product cannot do by itself; names the operation and its source line."""
 
 
-class NeedsHalves(Exception):
-    """Raised inside the analysis when f turns out to work on halves of N."""
+@dataclass(frozen=True)
+class Layout:
+    """How a program looks at its columns.
+
+    Attributes:
+      ways: 1, or 2 when two halves are worked on together.
+      acc_is_half: acc (M, N) meets tiles of 2N columns.
+      head: columns of a head when the halves are those of heads, else 0.
+      parts: the columns are taken apart into outputs of their own.
+    """
+
+    ways: int = 1
+    acc_is_half: bool = False
+    head: int = 0
+    parts: bool = False
 
 
-class NeedsTwice(Exception):
-    """Raised inside the analysis when f turns out to make tiles of 2N columns."""
+class NeedsLayout(Exception):
+    """Raised inside the analysis when f turns out to look at its columns in another way."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
 
 
 class NotElementwise(Exception):
@@ -64,13 +87,15 @@ class Local:
 
     Attributes:
       tags: one per array axis.
-      nodes: one, or one for each way where an axis is tagged COLUMN and there are two ways.
+      nodes: one, or one for each way where an axis is in BOTH_WAYS and there are two ways.
       tile: it varies with both row and column, or comes from something that does.
+      part: first and end of the columns that it has, where these are not all of them.
     """
 
     tags: tuple[Tag, ...]
     nodes: tuple[int, ...]
     tile: bool
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -79,15 +79,15 @@ class EpilogueTraffic:
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
         loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.loads(i)]
-        stores = [
-            np.dtype(dtype).itemsize
-            for store, dtype in zip(program.stores, out_dtypes, strict=True)
-            for _ in range(program.ways_of(store.width))
+        stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
+        of_section = [
+            sum(stores[i] * program.ways_of(program.stores[i].width) for i in program.stores_of(section))
+            for section in program.sections
         ]
         columns = sum(
             program.ways_of(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
-        return cls(sum(loads), sum(stores), max([*loads, *stores, 2]), columns)
+        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns)
 
 
 def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
@@ -124,7 +124,7 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
     # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Wider
     # subtiles ask less of the copy engine (1 % with a tile operand), but programs that need many registers then spill.
     is_light = program.ways == 1 and len(program.nodes) <= _LIGHT_NODES
-    widths = (32, 16) if is_light else (16,)
+    widths = (32, 16) if is_light and program.head % 64 == 0 else (16,)
     for stages, subtile_n, store_slots in itertools.product(range(6, 1, -1), widths, (2, 1)):
         tiling = Tiling(
             stages=given.stages or stages,
@@ -139,6 +139,11 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
+
+
+def takes_heads(columns: int) -> bool:
+    """Whether a tile has whole heads of so many columns, and half a head whole subtiles."""
+    return columns % 32 == 0 and Tiling.tile_n % columns == 0
 
 
 def unsupported_reason(
@@ -166,11 +171,14 @@ def unsupported_reason(
     if 0 in (m, n, k) or 0 in a.shape or 0 in b.shape:
         return f"m, n, k = {m}, {n}, {k}; an empty product needs no kernel"
 
-    split = program.acc_ways
+    if program.head and not takes_heads(program.head):
+        return f"heads of {program.head} columns; the kernel's tile of {Tiling.tile_n} takes heads of 32, 64 and 128"
+    split = program.splits
     rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
     rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]
     rows += [
-        (f"output {store.output}", n // split, dtype) for store, dtype in zip(program.stores, out_dtypes, strict=True)
+        (f"output {store.output}", store.part[1] - store.part[0] if store.part else n // split, dtype)
+        for store, dtype in zip(program.stores, out_dtypes, strict=True)
     ]
     for name, size, dtype in rows:
         if not isinstance(size, int):

@@ -128,7 +128,7 @@ def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtyp
     for store in program.stores:
         leaves = [program.nodes[value] for value in store.values]
         ways = [leaf["way"] for leaf in leaves if leaf.op == "acc"]
-        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width
+        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width and store.part is None
         if is_acc and out_dtypes[store.output] == dtype:
             return store.output
     return None

@@ -84,7 +84,7 @@ def lower(
             "transpose_b": transpose_b,
             "tile_m": tiling.tile_m,
             "tile_n": tiling.tile_n,
-            "ways": program.acc_ways,
+            "ways": program.splits,
             "cluster_m": tiling.cluster_m,
             "threads": THREADS,
             "smem_bytes": shared_bytes(tiling, program, EpilogueTraffic.of(program, out_dtypes)),
@@ -95,13 +95,11 @@ def lower(
 def _results(
     program: Program, batch: tuple[int, ...], m: Any, n: int, out_dtypes: Sequence[np.dtype], tiling: Tiling
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    columns = n // program.acc_ways
-    tiles_m, tiles_n = -(-m // tiling.tile_m), -(-columns // (tiling.tile_n // program.acc_ways))
-    width = {width: columns * program.ways_of(width) for width in Width}
-    stores = [
-        jax.ShapeDtypeStruct((*batch, m, width[store.width]), dtype)
-        for store, dtype in zip(program.stores, out_dtypes, strict=True)
-    ]
+    tiles_m, tile_columns = -(-m // tiling.tile_m), tiling.tile_n // program.splits
+    tiles_n = sum(-(-((end or n // program.splits) - first) // tile_columns) for first, end in program.sections)
+    width = {width: program.width(width, n) for width in Width}
+    columns = [store.part[1] - store.part[0] if store.part else width[store.width] for store in program.stores]
+    stores = [jax.ShapeDtypeStruct((*batch, m, size), dtype) for size, dtype in zip(columns, out_dtypes, strict=True)]
     partials = [
         jax.ShapeDtypeStruct(
             (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, width[reduction.width]),
@@ -122,15 +120,18 @@ def _maps(
 ) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
     rows_of_a = 64 if transpose_a else tiling.tile_m
-    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.acc_ways, transpose_b, 64, 64, 128)]
+    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.splits, transpose_b, 64, 64, 128)]
+
+    def splits(width: Width) -> int:
+        return 1 if program.head else program.ways_of(width)
+
     for i in program.tile_operands:
         operand = program.operands[i]
         row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
-        maps.append(_Map(2 + i, program.ways_of(operand.width), False, tiling.subtile_n, 64, row_bytes))
+        maps.append(_Map(2 + i, splits(operand.width), False, tiling.subtile_n, 64, row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
         row_bytes = tiling.subtile_n * np.dtype(dtype).itemsize
-        ways = program.ways_of(store.width)
-        maps.append(_Map(2 + operand_count + i, ways, False, tiling.subtile_n, 16, row_bytes))
+        maps.append(_Map(2 + operand_count + i, splits(store.width), False, tiling.subtile_n, 16, row_bytes))
     return maps
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.primitives import deferred_norm
+from coda_jax.primitives.config import takes_heads
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
@@ -44,10 +45,12 @@ def qkv_projection(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """q, k, v = split(RMSNorm(x) kernel) with rotary(q) and rotary(k), and x itself.
 
-    The residual of the sub-layer should be the returned x: its cotangent is then added in the epilogue of the product
-    that makes dx. The backward pass is two products and one elementwise pass over dq, dk, dv. Kept for it are x, sumsq
-    and q, k, v as attention takes them: a rotation keeps sum(z dz), so z before it is not needed; see
-    deferred_norm.py. They are named "query_proj", "key_proj" and "value_proj" for `jax.checkpoint` policies.
+    It is one product, whose epilogue scales the rows, turns the heads and stores q, k and v apart; heads of other sizes
+    than 32, 64 and 128 are turned by XLA after it. The backward pass is two products and one elementwise pass over dq,
+    dk, dv. Kept for it are x, sumsq and q, k, v as attention takes them: a rotation keeps sum(z dz), so z before it is
+    not needed; see deferred_norm.py. They are named "query_proj", "key_proj" and "value_proj" for `jax.checkpoint`
+    policies. The residual of the sub-layer should be the returned x: its cotangent is then added in the epilogue of the
+    product that makes dx.
 
     Args:
       x: (..., T, D), the residual stream.
@@ -78,25 +81,41 @@ def qkv_projection(
     dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
     rows = x.shape[:-1]
 
-    def split(z: jax.Array) -> list[jax.Array]:
-        z = z.reshape(*rows, heads * head_dim).reshape(
-            *rows, heads, head_dim
-        )  # one axis at a time, for explicit meshes
-        return jnp.split(z, [num_heads, num_heads + num_kv_heads], axis=-2)
+    ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+    in_epilogue = takes_heads(head_dim)
+
+    def in_heads(y: jax.Array) -> jax.Array:  # one axis at a time, for explicit meshes
+        return y.reshape(*rows, y.shape[-1]).reshape(*rows, y.shape[-1] // head_dim, head_dim)
+
+    def turned(y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        return rotary(y.reshape(y.shape[0], y.shape[1] // head_dim, head_dim), cos, sin).reshape(y.shape)
+
+    def row_scale_split(acc: jax.Array, rstd: jax.Array) -> list[jax.Array]:
+        return jnp.split(acc * rstd, ends, axis=1)
+
+    def row_scale_rotary(acc: jax.Array, rstd: jax.Array, cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
+        q, k, v = row_scale_split(acc, rstd)
+        return [turned(q, cos, sin), turned(k, cos, sin), v]
+
+    def of_rows(table: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(table, (*rows, table.shape[-1])).reshape(-1, table.shape[-1])
 
     def project(
         x: jax.Array, sumsq: jax.Array, scale: jax.Array, kernel: jax.Array, cos: jax.Array, sin: jax.Array
     ) -> list[jax.Array]:
-        (z,) = deferred_norm.multiply(
-            x.reshape(-1, width).astype(dtype),
-            deferred_norm.fold(scale, kernel, dtype),
-            deferred_norm.rms_rstd(x, sumsq, epsilon).reshape(-1)[:, None],
-            epilogue=deferred_norm.row_scale,
-            out_dtypes=[dtype],
-            implementation=implementation,
+        q, k, v = map(
+            in_heads,
+            deferred_norm.multiply(
+                x.reshape(-1, width).astype(dtype),
+                deferred_norm.fold(scale, kernel, dtype),
+                deferred_norm.rms_rstd(x, sumsq, epsilon).reshape(-1)[:, None],
+                *(map(of_rows, (cos, sin)) if in_epilogue else ()),
+                epilogue=row_scale_rotary if in_epilogue else row_scale_split,
+                out_dtypes=[dtype] * 3,
+                implementation=implementation,
+            ),
         )
-        q, k, v = split(z)
-        return [rotary(q, cos, sin), rotary(k, cos, sin), v]
+        return [q, k, v] if in_epilogue else [rotary(q, cos, sin), rotary(k, cos, sin), v]
 
     @jax.custom_vjp
     def run(*arguments: jax.Array) -> list[jax.Array]:

@@ -8,11 +8,12 @@ from benchmarks.programs import PROGRAMS
 
 
 def main() -> None:
-    m, n, k = 264, 400, 136
+    m, k = 264, 136
     for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
-        a = jax.random.normal(jax.random.key(0), (k, m) if transpose_a else (m, k)).astype(jnp.bfloat16)
-        b = jax.random.normal(jax.random.key(1), (n, k) if transpose_b else (k, n)).astype(jnp.bfloat16)
         for name, program in PROGRAMS.items():
+            n = program.columns(400)
+            a = jax.random.normal(jax.random.key(0), (k, m) if transpose_a else (m, k)).astype(jnp.bfloat16)
+            b = jax.random.normal(jax.random.key(1), (n, k) if transpose_b else (k, n)).astype(jnp.bfloat16)
 
             def fused(a, b, *operands, epilogue=program.epilogue, flags=(transpose_a, transpose_b)):
                 return coda.gemm(
