@@ -68,6 +68,8 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
     kept = [axis for axis, size in enumerate(before) if not same_size(size, 1)]
     wide = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
     tags: list[Tag] = [None] * len(after)
+    if value.tags[:1] == (ROW,) and same_size(before[0], 1) and len(after) > 1 and same_size(after[0], 1):
+        tags[0] = ROW  # one row stays the row
     while kept and wide:
         a, b = kept.pop(0), wide.pop(0)
         splits = bool(wide) and not same_size(before[a], after[b]) and same_size(before[a], after[b] * after[wide[0]])

@@ -44,7 +44,7 @@ class GemmConfig:
             ("stages", range(2, 7)),
             ("cluster_m", (1, 2)),
             ("subtile_n", (16, 32, 64)),
-            ("load_slots", range(2, 17)),
+            ("load_slots", range(1, 17)),
             ("store_slots", range(1, 17)),
         ):
             value = getattr(self, name)
@@ -121,16 +121,21 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
             f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
     cluster_m = given.cluster_m or (1 if isinstance(m, int) and m <= Tiling.tile_m else 2)
-    # Operand stages first: with tile operands, 5 instead of 6 cost 2 %, and so did deeper epilogue rings. Wider
-    # subtiles ask less of the copy engine (1 % with a tile operand), but programs that need many registers then spill.
+    # Operand stages first: with tile operands, 5 instead of 6 cost 1 to 2 %, and so did deeper epilogue rings. Wider
+    # subtiles ask less of the copy engine, most of all when a row is a whole cache line, but programs that need many
+    # registers then spill.
     is_light = program.ways == 1 and len(program.nodes) <= _LIGHT_NODES
-    widths = (32, 16) if is_light and program.head % 64 == 0 else (16,)
-    for stages, subtile_n, store_slots in itertools.product(range(6, 1, -1), widths, (2, 1)):
+    rings = [(16, 2, 2), (16, 2, 1)]  # subtile_n, load_slots, store_slots
+    if is_light:
+        rings = [(32, 2, 2), (32, 2, 1), *rings]
+        if traffic.load_bytes and traffic.widest_bytes == 2:
+            rings = [(64, 1, 1), *rings]
+    for stages, (subtile_n, load_slots, store_slots) in itertools.product(range(6, 1, -1), rings):
         tiling = Tiling(
             stages=given.stages or stages,
             cluster_m=cluster_m,
             subtile_n=given.subtile_n or subtile_n,
-            load_slots=given.load_slots or 2,
+            load_slots=given.load_slots or load_slots,
             store_slots=given.store_slots or store_slots,
         )
         if shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
