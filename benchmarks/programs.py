@@ -152,6 +152,15 @@ def _rotary_whole_tables(acc, cos, sin, bias):
     return y, jnp.sum(y * y, axis=1), jnp.sum(y, axis=0)
 
 
+def _rotary_neighbours(acc, x, cos, sin):
+    """Heads of 64 whose pairs are neighbouring columns, tables (M, 32)."""
+    heads = (acc + x).reshape(acc.shape[0], acc.shape[1] // 64, 64)
+    a, b = heads[..., 0::2], heads[..., 1::2]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(acc.shape)
+    return y, jnp.sum(y, axis=0)
+
+
 def _parts(acc, bias):
     y = acc + bias
     third = acc.shape[1] // 3
@@ -206,6 +215,11 @@ PROGRAMS: dict[str, Program] = {
         _rotary_whole_tables,
         lambda m, n: (_type((m, 128)), _type((m, 128)), _type((n,), jnp.float32)),
         multiple=128,
+    ),
+    "rotary_neighbours": Program(
+        _rotary_neighbours,
+        lambda m, n: (_type((m, n)), _type((m, 32), jnp.float32), _type((m, 32), jnp.float32)),
+        multiple=64,
     ),
     "parts": Program(
         _parts,

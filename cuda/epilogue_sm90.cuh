@@ -26,10 +26,12 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
-  // The ways of a program's values are the halves of N, which lie in two splits of every array, or the halves of heads.
+  // The ways of a program's values are the halves of N, which lie in two splits of every array, the halves of heads, or
+  // neighbouring columns: these lie in one thread, which works on both (`spread`) where it otherwise works on one.
   static constexpr int head = Epilogue::head;
+  static constexpr int spread = Epilogue::neighbours ? 2 : 1;
   static constexpr int splits = head > 0 ? 1 : Epilogue::acc_ways;
-  static constexpr int columns = Config::tile_n / Epilogue::acc_ways;  // columns of a tile within a way
+  static constexpr int columns = Config::tile_n * spread / Epilogue::acc_ways;  // columns of a tile within a way
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = columns / subtile_n;
   static constexpr int blocks = Config::tile_m / 64;
@@ -38,9 +40,13 @@ struct EpilogueLayout {
   static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % subtile_n == 0),
                 "a tile has whole heads, and half a head whole subtiles");
 
+  /// Of the pair of columns that a thread has in each group of 8: value i of an Element or Result belongs to entry
+  /// i / spread, and to this one of the pair.
+  __host__ __device__ static constexpr int side(int i, int c) { return spread > 1 ? i % spread : c; }
+
   /// From the tile's first column, where column `at` of a way lies in memory (within the way's split).
   __host__ __device__ static constexpr int memory_column(int way, int at) {
-    if constexpr (head > 0) return at / (head / 2) * head + way * (head / 2) + at % (head / 2);
+    if constexpr (head > 0 && spread == 1) return at / (head / 2) * head + way * (head / 2) + at % (head / 2);
     return at;
   }
   /// The same in the accumulator.
@@ -230,48 +236,54 @@ struct EpilogueVisitor {
 #pragma unroll
           for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
+            for (int c = 0; c < 2; c += Layout::spread) {
               typename Epilogue::Element element;
               typename Epilogue::Result result;
               element.row = row(tile, block, r);
 #pragma unroll
               for (int way = 0; way < Epilogue::acc_ways; ++way) {
                 const int group = Layout::fragment_column(way, subtile * Layout::subtile_n) / 8 + j;
-                element.acc[way] = accumulator.registers[block][4 * group + 2 * r + c];
+                element.acc[way] = accumulator.registers[block][4 * group + 2 * r + Layout::side(way, c)];
               }
 #pragma unroll
               for (int way = 0; way < Epilogue::ways; ++way)
-                element.column[way] = (Layout::head > 0 ? 0 : way * n) + column(tile, way, subtile, j) + c;
+                element.column[way] =
+                    (Layout::head > 0 ? 0 : way * n) + column(tile, way, subtile, j) + Layout::side(way, c);
               const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < tile.column_end;
-              static_for<Epilogue::tile_loads>([&](auto index) {
-                element.tile[decltype(index)::value].f = loads[decltype(index)::value].value[j][r][c];
+              static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
+                constexpr int i = decltype(index)::value;
+                element.tile[i].f = loads[i / Layout::spread].value[j][r][Layout::side(i, c)];
               });
-              static_for<Epilogue::row_vectors>([&](auto index) {
-                element.row_vector[decltype(index)::value] = row_vector[decltype(index)::value][j][c];
+              static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
+                constexpr int i = decltype(index)::value;
+                element.row_vector[i] = row_vector[i / Layout::spread][j][Layout::side(i, c)];
               });
               static_for<Epilogue::column_vectors>([&](auto index) {
                 element.column_vector[decltype(index)::value] = column_vector[decltype(index)::value][block][r];
               });
               static_for<Epilogue::scalars>(
                   [&](auto index) { element.scalar[decltype(index)::value] = scalar[decltype(index)::value]; });
-              static_for<Epilogue::head_tables>([&](auto index) {
-                element.head_table[decltype(index)::value] = head_table[decltype(index)::value][j][r][c];
+              static_for<Epilogue::head_tables * Layout::spread>([&](auto index) {
+                constexpr int i = decltype(index)::value;
+                element.head_table[i] = head_table[i / Layout::spread][j][r][Layout::side(i, c)];
               });
 
               Epilogue::template evaluate<program>(element, result);
 
-              static_for<Epilogue::tile_stores[program]>([&](auto index) {
-                stores[decltype(index)::value].value[j][r][c] = result.tile[decltype(index)::value];
+              static_for<Epilogue::tile_stores[program] * Layout::spread>([&](auto index) {
+                constexpr int i = decltype(index)::value;
+                stores[i / Layout::spread].value[j][r][Layout::side(i, c)] = result.tile[i];
               });
               static_for<Epilogue::row_reductions>([&](auto index) {
                 constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
                 float& total = row_result[decltype(index)::value][block][r];
                 if (column_is_inside) total = combine<op>(total, result.row[decltype(index)::value]);
               });
-              static_for<Epilogue::column_reductions>([&](auto index) {
-                constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
-                float& total = column_result[decltype(index)::value][j][c];
-                if (row_is_inside) total = combine<op>(total, result.column[decltype(index)::value]);
+              static_for<Epilogue::column_reductions * Layout::spread>([&](auto index) {
+                constexpr int i = decltype(index)::value;
+                constexpr Op op = Epilogue::column_reduction[i / Layout::spread].op;
+                float& total = column_result[i / Layout::spread][j][Layout::side(i, c)];
+                if (row_is_inside) total = combine<op>(total, result.column[i]);
               });
             }
         store_tiles<program>(tile, subtile, block, stores);
@@ -306,15 +318,24 @@ struct EpilogueVisitor {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
       constexpr int half = Layout::head / 2, width = access.ways * half;
-      const int first = access.way * half + subtile * Layout::subtile_n % half + 2 * (lane & 3);
+      // A table of half a head has one word for two neighbours.
+      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
+      const int first =
+          access.way * half + (subtile * Layout::subtile_n % (half * Layout::spread) + 2 * (lane & 3)) / shared;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
                              min(row(tile, block, r), params.m - 1);
 #pragma unroll
-        for (int j = 0; j < groups; ++j)
-          load_words<access.dtype>(params.pointer[access.pointer], at * width + first + 8 * j,
-                                   table[decltype(index)::value][j][r]);
+        for (int j = 0; j < groups; ++j) {
+          Word(&pair)[2] = table[decltype(index)::value][j][r];
+          const long long word = at * width + first + 8 * j / shared;
+          if constexpr (shared == 1) {
+            load_words<access.dtype>(params.pointer[access.pointer], word, pair);
+          } else {
+            pair[0] = load_word<access.dtype>(params.pointer[access.pointer], word);
+          }
+        }
       }
     });
   }

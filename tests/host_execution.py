@@ -37,6 +37,7 @@ static float combine(Op op, float a, float b) {
 // Column of a way in memory: after the columns of the ways before it, or in heads whose halves the ways are.
 template <class E>
 static int memory_column(int way, int column, int n) {
+  if constexpr (E::neighbours) return 2 * column + way;
   if constexpr (E::head > 0)
     return column / (E::head / 2) * E::head + way * (E::head / 2) + column % (E::head / 2);
   return way * n + column;
@@ -45,6 +46,7 @@ static int memory_column(int way, int column, int n) {
 // columns[i]: row pitch of map i. Reductions start from their neutral element; `n` is the columns of one way.
 template <class E>
 static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
+  const int spread = E::neighbours ? 2 : 1;  // values of an entry
   for (int row = 0; row < m; ++row)
     for (int column = 0; column < n; ++column) {
       typename E::Element in;
@@ -53,20 +55,21 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       for (int way = 0; way < E::ways; ++way) in.column[way] = memory_column<E>(way, column, n);
       for (int way = 0; way < E::acc_ways; ++way)
         in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + memory_column<E>(way, column, n)];
-      for (int i = 0; i < E::tile_loads; ++i) {
-        const TileAccess t = E::tile_load[i];
-        const int at = memory_column<E>(t.way, column, n);
+      for (int i = 0; i < E::tile_loads * spread; ++i) {
+        const TileAccess t = E::tile_load[i / spread];
+        const int at = memory_column<E>(t.way + i % spread, column, n);
         in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + at, t.dtype);
       }
-      for (int i = 0; i < E::row_vectors; ++i) {
-        const VectorAccess v = E::row_vector[i];
-        in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way, column, n), v.dtype);
+      for (int i = 0; i < E::row_vectors * spread; ++i) {
+        const VectorAccess v = E::row_vector[i / spread];
+        in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way + i % spread, column, n), v.dtype);
       }
-      for (int i = 0; i < E::head_tables; ++i) {
-        const VectorAccess t = E::head_table[i];
-        const int half = E::head / 2;
-        const int at = row * t.ways * half + t.way * half + column % (half ? half : 1);
-        in.head_table[i] = load(pointer[t.pointer], at, t.dtype);
+      for (int i = 0; i < E::head_tables * spread; ++i) {
+        const VectorAccess t = E::head_table[i / spread];
+        const int half = E::head > 1 ? E::head / 2 : 1;
+        int at = t.way * half + column % half;
+        if (E::neighbours && t.ways == 2) at = 2 * (column % half) + i % spread;
+        in.head_table[i] = load(pointer[t.pointer], row * t.ways * half + at, t.dtype);
       }
       for (int i = 0; i < E::column_vectors; ++i)
         in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
@@ -79,19 +82,19 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
         if (program == 1) E::template evaluate<1>(in, out);
       if constexpr (E::programs > 2)
         if (program == 2) E::template evaluate<2>(in, out);
-      for (int i = 0; i < E::tile_stores[program]; ++i) {
-        const TileAccess t = E::tile_store[section][i];
+      for (int i = 0; i < E::tile_stores[program] * spread; ++i) {
+        const TileAccess t = E::tile_store[section][i / spread];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
-        to[memory_column<E>(t.way, column, n) - t.first] = out.tile[i];
+        to[memory_column<E>(t.way + i % spread, column, n) - t.first] = out.tile[i];
       }
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
         float& to = static_cast<float*>(pointer[r.pointer])[row];
         to = combine(r.op, to, out.row[i]);
       }
-      for (int i = 0; i < E::column_reductions; ++i) {
-        const ReductionAccess r = E::column_reduction[i];
-        float& to = static_cast<float*>(pointer[r.pointer])[memory_column<E>(r.way, column, n)];
+      for (int i = 0; i < E::column_reductions * spread; ++i) {
+        const ReductionAccess r = E::column_reduction[i / spread];
+        float& to = static_cast<float*>(pointer[r.pointer])[memory_column<E>(r.way + i % spread, column, n)];
         to = combine(r.op, to, out.column[i]);
       }
     }

@@ -31,6 +31,31 @@ def turned_by_whole_tables(x, cos, sin, dim):
     return (x * cos[:, None, :] + rotated * sin[:, None, :]).reshape(x.shape[0], -1)
 
 
+def turned_neighbours(x, cos, sin, dim):
+    """Every second column taken and stacked."""
+    x = x.reshape(x.shape[0], -1, dim)
+    a, b = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape[0], -1)
+
+
+def turned_pairs(x, cos, sin, dim):
+    """The same, the pairs along an axis of their own."""
+    pairs = x.reshape(x.shape[0], -1, dim // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    both = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return both.reshape(x.shape[0], -1, dim).reshape(x.shape)
+
+
+def neighbours_everywhere(acc, bias, tile, whole_table, column):
+    y = (acc + bias) * tile
+    heads = y.reshape(M, -1, 8) + whole_table[:, None, :]
+    a, b = heads[..., 0::2], heads[..., 1::2]
+    z = jnp.stack([a * b, b - a], axis=-1).reshape(acc.shape) + jnp.arange(acc.shape[1]) * column
+    return z, jnp.sum(z, axis=0), jnp.sum(z, axis=1), y[:, :8], z[:, 8:]
+
+
 def qkv(heads, kv_heads, dim):
     def rotary_qkv(acc, rstd, cos, sin):
         q, k, v = jnp.split(acc * rstd, [heads * dim, (heads + kv_heads) * dim], axis=1)
@@ -91,6 +116,18 @@ CASES = {
         48,
         lambda acc, c, s: turned(acc, c, s, 16),
         tuple(x.astype(jnp.bfloat16) for x in angles(M, 8)),
+    ),
+    "neighbours": (48, lambda acc, c, s: turned_neighbours(acc, c, s, 16), angles(M, 8)),
+    "pairs": (48, lambda acc, c, s: turned_pairs(acc, c, s, 16), angles(M, 8)),
+    "neighbours_everywhere": (
+        24,
+        neighbours_everywhere,
+        (
+            jnp.arange(24.0),
+            jnp.linspace(-1, 1, M * 24).reshape(M, 24).astype(jnp.bfloat16),
+            jnp.arange(M * 8.0).reshape(M, 8) / 9,
+            jnp.linspace(0, 1, M)[:, None],
+        ),
     ),
     "grouped": (8 * 8, qkv(4, 2, 8), qkv_operands(8)),
     "one_kv_head": (6 * 8, qkv(4, 1, 8), qkv_operands(8)),

@@ -61,6 +61,10 @@ REFUSED = {
         lambda a: (a.reshape(M, 2, 4)[:, :, :2] + a.reshape(M, 2, 4)[:, :, 1:3]),
         "takes 1:3 of the 4 column of a heads",
     ),
+    "halves_and_neighbours": (
+        lambda a: jnp.concatenate([a.reshape(M, 2, 4)[..., 2:], a.reshape(M, 2, 4)[..., 1::2]], axis=-1).reshape(M, N),
+        "halves of heads beside even and odd columns|takes every second column",
+    ),
     "not_whole_heads": (lambda a: (a.reshape(M, 2, 4).reshape(M, N), a[:, :2]), "no whole heads of 4"),
     "counting_in_heads": (
         lambda a: (a.reshape(M, 2, 4) + jnp.arange(4.0)).reshape(M, N),

@@ -49,6 +49,7 @@ def assemble(analysis: Analysis) -> Program:
         finish,
         acc_width,
         analysis.head,
+        analysis.layout.neighbours,
         analysis.n if analysis.layout.parts else 0,
     )
 

@@ -23,6 +23,7 @@ _EMPTY = {
     "VectorAccess": "-1, 0, 1, coda::DType::f32, false",
     "ReductionAccess": "-1, 0, 1, coda::Op::sum",
 }
+_OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "column_reduction")
 _LOADS = {
     Kind.TILE: ("tile_load", "tile"),
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
@@ -40,8 +41,9 @@ _COMBINE = {
 def emit(program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]) -> str:
     """The CUDA definition of `struct Epilogue` for a program; see cuda/epilogue_sm90.cuh for how the kernel uses it.
 
-    Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered non-tile operands in order,
-    then reductions. A vector that the program does not read has a number but no entry.
+    Where neighbouring columns are worked on together, one entry of an array that lies over columns stands for both, and
+    its values follow each other. Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered
+    non-tile operands in order, then reductions. A vector that the program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
@@ -55,6 +57,7 @@ class _Emitter:
     def __init__(self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]):
         self.program = program
         self.entries: dict[str, list[str]] = {name: [] for name in _ACCESS}
+        self.spread = 2 if program.neighbours else 1  # values of an entry that lies over columns
         self.slots: dict[tuple[int, int], str] = {}
         self.results: list[str] = []
         tiles = program.tile_operands
@@ -71,12 +74,14 @@ class _Emitter:
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
         (array, member), flag = _LOADS[operand.kind], str(bool(batched)).lower()
+        spread = self.spread if array in _OVER_COLUMNS else 1
         for way in self.program.loads(index):
-            self.slots[index, way] = (
-                f"in.{member}[{len(self.entries[array])}].{'f' if operand.dtype.name in FLOATS else 'i'}"
-            )
-            third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
-            self.entries[array].append(f"{position}, {way}, {third}, {_dtype(operand.dtype)}, {flag}")
+            if spread == 1 or way == self.program.loads(index)[0]:
+                third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
+                place = 0 if spread > 1 else way
+                self.entries[array].append(f"{position}, {place}, {third}, {_dtype(operand.dtype)}, {flag}")
+            at = (len(self.entries[array]) - 1) * spread + (way if spread > 1 else 0)
+            self.slots[index, way] = f"in.{member}[{at}].{'f' if operand.dtype.name in FLOATS else 'i'}"
 
     def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
         """Sections whose tiles store the same values in the same dtypes share a program."""
@@ -90,37 +95,45 @@ class _Emitter:
             for i in chosen:
                 store, dtype = self.program.stores[i], _dtype(np.dtype(out_dtypes[i]))
                 for way, value in enumerate(store.values):
-                    entries.append(f"{first_map + i}, {way}, {store.part[0] if store.part else 0}, {dtype}, false")
+                    if way < self.program.entries(store.width):
+                        entries.append(f"{first_map + i}, {way}, {store.part[0] if store.part else 0}, {dtype}, false")
                     results.append(f"out.tile[{len(results)}] = {self.name(value)};  // {dtype}")
             if results not in self.tile_results:
                 self.tile_results.append(results)
             self.sections.append(f"{self.tile_results.index(results)}, {section[0]}, {section[1]}")
             self.tile_stores.append(entries)
 
-    def result(self, array: str, entry: str, value: str) -> None:
-        self.results.append(f"out.{array.split('_')[0]}[{len(self.entries[array])}] = {value};")
-        self.entries[array].append(entry)
+    def result(self, array: str, at: int, entry: str, value: str) -> None:
+        self.results.append(f"out.{array.split('_')[0]}[{at}] = {value};")
+        if entry:
+            self.entries[array].append(entry)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
         ways, op = self.program.ways_of(reduction.width), f"coda::Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
         if reduction.axis is Axis.ROW:
             combined = values[0] if len(values) == 1 else _COMBINE[reduction.op].format(*values)
-            self.result("row_reduction", f"{pointer}, 0, 1, {op}", combined)
+            self.result("row_reduction", len(self.entries["row_reduction"]), f"{pointer}, 0, 1, {op}", combined)
             return
+        first = len(self.entries["column_reduction"]) * self.spread
         for way, value in enumerate(values):
-            self.result("column_reduction", f"{pointer}, {way}, {ways}, {op}", value)
+            is_entry = way < self.program.entries(reduction.width)
+            entry = f"{pointer}, {way}, {ways}, {op}" if is_entry else ""
+            self.result("column_reduction", first + way, entry, value)
 
     def text(self) -> str:
         size = {name: max(1, len(entries)) for name, entries in self.entries.items()}
         acc_ways, ways, head = self.program.acc_ways, self.program.ways, self.program.head
+        size |= {name: size[name] * self.spread for name in _OVER_COLUMNS}
         stored = max([1, *map(len, self.tile_stores)])
+        tile_stores = [len(results) // self.spread for results in self.tile_results]
         lines = [
             "struct Epilogue {",
             f"  static constexpr int acc_ways = {acc_ways}, ways = {ways}, head = {head};",
+            f"  static constexpr bool neighbours = {str(self.program.neighbours).lower()};",
             f"  static constexpr int sections = {len(self.sections)}, programs = {len(self.tile_results)};",
             f"  static constexpr coda::Section section[] = {_list(self.sections)};",
-            f"  static constexpr int tile_stores[] = {{{', '.join(str(len(x)) for x in self.tile_results)}}};",
+            f"  static constexpr int tile_stores[] = {{{', '.join(map(str, tile_stores))}}};",
             f"  static constexpr coda::TileAccess tile_store[][{stored}] = {{"
             + ", ".join(
                 _list(entries + [_EMPTY["TileAccess"]] * (stored - len(entries))) for entries in self.tile_stores
@@ -135,7 +148,7 @@ class _Emitter:
             f"    int column[{ways}];",
             "  };",
             "  struct Result {",
-            f"    float tile[{stored}];",
+            f"    float tile[{stored * self.spread}];",
             f"    float row[{size['row_reduction']}];",
             f"    float column[{size['column_reduction']}];",
             "  };",

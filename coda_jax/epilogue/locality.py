@@ -95,6 +95,7 @@ class Analysis:
             Equation
         ] = []  # the flat equations, those of finished reductions in the place of the kernel's
         self.is_halved = False  # halves of N have been taken apart or joined
+        self.heads_are_halved = False
         acc_ways = range(1 if layout.acc_is_half else self.ways)
         column = HALF if layout.acc_is_half else COLUMN
         self.values[0] = Local((ROW, column), tuple(self.node("acc", (), "float32", way=w) for w in acc_ways), True)
@@ -339,12 +340,25 @@ class Analysis:
         if not self.head:
             raise NeedsLayout(Layout(ways=2, head=size, parts=self.layout.parts or self.is_halved))
 
+    def halves_of_heads(self) -> None:
+        """Notes that f works on the first and the second half of heads."""
+        if self.layout.neighbours:
+            raise NotElementwise("works on halves of heads beside even and odd columns")
+        self.heads_are_halved = True
+
+    def neighbours(self) -> None:
+        """Notes that f works on even and odd columns of heads."""
+        if not self.head or self.heads_are_halved:
+            raise NotElementwise("takes every second column; that is possible in heads, acc.reshape(M, H, Dh)")
+        if not self.layout.neighbours:
+            raise NeedsLayout(replace(self.layout, neighbours=True))
+
     def part(self, value: Local, start: int, stop: int) -> tuple[int, int]:
         """Columns start:stop of `value`, counted from the first of all."""
         if self.layout.acc_is_half:
             raise NotElementwise("takes a part of the columns beside tiles of 2N columns")
         if not self.layout.parts:
-            raise NeedsLayout(Layout(ways=2 if self.head else 1, head=self.head, parts=True))
+            raise NeedsLayout(replace(self.layout, ways=2 if self.head else 1, parts=True))
         first, end = value.part or (0, self.n)
         if self.head and (start % self.head or stop % self.head):
             raise NotElementwise(f"takes columns {start}:{stop}, which are no whole heads of {self.head}")

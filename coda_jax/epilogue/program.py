@@ -155,6 +155,7 @@ class Program:
       finishing: how the outputs that are no tiles follow from the reductions.
       acc_width: HALF where acc (M, N) meets tiles of 2N columns.
       head: columns of a head, where the two halves are those of heads; else 0, and they are those of the widest arrays.
+      neighbours: the halves of a head are its even and its odd columns.
       columns: N where stores are parts of the columns; else 0, and the program is independent of it.
     """
 
@@ -167,6 +168,7 @@ class Program:
     finishing: Finish = field(default=Finish())
     acc_width: Width = Width.FULL
     head: int = 0
+    neighbours: bool = False
     columns: int = 0
 
     def ways_of(self, width: Width) -> int:
@@ -177,6 +179,10 @@ class Program:
     def acc_ways(self) -> int:
         """The ways that acc, and with it b, spans."""
         return self.ways_of(self.acc_width)
+
+    def entries(self, width: Width) -> int:
+        """How many places of a tile an array of this width takes its columns from: neighbours lie in one."""
+        return 1 if self.neighbours else self.ways_of(width)
 
     @property
     def splits(self) -> int:
@@ -212,6 +218,7 @@ class Program:
 
         return "\n".join(
             [f"ways {self.ways}, acc {self.acc_width.value}, heads of {self.head}, columns {self.columns}"]
+            + ["neighbours"] * self.neighbours
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
             + [f"store output {s.output} {s.width.value} {s.part or ''}: {names(s.values)}" for s in self.stores]
@@ -304,13 +311,17 @@ class Program:
         def half(x: jax.Array, way: int) -> jax.Array:
             if x.shape[1] <= columns:
                 return x
+            if self.neighbours:
+                return x[:, way::2]
             if self.head:
                 return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, way].reshape(x.shape[0], columns)
             return x[:, way * columns : (way + 1) * columns]
 
         def over_heads(x: jax.Array, way: int) -> jax.Array:
             width = self.head // 2
-            return jnp.tile(x[:, way * width : (way + 1) * width], (1, columns // width))
+            if x.shape[1] > width:
+                x = x[:, way::2] if self.neighbours else x[:, way * width : (way + 1) * width]
+            return jnp.tile(x, (1, columns // width))
 
         match node.op:
             case "acc":
@@ -335,6 +346,8 @@ class Program:
         if not self.head:
             return jnp.concatenate(ways, axis=-1)
         *rows, columns = ways[0].shape
+        if self.neighbours:
+            return jnp.stack(ways, axis=-1).reshape(*rows, columns * len(ways))
         heads = [x.reshape(*rows, -1, self.head // 2) for x in ways]
         return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(ways))
 

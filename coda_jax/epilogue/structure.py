@@ -1,6 +1,7 @@
 """Rules for operations that move axes about: which axis of the result is indexed by what."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from coda_jax.epilogue.values import (
     HEAD,
     INDEX,
     ROW,
+    SIDE,
     Layout,
     Local,
     NeedsLayout,
@@ -61,42 +63,75 @@ def broadcast_in_dim(analysis: Analysis, equation: Equation, inputs: list[Local]
 
 
 def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """Axes of size 1 may come and go, and columns become heads and the columns of a head, or these columns again."""
+    """Axes of size 1 may come and go, columns become heads and what is in them, or these columns again."""
     value, (before, after) = inputs[0], _shapes(analysis, equation)
     if equation.params.get("dimensions") is not None:
         raise NotElementwise("changes the order of the axes")
-    kept = [axis for axis, size in enumerate(before) if not same_size(size, 1)]
-    wide = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
     tags: list[Tag] = [None] * len(after)
     if value.tags[:1] == (ROW,) and same_size(before[0], 1) and len(after) > 1 and same_size(after[0], 1):
         tags[0] = ROW  # one row stays the row
-    while kept and wide:
-        a, b = kept.pop(0), wide.pop(0)
-        splits = bool(wide) and not same_size(before[a], after[b]) and same_size(before[a], after[b] * after[wide[0]])
-        if same_size(before[a], after[b]):
-            tags[b] = value.tags[a]
-            added = len(after) > len(before) and b > 0 and same_size(after[b - 1], 1)
-            if tags[b] == COLUMN and added and value.tile and value.part is not None:  # a part that is one head
-                analysis.heads(int(before[a]))
-                tags[b] = CHANNEL
-        elif splits and value.tags[a] == HALF:
-            raise NeedsLayout(Layout(parts=True))
-        elif splits and value.tags[a] == COLUMN:
-            analysis.heads(int(after[wide[0]]))
-            tags[b], tags[wide.pop(0)] = HEAD, CHANNEL
-        elif kept and [value.tags[a], value.tags[kept[0]]] == [HEAD, CHANNEL]:
-            if not same_size(before[a] * before[kept.pop(0)], after[b]):
-                break
-            tags[b] = COLUMN
-        else:
-            break
-    else:
-        if not kept and not wide:
-            return [_placed(analysis, value, tuple(tags), after)]
-    raise NotElementwise(
-        f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns become "
-        "(heads, columns of a head) or these columns again"
-    )
+    for old, new in _regrouped(before, after):
+        given = [value.tags[axis] for axis in old]
+        found: list[Tag] | None = None
+        if len(old) == len(new) == 1:
+            found = given
+            added = len(after) > len(before) and new[0] > 0 and same_size(after[new[0] - 1], 1)
+            if given == [COLUMN] and added and value.tile and value.part is not None:  # a part that is one head
+                analysis.heads(int(before[old[0]]))
+                found = [CHANNEL]
+        elif len(old) == 1:
+            found = _taken_apart(analysis, given[0], [after[axis] for axis in new])
+        elif len(new) == 1:
+            found = _JOINED.get(tuple(given))
+        if found is None:
+            raise NotElementwise(
+                f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns "
+                "become (heads, columns of a head) or these columns again"
+            )
+        for axis, tag in zip(new, found, strict=True):
+            tags[axis] = tag
+    return [_placed(analysis, value, tuple(tags), after)]
+
+
+_JOINED: dict[tuple[Tag, ...], list[Tag]] = {
+    (HEAD, CHANNEL): [COLUMN],
+    (HEAD, HALF_CHANNEL, SIDE): [COLUMN],
+    (HALF_CHANNEL, SIDE): [CHANNEL],
+}
+
+
+def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag] | None:
+    """Tags of the axes that an axis becomes, or None."""
+    if tag == HALF:
+        raise NeedsLayout(Layout(parts=True))
+    if tag == COLUMN and len(sizes) == 2:
+        analysis.heads(int(sizes[1]))
+        return [HEAD, CHANNEL]
+    if tag == COLUMN and len(sizes) == 3 and sizes[2] == 2:
+        analysis.heads(2 * int(sizes[1]))
+        analysis.neighbours()
+        return [HEAD, HALF_CHANNEL, SIDE]
+    if tag == CHANNEL and len(sizes) == 2 and sizes[1] == 2:
+        analysis.neighbours()
+        return [HALF_CHANNEL, SIDE]
+    return None
+
+
+def _regrouped(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+    """The axes of a reshape, without those of size 1, in the smallest groups of equal size."""
+    old = [axis for axis, size in enumerate(before) if not same_size(size, 1)]
+    new = [axis for axis, size in enumerate(after) if not same_size(size, 1)]
+    groups: list[tuple[list[int], list[int]]] = []
+    while old and new:
+        left, right = [old.pop(0)], [new.pop(0)]
+        while not same_size(a := math.prod(before[i] for i in left), b := math.prod(after[i] for i in right)):
+            known = isinstance(a, int) and isinstance(b, int)
+            shorter, rest = (left, old) if known and a < b else (right, new)
+            if not known or not rest:
+                return [(left + old, right + new)]
+            shorter.append(rest.pop(0))
+        groups.append((left, right))
+    return groups
 
 
 def squeeze(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -141,10 +176,19 @@ def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
 def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
     """Half `way` of a value along `axis`: of all columns, or of each head."""
     in_head = value.tags[axis] == CHANNEL or value.part is not None
-    if not in_head:
+    if in_head:
+        analysis.halves_of_heads()
+    else:
         analysis.halves()
     tags = tuple((HALF_CHANNEL if in_head else HALF) if i == axis else tag for i, tag in enumerate(value.tags))
     return replace(value, tags=tags, nodes=(value.nodes[way],))
+
+
+def _side(analysis: Analysis, value: Local, axis: int, side: int) -> Local:
+    """The even (0) or the odd (1) columns of each head."""
+    analysis.neighbours()
+    tag = None if value.tags[axis] == SIDE else HALF_CHANNEL
+    return replace(value, tags=(*value.tags[:axis], tag, *value.tags[axis + 1 :]), nodes=(value.nodes[side],))
 
 
 def _part(analysis: Analysis, value: Local, axis: int, start: int, stop: int) -> Local:
@@ -176,6 +220,9 @@ def _take(
         first = same_size(start, 0) and same_size(limit, half)
         second = same_size(start, half) and same_size(limit, before[axis])
         static = all(isinstance(x, int | np.integer) for x in (start, limit))
+        if tag == SIDE or (tag == CHANNEL and stride == 2 and same_size((limit - start + 1) // 2, half)):
+            value = _side(analysis, value, axis, int(start))
+            continue
         if stride == 1 and (first or second):
             value = _half(analysis, value, axis, int(second))
         elif stride == 1 and static and tag in (COLUMN, HEAD):
@@ -243,17 +290,30 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
 
 
 def _join(analysis: Analysis, first: Local, second: Local, axis: int) -> Local:
-    """Two halves, of all columns or of each head, side by side along `axis`."""
-    in_head = HALF_CHANNEL in (first.tags[axis], second.tags[axis])
-    if not in_head:
+    """Two halves, of all columns or of each head, or even and odd columns, side by side along `axis`."""
+    whole: Tag
+    half: Tag
+    if HALF_CHANNEL in (first.tags[axis], second.tags[axis]):
+        analysis.halves_of_heads()
+        whole, half = CHANNEL, HALF_CHANNEL
+    elif _are_sides(first, second, axis):
+        analysis.neighbours()
+        whole, half = SIDE, None
+    else:
         analysis.halves()
-    whole, half = (CHANNEL, HALF_CHANNEL) if in_head else (COLUMN, HALF)
+        whole, half = COLUMN, HALF
     others = [None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))]
     tags = tuple(whole if i == axis else tag for i, tag in enumerate(others))
     out = analysis.local(tags, (), [first, second])
     target = tuple(half if i == axis else tag for i, tag in enumerate(others))
     nodes = tuple(analysis.resolve(value, target, out.part).nodes[0] for value in (first, second))
     return replace(out, nodes=nodes)
+
+
+def _are_sides(first: Local, second: Local, axis: int) -> bool:
+    """Whether the values are those of neighbouring columns, stacked along a new last axis."""
+    last = axis == len(first.tags) - 1
+    return last and axis > 0 and HALF_CHANNEL in (first.tags[axis - 1], second.tags[axis - 1])
 
 
 def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -264,6 +324,8 @@ def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> 
         analysis.twice()
     found = [value.tags[axis] for value in inputs]
     half, known = (analysis.head // 2, HALF_CHANNEL) if HALF_CHANNEL in found else (analysis.half, HALF)
+    if len(inputs) == 2 and found == [None, None] and sizes == [1, 1] and _are_sides(inputs[0], inputs[1], axis):
+        return [_join(analysis, inputs[0], inputs[1], axis)]
     halves = len(inputs) == 2 and all(same_size(size, half) for size in sizes)
     if not halves or not last or any(tag not in (known, None) for tag in found):
         raise NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
@@ -290,7 +352,12 @@ def pad(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Loc
 
 
 def stack(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
-    if int(equation.params["axis"]) != 0:
+    axis = int(equation.params["axis"])
+    if len(inputs) == 2 and axis == len(inputs[0].tags):
+        first, second = (replace(value, tags=(*value.tags, None)) for value in inputs)
+        if _are_sides(first, second, axis):
+            return [_join(analysis, first, second, axis)]
+    if axis != 0:
         raise NotElementwise("stacks arrays")
     return [Stacked(tuple(inputs))]
 

@@ -14,16 +14,17 @@ HALF = "half column"
 HEAD = "head"
 CHANNEL = "column of a head"
 HALF_CHANNEL = "half column of a head"
+SIDE = "side of a pair"  # of neighbouring columns
 INDEX = "index"
 Tag = str | None
-COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL})
-BOTH_WAYS = frozenset({COLUMN, CHANNEL})  # axes along which an array spans all ways
+COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})
+BOTH_WAYS = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans all ways
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
     "minima along rows or columns as outputs, two halves (jnp.split(x, 2, axis=1), jnp.concatenate back) of N or of 2N "
-    "columns, or of each head (acc.reshape(M, H, Dh)), parts of the columns as outputs of their own, row and column "
-    "indices from iota."
+    "columns, or of each head (acc.reshape(M, H, Dh)), or its even and odd columns (x[..., 0::2], jnp.stack back), "
+    "parts of the columns as outputs of their own, row and column indices from iota."
 )
 
 HINTS = {
@@ -61,12 +62,14 @@ class Layout:
       ways: 1, or 2 when two halves are worked on together.
       acc_is_half: acc (M, N) meets tiles of 2N columns.
       head: columns of a head when the halves are those of heads, else 0.
+      neighbours: the halves of a head are its even and its odd columns.
       parts: the columns are taken apart into outputs of their own.
     """
 
     ways: int = 1
     acc_is_half: bool = False
     head: int = 0
+    neighbours: bool = False
     parts: bool = False
 
 

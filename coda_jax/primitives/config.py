@@ -78,14 +78,18 @@ class EpilogueTraffic:
 
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
-        loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.loads(i)]
+        loads = [
+            np.dtype(program.operands[i].dtype).itemsize
+            for i in program.tile_operands
+            for _ in program.loads(i)[: 1 if program.neighbours else None]
+        ]
         stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
         of_section = [
-            sum(stores[i] * program.ways_of(program.stores[i].width) for i in program.stores_of(section))
+            sum(stores[i] * program.entries(program.stores[i].width) for i in program.stores_of(section))
             for section in program.sections
         ]
         columns = sum(
-            program.ways_of(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
+            program.entries(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns)
 
@@ -95,7 +99,7 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
     load_ring = tiling.load_slots * 64 * tiling.subtile_n * traffic.load_bytes
     store_rings = 4 * tiling.store_slots * 16 * tiling.subtile_n * traffic.store_bytes
-    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.acc_ways) * 4
+    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.entries(program.acc_width)) * 4
     epilogue = _round_up(load_ring + store_rings + columns, 1024)
     barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers
