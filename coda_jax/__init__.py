@@ -1,6 +1,7 @@
 """GEMM epilogues written in JAX, run inside Hopper matrix products."""
 
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
+from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.explain import Explanation as Explanation
 from coda_jax.explain import explain as explain
 from coda_jax.primitives import FallbackWarning as FallbackWarning

@@ -15,8 +15,8 @@ Tag = str | None
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
-    "minima along rows or columns as outputs, two halves (jnp.split(x, 2, axis=1), jnp.concatenate back) of N or of 2N "
-    "columns, row and column indices from iota."
+    "minima along rows or columns and log-sum-exps along rows as outputs, two halves (jnp.split(x, 2, axis=1), "
+    "jnp.concatenate back) of N or of 2N columns, row and column indices from iota."
 )
 
 HINTS = {
