@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import trace
+from coda_jax.epilogue import logsumexp, trace
 from coda_jax.primitives import deferred_norm, kernel
 from coda_jax.primitives.config import choose_tiling
 
@@ -128,6 +128,13 @@ def _exp_sum(acc):
     return jnp.sum(jnp.exp(acc), axis=1), jnp.sum(jnp.log(acc * acc), axis=0)
 
 
+def _logsumexp_pick(acc, rstd, target):
+    """A loss head: the logits, their log-sum-exp, and the target's."""
+    z = acc * rstd
+    column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    return z, logsumexp(z, axis=1), jnp.sum(jnp.where(column == target, z, 0), axis=1)
+
+
 def _mean_square(acc):
     return acc, jnp.mean(acc * acc, axis=1, keepdims=True)
 
@@ -204,6 +211,7 @@ PROGRAMS: dict[str, Program] = {
     "two_outputs": Program(_two_outputs, lambda m, n: (_type((m, n)),), (jnp.bfloat16, jnp.float16, jnp.float32)),
     "causal": Program(_causal),
     "exp_sum": Program(_exp_sum, out_dtypes=()),
+    "logsumexp_pick": Program(_logsumexp_pick, lambda m, n: (_type((m, 1), jnp.float32), _type((m, 1), jnp.int32))),
     "mean_square": Program(_mean_square),
     "rotary_qkv": Program(
         _rotary_qkv,

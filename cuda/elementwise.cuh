@@ -19,7 +19,7 @@ union Word {
 };
 
 enum class DType { bf16, f16, f32, i32, pred };
-enum class Op { sum, max, min };
+enum class Op { sum, max, min, logsumexp };
 
 /// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
 struct Section {
@@ -70,6 +70,9 @@ CODA_DEVICE float infinity() {
 }
 CODA_DEVICE float nan() {
   return from_bits(0x7FC00000u);
+}
+CODA_DEVICE float largest_finite() {
+  return 3.40282347e+38f;
 }
 
 // ---- rounding to 16 bits: to nearest, ties to even, NaN stays NaN
@@ -139,7 +142,7 @@ CODA_DEVICE float sign(float x) {
 }
 
 CODA_DEVICE bool is_finite(float x) {
-  return fabsf(x) <= 3.40282347e+38f;
+  return fabsf(x) <= largest_finite();
 }
 
 CODA_DEVICE float rsqrt(float x) {
@@ -162,6 +165,50 @@ CODA_DEVICE float logistic(float x) {
   return 1.f / (1.f + expf(-x));
 #endif
 }
+
+/// 2^x; 0 for -inf.
+CODA_DEVICE float exp2_approximate(float x) {
+#ifdef __CUDACC__
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return exp2f(x);
+#endif
+}
+
+/// log(exp(a) + exp(b)).
+CODA_DEVICE float log_add_exp(float a, float b) {
+  return a == b ? a + 0.693147181f : maximum(a, b) + log1pf(expf(-fabsf(a - b)));
+}
+
+/// log(sum(exp(values))) of values that come a few at a time: their maximum is taken first, so that each costs one
+/// exponential. `maximum` stays finite, whatever comes, so that infinities give what they should: exp(-inf - it) = 0.
+struct LogSumExp {
+  float maximum = -largest_finite(), sum = 0.f;  // of exp(value - maximum)
+
+  template <int count>
+  CODA_DEVICE void add(const float (&values)[count]) {
+    float greater = maximum;
+#pragma unroll
+    for (int i = 0; i < count; ++i) greater = fmaxf(greater, values[i]);
+    rescale(fminf(greater, largest_finite()));
+#pragma unroll
+    for (int i = 0; i < count; ++i) sum += scaled(values[i]);
+  }
+  CODA_DEVICE void merge(const LogSumExp& other) {
+    rescale(fmaxf(maximum, other.maximum));
+    sum += other.sum * scaled(other.maximum);
+  }
+  CODA_DEVICE float result() const { return maximum + logf(sum); }
+
+ private:
+  CODA_DEVICE float scaled(float value) const { return exp2_approximate(1.44269504f * (value - maximum)); }
+  CODA_DEVICE void rescale(float greater) {
+    sum *= exp2_approximate(1.44269504f * (maximum - greater));
+    maximum = greater;
+  }
+};
 
 /// x to a constant power, by squaring.
 template <int power, class T>

@@ -202,13 +202,14 @@ struct EpilogueVisitor {
   template <int program>
   __device__ __forceinline__ void run(const Tile& tile,
                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
-    float row_result[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
+    RowTotal row_total[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
     static_for<Epilogue::row_reductions>([&](auto index) {
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          row_result[decltype(index)::value][block][r] = neutral<Epilogue::row_reduction[decltype(index)::value].op>();
+          row_total[decltype(index)::value][block][r].value =
+              neutral<Epilogue::row_reduction[decltype(index)::value].op>();
     });
 
 #pragma unroll
@@ -228,6 +229,7 @@ struct EpilogueVisitor {
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
         Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
+        float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
         load_tiles(loads);
         Word head_table[at_least_one(Epilogue::head_tables)][groups][2][2];
         load_head_tables(tile, subtile, block, head_table);
@@ -276,8 +278,13 @@ struct EpilogueVisitor {
               });
               static_for<Epilogue::row_reductions>([&](auto index) {
                 constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
-                float& total = row_result[decltype(index)::value][block][r];
-                if (column_is_inside) total = combine<op>(total, result.row[decltype(index)::value]);
+                float& total = row_total[decltype(index)::value][block][r].value;
+                if constexpr (op == Op::logsumexp) {
+                  row_value[decltype(index)::value][r][2 * j + c] =
+                      column_is_inside ? result.row[decltype(index)::value] : neutral<op>();
+                  if constexpr (Layout::spread > 1) row_value[decltype(index)::value][r][2 * j + 1] = neutral<op>();
+                } else if (column_is_inside)
+                  total = combine<op>(total, result.row[decltype(index)::value]);
               });
               static_for<Epilogue::column_reductions * Layout::spread>([&](auto index) {
                 constexpr int i = decltype(index)::value;
@@ -286,11 +293,18 @@ struct EpilogueVisitor {
                 if (row_is_inside) total = combine<op>(total, result.column[i]);
               });
             }
+        static_for<Epilogue::row_reductions>([&](auto index) {
+          if constexpr (Epilogue::row_reduction[decltype(index)::value].op == Op::logsumexp) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+              row_total[decltype(index)::value][block][r].lse.add(row_value[decltype(index)::value][r]);
+          }
+        });
         store_tiles<program>(tile, subtile, block, stores);
       }
       share_columns(subtile, column_result);
     }
-    write_rows(tile, row_result);
+    write_rows(tile, row_total);
     write_columns(tile);
   }
 
@@ -405,7 +419,7 @@ struct EpilogueVisitor {
   }
 
   __device__ __forceinline__ void write_rows(
-      const Tile& tile, const float (&row_result)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
+      const Tile& tile, const RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
     static_for<Epilogue::row_reductions>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
       const int tiles_n =
@@ -416,7 +430,7 @@ struct EpilogueVisitor {
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float total = combine_lanes<access.op, 1 | 2>(row_result[decltype(index)::value][block][r]);
+          const float total = row_total[decltype(index)::value][block][r].template over_quad<access.op>();
           const int at = row(tile, block, r);
           if ((lane & 3) == 0 && at < params.m) partial[at] = total;
         }

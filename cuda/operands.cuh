@@ -130,7 +130,7 @@ struct Box {
 
 template <Op op>
 __device__ __forceinline__ float neutral() {
-  return op == Op::sum ? 0.f : op == Op::max ? -__int_as_float(0x7F800000) : __int_as_float(0x7F800000);
+  return op == Op::sum ? 0.f : op == Op::min ? infinity() : -infinity();
 }
 template <Op op>
 __device__ __forceinline__ float combine(float a, float b) {
@@ -145,5 +145,28 @@ __device__ __forceinline__ float combine_lanes(float value) {
     if (mask & bit) value = combine<op>(value, __shfl_xor_sync(0xFFFFFFFFu, value, bit));
   return value;
 }
+
+/// A row reduction as one thread goes along the row.
+struct RowTotal {
+  float value;    // but for a log-sum-exp
+  LogSumExp lse;  // for a log-sum-exp
+
+  template <Op op>
+  __device__ __forceinline__ float over_quad() const {
+    if constexpr (op == Op::logsumexp) {
+      LogSumExp total = lse;
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {
+        LogSumExp other;
+        other.maximum = __shfl_xor_sync(0xFFFFFFFFu, total.maximum, bit);
+        other.sum = __shfl_xor_sync(0xFFFFFFFFu, total.sum, bit);
+        total.merge(other);
+      }
+      return total.result();
+    } else {
+      return combine_lanes<op, 1 | 2>(value);
+    }
+  }
+};
 
 }  // namespace coda

@@ -63,8 +63,7 @@ class Trainer:
     def _loss(self, params: nnx.State, windows: jax.Array) -> jax.Array:
         """Mean over windows (B, T + 1) of -log2 p(next byte)."""
         windows = windows.astype(jnp.int32)
-        logits = nnx.merge(self.graphdef, params)(windows[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean() / jnp.log(2.0)
+        return nnx.merge(self.graphdef, params).loss(windows[:, :-1], windows[:, 1:]) / jnp.log(2.0)
 
     def step_function(self, state: dict[str, Any], text: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         settings = self.settings

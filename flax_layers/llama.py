@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 from flax_layers.block import TransformerBlock
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
-from flax_layers.stream import Stream
+from flax_layers.stream import Normalized, Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,42 @@ class Llama(nnx.Module):
         Raises:
           ValueError: more tokens than max_position_embeddings.
         """
+        return self.head(self._features(tokens, positions, mask), embedding=self._embedding())
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
+
+        Args:
+          tokens: (B, T) or (T,).
+          labels: of the same shape: what follows each token; -100 where nothing is asked for.
+          weights: of the same shape; default 1.
+          positions, mask: as in Attention.
+          **options: as in `LMHead.loss`.
+
+        Raises:
+          ValueError: more tokens than max_position_embeddings, or labels or weights of another shape.
+        """
+        features = self._features(tokens, positions, mask)
+        return self.head.loss(features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+
+    def _embedding(self) -> jax.Array | None:
+        """What a tied head projects with."""
+        return self.embed.embedding[...] if self.config.tie_word_embeddings else None
+
+    def _features(self, tokens: jax.Array, positions: jax.Array | None, mask: jax.Array | None) -> Normalized:
+        """What the head projects."""
         if tokens.shape[-1] > self.config.max_position_embeddings:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.max_position_embeddings=}")
         stream = Stream.of(self.embed(tokens))
         for layer in self.layers:
             stream = layer(stream, positions=positions, mask=mask)
-        embedding = self.embed.embedding[...] if self.config.tie_word_embeddings else None
-        return self.head(self.norm(stream), embedding=embedding)
+        return self.norm(stream)

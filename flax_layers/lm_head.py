@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from coda_jax import linear_cross_entropy
 from flax_layers.linear import default_kernel_init, project
-from flax_layers.stream import Normalized, Stream
+from flax_layers.stream import Normalized, Stream, array
 
 
 class LMHead(nnx.Module):
@@ -56,12 +59,56 @@ class LMHead(nnx.Module):
         Raises:
           ValueError: x or embedding of another shape, or an embedding where none belongs or none where one does.
         """
-        if embedding is None:
-            if self.kernel is None:
+        return project(x, self._weight(embedding), dtype=self.dtype, transpose_b=self.kernel is None)
+
+    def loss(
+        self,
+        x: jax.Array | Stream | Normalized,
+        labels: jax.Array,
+        *,
+        weights: jax.Array | None = None,
+        embedding: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Cross-entropy of the logits of x (..., D) with labels (...), without an array of all logits.
+
+        Args:
+          x: (..., D).
+          labels: (...) integers; tokens with the label -100 do not count.
+          weights: (...), of the tokens; default 1.
+          embedding: as in `__call__`.
+          **options: of `coda_jax.linear_cross_entropy`: reduction, ignore_index, label_smoothing, z_loss, soft_cap,
+            chunk_bytes.
+
+        Returns:
+          The mean over the tokens, () float32, and the sum of their weights; see `coda_jax.linear_cross_entropy`.
+
+        Raises:
+          ValueError: as `__call__`, or a shape or option that `coda_jax.linear_cross_entropy` refuses.
+        """
+        norm: tuple[jax.Array | None, jax.Array | None] = (None, None)
+        if isinstance(x, Normalized):
+            norm = (x.sumsq, x.scale)
+            options |= {"epsilon": x.epsilon}
+        return linear_cross_entropy(
+            x.x if isinstance(x, Normalized) else array(x),
+            *norm,
+            self._weight(embedding),
+            labels,
+            weights=weights,
+            transpose_kernel=self.kernel is None,
+            dtype=self.dtype,
+            **options,
+        )
+
+    def _weight(self, embedding: jax.Array | None) -> jax.Array:
+        """The module's kernel (D, V), or a tied one's embedding (V, D)."""
+        if self.kernel is None:
+            if embedding is None:
                 raise ValueError("a tied LMHead has no kernel: give it embedding=")
-            return project(x, self.kernel[...], dtype=self.dtype)
-        if self.kernel is not None:
+            if embedding.shape != (self.vocab_size, self.in_features):
+                raise ValueError(f"embedding has shape {embedding.shape}, not {(self.vocab_size, self.in_features)}")
+            return embedding
+        if embedding is not None:
             raise ValueError("an LMHead with its own kernel takes no embedding=")
-        if embedding.shape != (self.vocab_size, self.in_features):
-            raise ValueError(f"embedding has shape {embedding.shape}, not {(self.vocab_size, self.in_features)}")
-        return project(x, embedding, dtype=self.dtype, transpose_b=True)
+        return self.kernel[...]

@@ -73,6 +73,12 @@ def masked(acc, keep, labels, x):
     return y, jnp.sum(jnp.where(columns == labels, y, 0.0), axis=1)
 
 
+def cross_entropy(acc, rstd, labels):
+    z = acc * rstd
+    column = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    return jax.nn.logsumexp(z, axis=1) - jnp.sum(jnp.where(column == labels, z, 0), axis=1)
+
+
 def half_operands(acc, bias, x):
     first, second = jnp.split(acc, 2, axis=1)
     return first * second + x * bias, jnp.sum(first * x, axis=0)
@@ -91,6 +97,7 @@ CASES = [
     Case("gated_backward", gated_backward, lambda m, n: [((m, 2 * n), None), ((m, 1), jnp.float32)]),
     Case("scaled", scaled, lambda m, n: [((), jnp.float32), ((m, 1), None), ((1, n), jnp.float32)]),
     Case("masked", masked, lambda m, n: [((n,), jnp.bool_), ((m, 1), jnp.int32), ((m, n), jnp.float32)]),
+    Case("cross_entropy", cross_entropy, lambda m, n: [((m, 1), jnp.float32), ((m, 1), jnp.int32)]),
     Case("half_operands", half_operands, lambda m, n: [((n // 2,), None), ((m, n // 2), None)]),
 ]
 

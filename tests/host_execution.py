@@ -19,6 +19,7 @@ HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
 DRIVER = r"""
 #include "elementwise.cuh"
+#include <vector>
 using namespace coda;
 
 static Word load(const void* base, long long index, DType dtype) {
@@ -32,6 +33,21 @@ static Word load(const void* base, long long index, DType dtype) {
 }
 static float combine(Op op, float a, float b) {
   return op == Op::sum ? a + b : op == Op::max ? maximum(a, b) : minimum(a, b);
+}
+// As the four lanes that share a row do it, three values at a time; what is missing at the end counts as -inf.
+static float log_sum_exp(const std::vector<float>& values) {
+  LogSumExp lanes[4];
+  for (int begin = 0; begin < int(values.size()); begin += 12)
+    for (int lane = 0; lane < 4; ++lane) {
+      float some[3];
+      for (int i = 0; i < 3; ++i) {
+        const int at = begin + 3 * lane + i;
+        some[i] = at < int(values.size()) ? values[at] : -infinity();
+      }
+      lanes[lane].add(some);
+    }
+  for (int lane = 1; lane < 4; ++lane) lanes[0].merge(lanes[lane]);
+  return lanes[0].result();
 }
 
 // Column of a way in memory: after the columns of the ways before it, or in heads whose halves the ways are.
@@ -47,7 +63,8 @@ static int memory_column(int way, int column, int n) {
 template <class E>
 static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
   const int spread = E::neighbours ? 2 : 1;  // values of an entry
-  for (int row = 0; row < m; ++row)
+  for (int row = 0; row < m; ++row) {
+    std::vector<float> exponents[E::row_reductions + 1];
     for (int column = 0; column < n; ++column) {
       typename E::Element in;
       typename E::Result out;
@@ -90,7 +107,10 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
         float& to = static_cast<float*>(pointer[r.pointer])[row];
-        to = combine(r.op, to, out.row[i]);
+        if (r.op == Op::logsumexp)
+          exponents[i].push_back(out.row[i]);
+        else
+          to = combine(r.op, to, out.row[i]);
       }
       for (int i = 0; i < E::column_reductions * spread; ++i) {
         const ReductionAccess r = E::column_reduction[i / spread];
@@ -98,6 +118,10 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
         to = combine(r.op, to, out.column[i]);
       }
     }
+    for (int i = 0; i < E::row_reductions; ++i)
+      if (E::row_reduction[i].op == Op::logsumexp)
+        static_cast<float*>(pointer[E::row_reduction[i].pointer])[row] = log_sum_exp(exponents[i]);
+  }
 }
 """
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.epilogue import emit, trace
 from tests.host_execution import HostPrograms
@@ -256,6 +257,32 @@ def _halves_and_reductions() -> dict[str, Case]:
         "sum_of_bf16": (lambda a: jnp.sum(tame(a).astype(jnp.bfloat16), axis=1), ()),
         "max_of_bf16": (lambda a: jnp.max(a.astype(jnp.bfloat16), axis=0), ()),
         "masked_sum": (lambda a, m: jnp.sum(tame(a), axis=1, where=m), (MASK,)),
+        "logsumexp": (
+            lambda a: (coda.logsumexp(a), jax.nn.logsumexp(tame(a) * 20, axis=1), coda.logsumexp(a, 1, keepdims=True)),
+            (),
+        ),
+        "logsumexp_of_the_tile": (lambda a: (jax.nn.logsumexp(tame(a)), coda.logsumexp(coda.logsumexp(a), 0)), ()),
+        "logsumexp_by_hand": (
+            lambda a, c: (lambda m: (jnp.log(jnp.sum(jnp.exp(a - m), axis=1, keepdims=True)) + m) * c)(
+                jnp.max(a, axis=1, keepdims=True)
+            ),
+            (COLUMN,),
+        ),
+        "logsumexp_of_halves": (
+            lambda a, h: (
+                coda.logsumexp(jnp.concatenate([a[:, F:] * 2, a[:, :F]], axis=1)),
+                coda.logsumexp(a[:, :F] * h),
+            ),
+            (HALF_ROW,),
+        ),
+        "logsumexp_masked": (
+            lambda a, m: (
+                jax.nn.logsumexp(jnp.where(m & (jnp.arange(N) < 5), a, -jnp.inf), axis=-1),
+                coda.logsumexp(jnp.where(m, tame(a), jnp.finfo(jnp.float32).min)),
+            ),
+            (MASK,),
+        ),
+        "logsumexp_of_bf16": (lambda a: coda.logsumexp(tame(a).astype(jnp.bfloat16)), ()),
         "initial_max": (lambda a: jnp.max(tame(a), axis=1, initial=1.0), ()),
         "outer": (lambda a, r, c: (r * c, jnp.sum(r * c, axis=1)), (ROW, COLUMN)),
         "passed_through": (lambda a, t, r, c: (t, r, c, 3.0, a), (X, ROW, COLUMN)),

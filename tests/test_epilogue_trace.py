@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import coda_jax as coda
 from coda_jax.epilogue import Axis, Kind, NotTileLocalError, ReductionOp, Width, emit, trace
 
 M, N = 6, 8
@@ -85,7 +86,9 @@ REFUSED = {
     "row_index_of_product": (lambda a: a.reshape(2, 3, N), "reshapes"),
     "softmax": (lambda a: jax.nn.softmax(a, axis=-1), "with the reduction 'reduce_max'.*only after all tiles"),
     "layer_norm": (lambda a: a - jnp.mean(a, axis=1, keepdims=True), "'sub'.*with the reduction 'reduce_sum'"),
-    "logsumexp": (lambda a: jax.nn.logsumexp(a, axis=1), "combines the tile with the reduction"),
+    "logsumexp": (lambda a: coda.logsumexp(a, axis=0), "reduce_logsumexp.*is a log-sum-exp along columns"),
+    "weighted_logsumexp": (lambda a: jax.nn.logsumexp(a, axis=1, b=2.0 + a), "with the reduction 'reduce_max'"),
+    "log_softmax": (lambda a: a - coda.logsumexp(a, keepdims=True), "with the reduction 'reduce_logsumexp'"),
     "variance": (lambda a: jnp.var(a, axis=1), "combines the tile with the reduction"),
     "vector_sum": (lambda a: a * jnp.sum(VECTOR), "combines the tile with the result of 'reduce_sum'.*before the call"),
     "vector_cumsum": (lambda a: a * jnp.cumsum(VECTOR), "combines the tile with the result of 'cumsum'"),
@@ -241,6 +244,49 @@ def test_reductions_have_the_right_axis():
         (ReductionOp.MIN, Axis.ROW, Width.FULL),
         (ReductionOp.SUM, Axis.COLUMN, Width.HALF),
     }
+
+
+def test_logsumexp_is_one_reduction():
+    """Ours and JAX's are the same program; one that adds something else than it subtracts is none."""
+
+    def by_hand(a, added=lambda largest, a: largest):
+        largest = jnp.max(a, axis=1, keepdims=True)
+        return jnp.log(jnp.sum(jnp.exp(a - largest), axis=1)) + jnp.squeeze(added(largest, a), 1)
+
+    programs = {
+        trace(f, ACC, ())[0].program
+        for f in (
+            lambda a: coda.logsumexp(a),
+            lambda a: jax.nn.logsumexp(a, axis=-1),
+            lambda a: jax.scipy.special.logsumexp(a, axis=1),
+            lambda a: jax.vmap(jax.nn.logsumexp)(a),
+            by_hand,
+        )
+    }
+    assert len(programs) == 1
+    (reduction,) = programs.pop().reductions
+    assert (reduction.op, reduction.axis) == (ReductionOp.LOGSUMEXP, Axis.ROW)
+    with pytest.raises(NotTileLocalError, match="with the reduction 'reduce_max'"):
+        trace(lambda a: by_hand(a, lambda largest, a: 2 * largest), ACC, ())
+    with pytest.raises(NotTileLocalError, match="with the reduction 'reduce_max'"):
+        trace(lambda a: (lambda g: jnp.log(jnp.sum(jnp.exp(a - g), axis=1)) + g)(jnp.max(a, axis=1)), typed(8, 8), ())
+
+
+def test_logsumexp_outside_of_an_epilogue():
+    x = values(M, N).at[2].set(-jnp.inf).at[3, 1].set(-jnp.inf)
+    finite = x[3:]
+    want = jax.nn.logsumexp(x, axis=1)
+    _close(coda.logsumexp(x), want)
+    _close(jax.jit(jax.vmap(lambda row: coda.logsumexp(row, 0, keepdims=True)))(x)[:, 0], want)
+    _close(jax.vmap(lambda row: coda.logsumexp(row, 0), in_axes=1)(x.T), want)
+    assert not jax.jit(jax.jacrev(coda.logsumexp))(x)[2].any()
+    _close(jax.jit(jax.jacrev(coda.logsumexp))(finite), jax.jacrev(lambda x: jax.nn.logsumexp(x, axis=1))(finite))
+    row = values(N)
+    _close(jax.hessian(lambda r: coda.logsumexp(r, 0))(row), jax.hessian(jax.nn.logsumexp)(row))
+    with pytest.raises(TypeError, match="x has dtype int32; it must be floating"):
+        coda.logsumexp(jnp.arange(4), 0)
+    with pytest.raises(ValueError, match=r"axis = 2; x has shape \(6, 8\)"):
+        coda.logsumexp(x, 2)
 
 
 def test_identity():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import textbook
 from flax import nnx
@@ -178,6 +179,43 @@ def test_llama(tied, dtype):
         lambda p, tokens: textbook.llama(p, tokens, config, jnp.float64 if jax.config.jax_enable_x64 else dtype),
         tokens,
     )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_loss_is_that_of_the_logits(tied):
+    config = layers.LlamaConfig(
+        vocab_size=72,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    model = layers.Llama(config, rngs=nnx.Rngs(1))
+    tokens, labels = jax.random.randint(jax.random.key(0), (2, 2, 23), 0, 72)
+    weights = jnp.arange(46.0).reshape(2, 23)
+
+    def of_logits(model, labels, weights):
+        each = optax.softmax_cross_entropy_with_integer_labels(model(tokens), labels)
+        return jnp.sum(weights * each) / jnp.sum(weights)
+
+    def of_model(model, labels, weights):
+        return model.loss(tokens, labels.at[0, 3].set(-100), weights)
+
+    got = nnx.jit(nnx.value_and_grad(of_model))(model, labels, weights)
+    want = nnx.jit(nnx.value_and_grad(of_logits))(model, labels, weights.at[0, 3].set(0))
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * float(jnp.abs(y).max()))
+
+
+def test_loss_of_a_plain_array():
+    head = layers.LMHead(8, 24, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x, labels = normal(0, 2, 5, 8, dtype=jnp.float32), jnp.arange(10).reshape(2, 5)
+    want = optax.softmax_cross_entropy_with_integer_labels(head(x), labels)
+    got, count = head.loss(layers.Stream.of(x), labels, reduction="none")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert count == 10
 
 
 @dtypes

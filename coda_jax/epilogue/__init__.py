@@ -1,6 +1,7 @@
 """The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA."""
 
 from coda_jax.epilogue.emit import emit as emit
+from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind
 from coda_jax.epilogue.program import Operand as Operand

@@ -35,6 +35,7 @@ _COMBINE = {
     ReductionOp.SUM: "{} + {}",
     ReductionOp.MAX: "coda::maximum({}, {})",
     ReductionOp.MIN: "coda::minimum({}, {})",
+    ReductionOp.LOGSUMEXP: "coda::log_add_exp({}, {})",
 }
 
 

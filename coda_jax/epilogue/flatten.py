@@ -152,11 +152,11 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
         return list(map(read, body.outvars))
 
     flat.outputs = tuple(inline(jaxpr, range(flat.num_inputs)))
-    _drop_unused(flat)
+    drop_unused(flat)
     return flat
 
 
-def _drop_unused(flat: Flat) -> None:
+def drop_unused(flat: Flat) -> None:
     """Removes equations whose outputs nothing needs. Those without outputs act by side effect and stay."""
     needed = {atom for atom in flat.outputs if isinstance(atom, int)}
     kept: list[Equation] = []

@@ -46,10 +46,11 @@ class ReductionOp(enum.Enum):
     SUM = "sum"
     MAX = "max"
     MIN = "min"
+    LOGSUMEXP = "logsumexp"
 
     @property
     def neutral(self) -> float:
-        return {ReductionOp.SUM: 0.0, ReductionOp.MAX: -np.inf, ReductionOp.MIN: np.inf}[self]
+        return {ReductionOp.SUM: 0.0, ReductionOp.MIN: np.inf}.get(self, -np.inf)
 
     def reduce(self, x: jax.Array, axis: int) -> jax.Array:
         match self:
@@ -59,9 +60,19 @@ class ReductionOp(enum.Enum):
                 return jnp.max(x, axis=axis)
             case ReductionOp.MIN:
                 return jnp.min(x, axis=axis)
+            case ReductionOp.LOGSUMEXP:
+                return jax.nn.logsumexp(x, axis=axis)
 
     def combine(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return {ReductionOp.SUM: lax.add, ReductionOp.MAX: lax.max, ReductionOp.MIN: lax.min}[self](x, y)
+        match self:
+            case ReductionOp.SUM:
+                return lax.add(x, y)
+            case ReductionOp.MAX:
+                return lax.max(x, y)
+            case ReductionOp.MIN:
+                return lax.min(x, y)
+            case ReductionOp.LOGSUMEXP:
+                return jnp.logaddexp(x, y)
 
 
 @dataclass(frozen=True)

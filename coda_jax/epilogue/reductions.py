@@ -1,4 +1,4 @@
-"""Sums, maxima and minima of the tile: what the kernel reduces, and what is left to do with its result."""
+"""Reductions of the tile: what the kernel reduces, and what is left to do with its result."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +34,7 @@ REDUCTIONS = {
     "reduce_min": ReductionOp.MIN,
     "reduce_or": ReductionOp.MAX,
     "reduce_and": ReductionOp.MIN,
+    "reduce_logsumexp": ReductionOp.LOGSUMEXP,
 }
 
 
@@ -63,6 +64,8 @@ def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[
     nodes = analysis.converted(value.nodes, "float32")
     if COLUMN in reduced or HALF in reduced or CHANNEL in reduced:
         return Reduction(op, Axis.ROW, Width.FULL, nodes)
+    if op is ReductionOp.LOGSUMEXP:
+        raise NotElementwise("is a log-sum-exp along columns, and the kernel takes it along rows only")
     return Reduction(op, Axis.COLUMN, Width.HALF if HALF in value.tags else Width.FULL, nodes)
 
 

@@ -15,6 +15,7 @@ from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
 from coda_jax.epilogue.locality import Analysis
+from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
@@ -104,6 +105,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     constants = Constants()
     differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
     flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
+    recognise(flat)
     captured = tuple(keep_used_constants((differentiable, flat), constants))
     arrays = (*operands, *captured)
     labels += [f"captured array {i}" for i in range(len(captured))]

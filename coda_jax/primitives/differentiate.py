@@ -195,6 +195,6 @@ def _recomputed(
             lambda epilogue: pullback.out_dtypes(epilogue, dtype),
             again,
         )
-    except NotTileLocalError:  # the derivative of a maximum compares with the finished maximum
+    except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()
     return outputs[0], pullback.restored(outputs[1:])

@@ -48,7 +48,8 @@ def gemm(
         (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
         tiles beside it. Tiles are bfloat16, float16 or float32, the others also int32 or bool.
       epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
-        elementwise operations, the two halves of N or 2N, and sums, maxima and minima along rows or columns as outputs.
+        elementwise operations, the two halves of N or 2N, and as outputs sums, maxima and minima along rows or columns
+        and log-sum-exps (`coda.logsumexp`, `jax.nn.logsumexp`) along rows.
         acc and every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become
         operands, with gradients (but what a custom_vjp function closes over has none). None returns acc.
       out_dtype: of the tile outputs, a's by default: one dtype, or a pytree of dtypes (None for the default) that is
@@ -56,8 +57,9 @@ def gemm(
       transpose_a, transpose_b: how a and b are stored.
       residuals: what is kept for the gradient of an epilogue that is not linear in acc: "preactivation" keeps acc
         rounded to the common dtype of a and b and runs the derivative as one XLA kernel; "recompute" keeps only the
-        arguments and runs the derivative in the epilogue of the product computed again. The derivative of a maximum
-        needs the finished maximum: there "recompute" computes the rounded acc again and goes on as "preactivation".
+        arguments and runs the derivative in the epilogue of the product computed again. The derivatives of a maximum
+        and of a log-sum-exp need the finished one: there "recompute" computes the rounded acc again and goes on as
+        "preactivation".
       implementation: "auto" uses the kernel where it can, and warns once per reason on a GPU where it cannot; "cuda"
         raises there; "xla" never uses it.
       config: tile and pipeline sizes of the kernel; not those of the gradient's products.

@@ -1,11 +1,13 @@
 """The chains around a deferred norm on the kernel, against the textbook."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests import loss_cases
 from tests.chain_cases import compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments
 
 
@@ -23,3 +25,46 @@ def test_gated_mlp(activation, dtype, rows, width, hidden):
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 128])
 def test_qkv_projection(dtype, lead, width, head_dim):
     compare(functools.partial(qkv, implementation="cuda"), plain_qkv, qkv_arguments(dtype, lead, width, head_dim))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(300, 40, 131), (1160, 520, 5000), (640, 256, 50257)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "mean"},
+        {"reduction": "none", "soft_cap": 3.0},
+        {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2, "transpose_kernel": True},
+    ],
+    ids=lambda options: options["reduction"],
+)
+def test_linear_cross_entropy(options, tokens, width, vocabulary, dtype):
+    transposed = options.get("transpose_kernel", False)
+    args = loss_cases.arguments(dtype, (tokens,), width, vocabulary, transposed)
+    loss_cases.compare(functools.partial(loss_cases.loss, implementation="cuda", **options), args, **options)
+
+
+@pytest.mark.parametrize("parameters", [jnp.bfloat16, jnp.float32])
+def test_memory_of_the_loss_head(parameters):
+    """16384 tokens, a vocabulary of 128256: what is beside arguments, results and the float32 accumulator."""
+    tokens, width, vocabulary = 16384, 2048, 128256
+    types = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((tokens, width), jnp.bfloat16),
+            ((width,), parameters),
+            ((width, vocabulary), parameters),
+            ((tokens,), jnp.int32),
+            ((tokens,), jnp.float32),
+        )
+    ]
+
+    def loss(*arguments):
+        return loss_cases.loss(*arguments, dtype=jnp.bfloat16, implementation="cuda", chunk_bytes=2**28)[0]
+
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*types).compile()
+    accumulator = 4 * width * vocabulary
+    text = compiled.as_text()
+    copies = [line for line in text.splitlines() if re.search(rf"= f32\[{width},{vocabulary}\]\S* copy\(", line)]
+    assert "coda_gemm" in text and not copies, copies
+    assert compiled.memory_analysis().temp_size_in_bytes < accumulator + 800_000_000

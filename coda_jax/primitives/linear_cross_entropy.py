@@ -1,0 +1,229 @@
+"""The loss of a language model: softmax cross-entropy of a projection to the vocabulary, without all of its logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax.primitives.loss_head import LossHead, Norm
+from coda_jax.primitives.mesh_types import vary, varying_axes
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    sumsq: jax.Array | None,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    labels: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    transpose_kernel: bool = False,
+    epsilon: float = 1e-6,
+    chunk_bytes: int = 2**28,
+    dtype: Any = None,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of softmax(RMSNorm(x) kernel) with integer labels, without an array of all logits.
+
+        z = RMSNorm(x) kernel,  or soft_cap * tanh(that / soft_cap)        lse[m] = log(sum_v exp(z[m, v]))
+        loss[m] = lse - (1 - label_smoothing) z[m, labels[m]] - label_smoothing mean_v z[m, v] + z_loss lse^2
+
+    Tokens are worked on in chunks. Where no gradient is asked for, one product a chunk gives the three sums over the
+    vocabulary in its epilogue, and logits never exist. Where one is, the chunk's logits are kept for a moment, rounded;
+    one elementwise pass turns them into their cotangent, and two products make the chunk's dx and add to dkernel in
+    place, in float32. So the gradients are formed in the forward pass, with the weights; the backward pass scales
+    them by the loss's cotangent. That of reduction="none" is not known in the forward pass: there the backward
+    pass computes the logits again, four products instead of three.
+
+    The norm is applied to x on its way into the product, not in the epilogue as elsewhere: with V > D a pass over
+    (M, D) is cheaper than one over the kernel, where the scale would be folded, and as accurate.
+
+    Args:
+      x: (..., D), the residual stream, or whatever is projected.
+      sumsq: (...) float32, the row sums of x * x. It is a cache of a function of x and receives no gradient. None
+        together with scale: x is projected as it is.
+      scale: (D,), the norm's, or None.
+      kernel: (D, V); with transpose_kernel (V, D), as of a tied embedding.
+      labels: (...) integers from 0 to V - 1, or ignore_index. For any other label, loss and gradient are NaN.
+      weights: (...), of the tokens; default 1. They receive their gradient.
+      reduction: "mean": sum(weights * loss) / sum(weights), and 0 where nothing has weight; "sum": sum(weights * loss);
+        "none": weights * loss.
+      ignore_index: tokens with this label have weight 0; None: there is none.
+      label_smoothing: in [0, 1), the part of the target distribution that is spread over all of the vocabulary.
+      z_loss: coefficient of lse^2, which keeps the logits from drifting.
+      soft_cap: bound of the logits, as in Gemma 2; None: none.
+      epsilon: added to the mean of squares.
+      chunk_bytes: the most that a chunk's logits take; they are those of a multiple of 128 tokens, at least 128. The
+        product that makes dx has ceil(tokens / 128) ceil(D / 128) tiles, which should not be far fewer than the chip
+        has multiprocessors: the default gives 1024 tokens for V = 128256. A symbolic number of tokens is one chunk.
+      dtype: compute dtype, of the products' inputs and the chunk's logits; default the promotion of x and kernel.
+      implementation: as in `gemm`.
+
+    Returns:
+      The loss, float32, () or with reduction="none" (...); and the sum of the weights, () float32. Over
+      devices or microbatches the mean is sum(losses) / sum(weight sums), of reduction="sum".
+
+    Raises:
+      TypeError: labels that are no integers.
+      ValueError: shapes that do not fit, or an option out of its range.
+
+    Numerics: lse and the label's logit come from the float32 accumulator; dx and dkernel leave it in float32 where x
+    or kernel are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of the
+    kernel. Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
+    cross-entropy (arXiv 2410.10989).
+    """
+    dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
+    _check_shapes(x, sumsq, scale, kernel, labels, weights, transpose_kernel)
+    _check_options(reduction, label_smoothing, z_loss, soft_cap, chunk_bytes)
+    vocabulary = kernel.shape[0 if transpose_kernel else 1]
+    lead, width = x.shape[:-1], x.shape[-1]
+    x, labels = x.reshape(-1, width), labels.reshape(-1).astype(jnp.int32)
+    weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
+    ignored = jnp.zeros_like(labels, bool) if ignore_index is None else labels == ignore_index
+    known = ignored | (labels >= 0) & (labels < vocabulary)
+    weights = jnp.where(known, jnp.where(ignored, 0.0, weights), jnp.nan)
+
+    columns = vocabulary if dtype.itemsize > 2 or vocabulary % 8 == 0 else _round_up(vocabulary, 128)
+    head = LossHead(
+        vocabulary=vocabulary,
+        columns=columns,
+        chunk=_chunk(x.shape[0], columns * dtype.itemsize, chunk_bytes),
+        transpose_kernel=transpose_kernel,
+        epsilon=epsilon,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        soft_cap=soft_cap,
+        dtype=dtype,
+        implementation=implementation,
+    )
+    norm = None if sumsq is None or scale is None else (sumsq.reshape(-1), scale)
+    axes = varying_axes(*jax.tree.leaves((x, norm, kernel, weights, labels)))
+    x, norm, kernel, weights, labels = jax.tree.map(lambda a: vary(axes, a)[0], (x, norm, kernel, weights, labels))
+    total = jnp.sum(weights)
+    if reduction == "none":
+        return (weights * _each(head, x, norm, kernel, labels)).reshape(lead), total
+    loss = _summed(head, x, norm, kernel, weights, labels)
+    return loss / jnp.where(total == 0, 1.0, total) if reduction == "mean" else loss, total
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(
+    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, weights: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """sum(weights * losses); its gradients are formed in the forward pass."""
+    return jnp.sum(weights * head.losses(x, norm, kernel, labels))
+
+
+def _summed_forward(
+    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, weights: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, Any]:
+    losses, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, weights)
+    return jnp.sum(weights * losses), (x, norm, kernel, losses, dh, dkernel)
+
+
+def _summed_backward(head: LossHead, kept: Any, dloss: jax.Array) -> tuple[Any, ...]:
+    x, norm, kernel, losses, dh, dkernel = kept
+    dx, dnorm = _through_norm(head, x, norm, dloss * dh.astype(jnp.float32))
+    return dx, dnorm, (dloss * dkernel).astype(kernel.dtype), dloss * losses, None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _each(head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    """The losses (M,); their gradients are formed in the backward pass, from logits computed again."""
+    return head.losses(x, norm, kernel, labels)
+
+
+def _each_forward(
+    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _each(head, x, norm, kernel, labels), (x, norm, kernel, labels)
+
+
+def _each_backward(head: LossHead, kept: Any, dlosses: jax.Array) -> tuple[Any, ...]:
+    x, norm, kernel, labels = kept
+    _, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, dlosses)
+    dx, dnorm = _through_norm(head, x, norm, dh.astype(jnp.float32))
+    return dx, dnorm, dkernel.astype(kernel.dtype), None
+
+
+_each.defvjp(_each_forward, _each_backward)
+
+
+def _through_norm(head: LossHead, x: jax.Array, norm: Norm, dh: jax.Array) -> tuple[jax.Array, Norm]:
+    """Cotangents of x and of the norm's arrays."""
+    h, pullback = jax.vjp(head.normalize, x, norm)
+    return pullback(dh.astype(h.dtype))
+
+
+def _chunk(rows: Any, row_bytes: int, chunk_bytes: int) -> Any:
+    """Tokens of a chunk: a multiple of 128 if they are not all of them, chunks of about one size."""
+    if not isinstance(rows, int):
+        return rows
+    most = max(chunk_bytes // row_bytes // 128 * 128, 128)
+    if rows <= most:
+        return rows
+    return _round_up(-(-rows // -(-rows // most)), 128)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _check_shapes(
+    x: jax.Array,
+    sumsq: jax.Array | None,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    transpose_kernel: bool,
+) -> None:
+    if (sumsq is None) != (scale is None):
+        missing = "sumsq" if sumsq is None else "scale"
+        raise ValueError(f"linear_cross_entropy: {missing} is None; sumsq and scale come together, or neither does")
+    width = x.shape[-1]
+    for name, array, shape in (
+        ("sumsq", sumsq, x.shape[:-1]),
+        ("scale", scale, (width,)),
+        ("labels", labels, x.shape[:-1]),
+        ("weights", weights, x.shape[:-1]),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"linear_cross_entropy: {name} has shape {array.shape}; beside x {x.shape} it must be {shape}"
+            )
+    if kernel.ndim != 2 or kernel.shape[1 if transpose_kernel else 0] != width or 0 in kernel.shape:
+        must = f"(V, {width})" if transpose_kernel else f"({width}, V)"
+        raise ValueError(
+            f"linear_cross_entropy: kernel has shape {kernel.shape}; beside x {x.shape} it must be {must}"
+            + (" with transpose_kernel" if transpose_kernel else "")
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"linear_cross_entropy: labels have dtype {labels.dtype}; they must be integers")
+
+
+def _check_options(
+    reduction: str, label_smoothing: float, z_loss: float, soft_cap: float | None, chunk_bytes: int
+) -> None:
+    for name, value, fits, rule in (
+        ("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(map(repr, REDUCTIONS))}"),
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "in [0, 1)"),
+        ("z_loss", z_loss, 0 <= z_loss < float("inf"), "0 or a positive number"),
+        ("soft_cap", soft_cap, soft_cap is None or 0 < soft_cap < float("inf"), "a positive number or None"),
+        ("chunk_bytes", chunk_bytes, chunk_bytes > 0, "positive"),
+    ):
+        if not fits:
+            raise ValueError(f"linear_cross_entropy: {name} = {value!r}; it must be {rule}")

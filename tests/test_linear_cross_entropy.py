@@ -1,0 +1,183 @@
+"""The loss head against the textbook: losses and every cotangent, chunks, options, memory, transformations."""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from coda_jax import ffi
+from tests.gemm_cases import assert_close, jit
+from tests.loss_cases import VOCABULARY, arguments, compare, loss, plain
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+# Three chunks, the last of which is shorter. 16-bit logits of 131 columns are padded.
+CASES = {
+    "mean": (BF16, 131, {}),
+    "mean_float32": (F32, 131, {"transpose_kernel": True}),
+    "mean_tied": (F16, 131, {"transpose_kernel": True}),
+    "none": (BF16, 136, {"reduction": "none", "soft_cap": 3.0}),
+    "none_tied": (F32, 131, {"reduction": "none", "z_loss": 1e-2, "transpose_kernel": True}),
+    "sum": (F16, 136, {"reduction": "sum", "label_smoothing": 0.1}),
+    "everything": (BF16, 131, {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 5.0, "transpose_kernel": True}),
+    "everything_float32": (F32, 136, {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 5.0}),
+}
+
+
+@pytest.mark.parametrize("dtype, vocabulary, options", CASES.values(), ids=CASES)
+def test_against_the_textbook(dtype, vocabulary, options):
+    args = arguments(dtype, vocabulary=vocabulary, transpose_kernel=options.get("transpose_kernel", False))
+    compare(functools.partial(loss, **options), args, **{"reduction": "mean", **options})
+
+
+def test_plain_input_and_mixed_dtypes():
+    """No norm; float32 parameters and stream: their gradients leave the products in float32."""
+    x, _, kernel, labels, weights = arguments(F32, (3, 100))
+    args = (x, None, kernel, labels, weights)
+    got, want = (jit(jax.value_and_grad(lambda *a, f=f: f(*a)[0], (0, 2)))(*args) for f in (loss, plain))
+    assert_close(got, want, rtol=1e-5)
+    rounded = jax.grad(lambda *a: loss(*a, dtype=BF16)[0], (0, 2))(*args)
+    for gradient, exact in zip(rounded, want[1], strict=True):
+        assert gradient.dtype == F32 and gradient.shape == exact.shape
+        np.testing.assert_allclose(gradient, exact, atol=0.03 * float(jnp.abs(exact).max()))
+        assert not (gradient.astype(BF16) == gradient).all()  # never rounded to bfloat16
+
+
+def test_labels_and_weights():
+    x, scale, kernel, labels, weights = arguments(F32, (20,))
+    ignored = jnp.full_like(labels, -100)
+
+    def value_and_gradient(labels, weights=None, **options):
+        return jax.value_and_grad(lambda x: loss(x, scale, kernel, labels, weights, **options)[0])(x)
+
+    value, gradient = value_and_gradient(ignored)
+    assert value == 0 and not gradient.any()
+    value, gradient = value_and_gradient(labels)
+    none = jnp.where(labels == -100, 7, labels)
+    assert_close((value, gradient), value_and_gradient(none, labels != -100))
+    assert not (labels == 3).any()
+    assert_close((value, gradient), value_and_gradient(jnp.where(labels == -100, 3, labels), ignore_index=3))
+    assert loss(x, scale, kernel, labels, None)[1] == (labels != -100).sum()
+    assert_close(loss(x, scale, kernel, labels, weights)[1], weights[labels != -100].sum())
+    for wrong, options in ((VOCABULARY, {}), (-1, {}), (-100, {"ignore_index": None})):
+        value, gradient = value_and_gradient(none.at[4].set(wrong), reduction="sum", **options)
+        assert jnp.isnan(value) and jnp.isnan(gradient[4]).all() and jnp.isfinite(gradient[:4]).all()
+
+
+def test_transformations():
+    """vmap of everything, checkpoint, second derivatives, jit with a gradient of the weights."""
+    x, scale, kernel, labels, weights = arguments(F32, (2, 129), 8, 24)
+
+    def value(f, **options):
+        return lambda x, scale, kernel, weights, labels: f(x, scale, kernel, labels, weights, **options)[0].sum()
+
+    def mapped(f, **options):
+        gradient = jax.value_and_grad(value(f, **options), (0, 1, 2, 3))
+        return lambda *a: jax.vmap(gradient, (0, None, None, 0, 0))(*a)
+
+    def each_kernel(f):
+        gradient = jax.grad(value(f), (0, 2))
+        return lambda x, s, k, w, y: jax.vmap(gradient, (None, None, 0, None, None))(x, s, jnp.stack([k, 2 * k]), w, y)
+
+    def summed_gradient(f):
+        return lambda *a: sum(jnp.sum(jnp.sin(9 * g)) for g in jax.grad(value(f), (0, 2))(*a))
+
+    transforms = {
+        "vmap": mapped,
+        "vmap of each loss": functools.partial(mapped, reduction="none"),
+        "vmap over kernels": each_kernel,
+        "checkpoint": lambda f: jax.grad(jax.checkpoint(value(f)), (0, 1, 2, 3)),
+        "second derivative": lambda f: jax.grad(summed_gradient(f), 2),
+    }
+    for name, transform in transforms.items():
+        got, want = (jit(transform(f))(x, scale, kernel, weights, labels) for f in (loss, plain))
+        for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-4 * float(jnp.abs(w).max()), err_msg=name)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_data_parallel_gradient(reduction):
+    """Under shard_map each shard works in chunks; the gradient of a replicated parameter is summed over the shards."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, scale, kernel, labels, weights = arguments(F32, (8, 70), 8, 24)
+    data = jax.P("data")
+
+    def gradient(f):
+        def of_shard(x, scale, kernel, weights, labels):
+            def mean(*a):
+                loss, total = f(*a[:3], labels, a[3], reduction=reduction)
+                return jax.lax.psum(loss.sum(), "data") / jax.lax.psum(total, "data")
+
+            return jax.value_and_grad(mean, (0, 1, 2, 3))(x, scale, kernel, weights)
+
+        specs = (data, jax.P(), jax.P(), data, data)
+        out_specs = (jax.P(), specs[:4])
+        return jit(jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=out_specs))
+
+    got, want = (gradient(f)(x, scale, kernel, weights, labels) for f in (loss, plain))
+    assert_close(got, want, rtol=1e-4)
+
+
+def test_no_array_of_all_logits():
+    """For CUDA and for the CPU the largest array is a chunk's logits; the loop copies no accumulator."""
+    tokens, width, vocabulary = 1024, 32, 1000
+
+    def typed(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    types = (typed((tokens, width), BF16), typed((width,), F32), typed((width, vocabulary), F32))
+    types += (typed((tokens,), jnp.int32), typed((tokens,), F32))
+    gradient = jax.value_and_grad(lambda *a: loss(*a, dtype=BF16)[0], (0, 1, 2, 4))
+    platforms = ("cpu",) if ffi.unavailable_reason() else ("cuda", "cpu")
+    for f, platform in itertools.product((lambda *a: loss(*a, dtype=BF16), gradient), platforms):
+        lowered = jax.jit(f).trace(*types).lower(lowering_platforms=(platform,))
+        shapes = re.findall(r"tensor<((?:\d+x)+)(?:bf16|f32|i32|i1)>", lowered.as_text())
+        assert max(math.prod(map(int, shape[:-1].split("x"))) for shape in shapes) <= 128 * vocabulary
+    text = lowered.compile().as_text()
+    assert "while(" in text
+    assert not [line for line in text.splitlines() if re.search(rf"= f32\[{width},{vocabulary}\]\S* copy\(", line)]
+
+
+def test_products():
+    """One a chunk without gradient, three with one: nothing is computed twice but for reduction="none"."""
+    args = arguments(BF16, (256,), 8, 24)
+
+    def count(f):
+        return sum(coda.explain(f, *args).products.values())
+
+    def gradient(**options):
+        return jax.grad(lambda x, *rest: loss(x, *rest, **options)[0].sum(), 0)
+
+    assert count(loss) == 2
+    assert count(gradient()) == 6
+    assert count(gradient(reduction="none")) == 8
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"labels": jnp.zeros((5,), int)}, r"labels has shape \(5,\); beside x \(4, 8\) it must be \(4,\)"),
+        ({"labels": jnp.zeros((4,))}, "labels have dtype float32; they must be integers"),
+        ({"kernel": jnp.ones((9, 7))}, r"kernel has shape \(9, 7\); beside x \(4, 8\) it must be \(8, V\)"),
+        ({"transpose_kernel": True}, r"kernel has shape \(8, 7\); .* it must be \(V, 8\) with transpose_kernel"),
+        ({"sumsq": None}, "sumsq is None; sumsq and scale come together"),
+        ({"scale": jnp.ones(4)}, r"scale has shape \(4,\); .* it must be \(8,\)"),
+        ({"weights": jnp.ones((4, 1))}, r"weights has shape \(4, 1\)"),
+        ({"reduction": "avg"}, "reduction = 'avg'; it must be one of 'mean', 'sum', 'none'"),
+        ({"label_smoothing": 1.0}, r"label_smoothing = 1.0; it must be in \[0, 1\)"),
+        ({"z_loss": -1.0}, "z_loss = -1.0; it must be 0 or a positive number"),
+        ({"soft_cap": 0.0}, "soft_cap = 0.0; it must be a positive number or None"),
+        ({"chunk_bytes": 0}, "chunk_bytes = 0; it must be positive"),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(change, message):
+    given = {"x": jnp.ones((4, 8)), "sumsq": jnp.ones(4), "scale": jnp.ones(8), "kernel": jnp.ones((8, 7))}
+    given |= {"labels": jnp.zeros(4, int)} | change
+    arrays = [given.pop(name) for name in ("x", "sumsq", "scale", "kernel", "labels")]
+    with pytest.raises((ValueError, TypeError), match=f"linear_cross_entropy: {message}"):
+        coda.linear_cross_entropy(*arrays, **given)
