@@ -82,10 +82,15 @@ def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
 
 
 def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
-    """The rotated queries and keys, and the values, of norm(x)."""
+    """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv"."""
     y = rms_norm(x, p["attention_norm"], config.rms_norm_eps)
-    heads = (y @ p[name].astype(x.dtype) for name in "qkv")
-    q, k, v = (z.reshape(*z.shape[:-1], -1, head_dim_of(config)) for z in heads)
+    head_dim, kv_heads = head_dim_of(config), kv_heads_of(config)
+    if "qkv" in p:
+        z = (y @ p["qkv"].astype(x.dtype)).reshape(*y.shape[:-1], -1, head_dim)
+        q, k, v = jnp.split(z, [config.num_attention_heads, config.num_attention_heads + kv_heads], axis=-2)
+    else:
+        heads = (y @ p[name].astype(x.dtype) for name in "qkv")
+        q, k, v = (z.reshape(*z.shape[:-1], -1, head_dim) for z in heads)
     return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
 
