@@ -8,10 +8,13 @@ tests/test_between_kernels.py looks at the StableHLO of one block in the same wa
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,7 +22,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from benchmarks import hlo
+from benchmarks import hlo, plain_llama
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, step
 
 OUTPUT = "output"
 # What has no kernel of its own: it makes no array, or XLA reads it in place.
@@ -52,15 +56,20 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Passes that may be there: all that they read is made by `after`, all that they make is read by `before`."""
+    """Passes that may be there: all that they read is made by `after`, all that they make is read by `before`.
+
+    needs_maker: whether they must read an activation at all.
+    """
 
     why: str
     after: frozenset[str]
     before: frozenset[str]
     only: Callable[[Pass], bool] = lambda one: True
+    needs_maker: bool = True
 
     def __call__(self, one: Pass) -> bool:
-        return bool(one.after) and one.after <= self.after and one.before <= self.before and self.only(one)
+        made = bool(one.after) or not self.needs_maker
+        return made and one.after <= self.after and one.before <= self.before and self.only(one)
 
 
 def allowed(why: str, after: str, before: str, only: Callable[[Pass], bool] = lambda one: True) -> Allowed:
@@ -73,21 +82,75 @@ BLOCK = (
         "rotary embedding of q and k, and the split of q, k, v, kept for the backward pass",
         "row_scale",
         f"attention attention_backward {NORM_BACKWARD} output",
-        lambda one: bool(one.before & {"attention", "attention_backward"}),
+        lambda one: bool(one.before & {hlo.ATTENTION, hlo.ATTENTION_BACKWARD}),
     ),
     allowed(
         "rotary embedding's backward pass, the packing of dq, dk, dv, and the row sums of q dq + k dk + v dv",
-        "row_scale attention_backward",
+        "row_scale attention_backward input",
         NORM_BACKWARD,
-        lambda one: "attention_backward" in one.after,
+        lambda one: hlo.ATTENTION_BACKWARD in one.after,
     ),
     allowed(
-        "the row sums' other factor, q, k, v in float32",
-        "row_scale",
+        "q, k, v in float32 for the same row sums",
+        "row_scale input",
         NORM_BACKWARD,
-        lambda one: one.operation in ("convert", "slice"),
+        lambda one: one.operation == "convert",
+    ),
+    allowed(
+        "in StableHLO, a cotangent widened and rounded back, which XLA drops",
+        "norm_backward",
+        "gemm norm_backward",
+        lambda one: one.operation == "convert",
+    ),
+    allowed(
+        "in StableHLO, what is kept under remat rounded to the precision that it has, which XLA drops",
+        "row_scale attention add_residual_sumsq",
+        f"output add_residual_sumsq row_scale row_scale_gated attention_backward gated_backward gemm {NORM_BACKWARD}",
+        lambda one: one.operation == "reduce_precision",
     ),
 )
+
+
+def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
+    """What a whole training step may have besides what its blocks have."""
+    anything = "input output loop attention attention_backward row_scale row_scale_gated gemm add_residual_sumsq "
+    anything += f"gated_backward {NORM_BACKWARD}"
+    return (
+        *BLOCK,
+        Allowed(
+            "the loss over logits",
+            frozenset(anything.split()),
+            frozenset(anything.split()),
+            lambda one: any(vocab_size in shape for shape in one.shapes),
+            needs_maker=False,
+        ),
+        allowed(
+            "the final norm's backward pass",
+            "add_residual_sumsq gemm loop",
+            f"gated_backward gemm {NORM_BACKWARD} loop",
+        ),
+        Allowed(
+            "the embedding's rows, and their squares for the first norm",
+            frozenset({hlo.INPUT}),
+            frozenset(anything.split()),
+            lambda one: bool(
+                re.search(r"gather|take|select|convert|square|reduce_sum", f"{one.operation} {one.scope}")
+            ),
+            needs_maker=False,
+        ),
+        allowed(
+            "the embedding's gradient",
+            "norm_backward loop",
+            "output",
+            lambda one: "scatter" in f"{one.operation} {one.scope}",
+        ),
+        allowed(
+            "a scan's arrays of all layers, read and written",
+            anything,
+            anything,
+            lambda one: bool(re.search(r"dynamic_(update_)?(slice|index)", f"{one.operation} {one.scope}")),
+        ),
+    )
 
 
 def passes(computation: hlo.Computation, is_activation: Callable[[tuple[int, ...]], bool]) -> list[Pass]:
@@ -180,7 +243,7 @@ def block_passes(call: Callable[[Any, Any], Any], module: Any, batch: int, lengt
     Args:
       call: f(module, stream) -> Stream.
       module: a TransformerBlock; its parameters are the arguments, with the stream and its cotangent.
-      batch, length: B, T; an activation is whatever has B T or more rows, as (B T, ...) or (B, T, ...).
+      batch, length: B, T; see `rows_of`.
       dtype: of the stream.
     """
     from flax import nnx
@@ -205,11 +268,54 @@ def block_passes(call: Callable[[Any, Any], Any], module: Any, batch: int, lengt
     return [one for computation in computations for one in passes(computation, rows_of(batch, length))]
 
 
-def rows_of(batch: int, length: int) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a shape has a row for each of B T tokens, and more than a few numbers in it."""
+def rows_of(batch: int, length: int, smallest: int = 16) -> Callable[[tuple[int, ...]], bool]:
+    """Whether a shape has a row for each of B T tokens, and `smallest` numbers in it; no width may be T or B T."""
 
     def is_activation(shape: tuple[int, ...]) -> bool:
-        rows = batch * length in shape or (length in shape and batch in shape)
-        return rows and math.prod(shape) >= 16 * batch * length
+        return (length in shape or batch * length in shape) and math.prod(shape) >= smallest * batch * length
 
     return is_activation
+
+
+def step_passes(name: str, config: Any, batch: int, length: int, *, param_dtype: Any) -> list[Pass]:
+    """The passes of a variant of `benchmarks.variants`: on a GPU those that XLA left, elsewhere those of StableHLO."""
+    variant = VARIANTS[name]
+    parameters = Parameters(config, jnp.bfloat16, param_dtype)
+    tokens = jnp.zeros((batch, length), jnp.int32)
+    traced_with = contextlib.nullcontext() if jax.default_backend() == "gpu" else opaque_attention()
+    with traced_with:
+        traced = step(name, variant, config, jnp.bfloat16, param_dtype).trace(parameters.of(variant), tokens, tokens)
+        if jax.default_backend() == "gpu":
+            computations = hlo.hlo_computations(traced.lower().compile().as_text())
+        else:
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            computations = hlo.stablehlo_computations(lowered.compiler_ir("stablehlo"))
+    # The least of what is looked at is half of the keys; the tables of sines are less.
+    keys = plain_llama.kv_heads_of(config) * plain_llama.head_dim_of(config) // 2
+    return [one for each in computations for one in passes(each, rows_of(batch, length, keys))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if something is not allowed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.between_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--variant", default="coda", choices=[name for name, one in VARIANTS.items() if one.fused])
+    parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="the small model of benchmarks.train_step")
+    options = parser.parse_args(arguments)
+    config = dataclasses.replace(TINY if options.tiny else LLAMA_3_1B, num_hidden_layers=options.layers)
+    batch, length = (3, 37) if options.tiny else (2, 8064)  # no multiple of a width
+    found = step_passes(options.variant, config, batch, length, param_dtype=jnp.dtype(options.param_dtype))
+    rules = step_rules(config.vocab_size)
+    print(table(found, rules))
+    wrong = not_allowed(found, rules)
+    print(f"{len(wrong)} of {len(found)} passes over activations are not allowed")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

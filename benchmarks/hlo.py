@@ -93,6 +93,9 @@ class _Walk:
             operands = tuple((makers.get(value, INPUT), _array(value.type)) for value in op.operands)
             if kind == "return":
                 return operands
+            if kind == "optimization_barrier":
+                makers.update(zip(op.results, (name for name, _ in operands), strict=True))
+                continue
             if kind == "call" and (callee := op.attributes["callee"].value) in self.functions:
                 body = self.functions[callee].regions[0].blocks[0]
                 inner = dict(zip(body.arguments, (name for name, _ in operands), strict=True))
