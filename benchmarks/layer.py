@@ -52,7 +52,7 @@ def parameters(config: LlamaConfig, dtype: Any) -> Params:
         "down": (hidden, width),
         "qkv": (width, queries + 2 * keys),
     }
-    keys_of = jax.random.split(jax.random.key(0), len(shapes))
+    keys_of = jax.random.split(jax.random.key(0, impl="rbg"), len(shapes))
     kernels = {
         name: (jax.random.normal(key, shape) / math.sqrt(shape[0])).astype(dtype)
         for key, (name, shape) in zip(keys_of, shapes.items(), strict=True)
@@ -131,7 +131,7 @@ def variants(config: LlamaConfig, batch: int, length: int, *, backward: bool) ->
     dtype = jnp.bfloat16
     width, rows = config.hidden_size, batch * length
     p = parameters(config, dtype)
-    keys = iter(jax.random.split(jax.random.key(1), 16))
+    keys = iter(jax.random.split(jax.random.key(1, impl="rbg"), 16))
 
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)

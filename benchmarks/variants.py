@@ -67,7 +67,9 @@ class Parameters:
 
     def __init__(self, config: LlamaConfig, dtype: Any, param_dtype: Any):
         self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
-        self.model = Llama(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+        # The generator that XLA compiles in no time: a program for each shape of parameters otherwise takes a second.
+        rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+        self.model = Llama(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self._forms: dict[tuple[bool, bool], Any] = {}
 
     def of(self, variant: Variant) -> Any:
