@@ -45,6 +45,9 @@ gpu-sanitize: $(STAMPS)/test
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
 
+bench-%: $(STAMPS)/train # train_step, layer, between_kernels
+	$(RUN) -m benchmarks.$* $(ARGS)
+
 lint: $(STAMPS)/dev
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check

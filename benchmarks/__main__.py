@@ -6,12 +6,9 @@ Needs a Hopper GPU. Every row is checked for correctness before it is timed. Wri
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import functools
 import math
-import pathlib
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +16,10 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from benchmarks import programs, timing
+from benchmarks import programs, results, timing
 from coda_jax import ffi
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 # (layout, m, n, k); layout: how a and b are stored.
 PRODUCTS = [
@@ -58,17 +54,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest after each round, against throttling")
-    parser.add_argument("--commit", default=_commit(), help="written into the results; default: that of the checkout")
+    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     arguments = parser.parse_args()
     timer = functools.partial(timing.interleaved, seconds=arguments.seconds, pause=arguments.pause)
     rows = [*_bare_products(timer), *_epilogue_prices(timer)]
-    _write(rows, arguments.commit, arguments.pause)
+    columns = [
+        *("kind", "program", "m", "n", "k"),
+        *("xla_product", "coda_product", "ratio"),
+        *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
+    ]
+    suffix = "_paused" if arguments.pause else ""
+    results.write(suffix, columns, rows, commit=arguments.commit, pause=arguments.pause)
     _compile_report()
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -172,30 +169,6 @@ def _epilogue_prices(timer: Timer) -> list[dict]:
         )
     print(f"[{timing.clock()}]\n")
     return rows
-
-
-def _write(rows: list[dict], commit: str, pause: float) -> None:
-    device = jax.devices()[0].device_kind
-    about = {
-        "device": device,
-        "jax": jax.__version__,
-        "commit": commit,
-        "pause": pause,
-        "date": datetime.date.today().isoformat(),
-        "clock": timing.clock(),
-    }
-    columns = [
-        *("kind", "program", "m", "n", "k"),
-        *("xla_product", "coda_product", "ratio"),
-        *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
-    ]
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{device.replace(' ', '_').lower()}{'_paused' if pause else ''}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, *about], restval="")
-        writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
-    print(f"written: {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}\n")
 
 
 def _compile_report() -> None:

@@ -22,9 +22,22 @@ class Times(NamedTuple):
     longest: float
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.5, burst: int = 4, pause: float = 0.0
-) -> dict[str, Times]:
+class Kernel(NamedTuple):
+    """A kernel, copy or fill that the device ran: its own name, that of its HLO instruction, start and duration in ns.
+
+    instruction is empty where the trace does not have it, as for what a CUDA graph launches.
+    """
+
+    name: str
+    instruction: str
+    start: float
+    duration: float
+
+
+Functions = Mapping[str, Callable[[], Any]]
+
+
+def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, pause: float = 0.0) -> dict[str, Times]:
     """Device times of each function, kernels only, measured by the profiler (CUPTI).
 
     Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
@@ -32,14 +45,10 @@ def interleaved(
     training; with them it stays below, and the clock at its highest.
 
     Args:
-      functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
-        kernels are told apart by the name of their XLA module, `jit_<name>`.
+      functions: as in `executions`.
       seconds: of measured execution, at least ten rounds.
       burst: executions of a function in a row.
       pause: seconds of rest after each round, not counted in `seconds`.
-
-    Raises:
-      RuntimeError: the trace holds no kernels of a function.
     """
     for function in functions.values():
         jax.block_until_ready(function())
@@ -48,25 +57,60 @@ def interleaved(
         _round(functions, burst, pause)
         warm_rounds += 1
     rounds = max(10, 2 * warm_rounds)
+    medians = {}
+    for name, executed in executions(functions, rounds=rounds, burst=burst, pause=pause).items():
+        durations = [[kernel.duration for kernel in kernels] for kernels in executed]
+        medians[name] = Times(
+            statistics.median(map(sum, durations)) / 1e3, statistics.median(map(max, durations)) / 1e3
+        )
+    return medians
+
+
+def executions(
+    functions: Functions, *, rounds: int, burst: int = 1, pause: float = 0.0
+) -> dict[str, list[list[Kernel]]]:
+    """What the device ran in each execution of each function, in time order; the functions interleaved as above.
+
+    Where there is no GPU, one Kernel an execution stands for all, with the wall clock's time.
+
+    Args:
+      functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
+        kernels are told apart by the name of their XLA module, `jit_<name>`.
+      rounds: how often each function is run `burst` times.
+      burst, pause: as in `interleaved`.
+
+    Raises:
+      RuntimeError: the trace holds no kernels of a function.
+    """
+    if jax.default_backend() != "gpu":
+        return _wall_clock(functions, rounds)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(rounds):
                 _round(functions, burst, pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
         kernels = _kernels_by_module(jax.profiler.ProfileData.from_file(path))
-    executions = rounds * burst
-    medians = {}
+    count, found = rounds * burst, {}
     for name in functions:
-        durations = kernels.get(f"jit_{name}", [])
-        if not durations or len(durations) % executions:
-            raise RuntimeError(f"{name}: {len(durations)} kernels in the trace for {executions} executions")
-        each = len(durations) // executions
-        executed = [durations[i : i + each] for i in range(0, len(durations), each)]
-        medians[name] = Times(statistics.median(map(sum, executed)) / 1e3, statistics.median(map(max, executed)) / 1e3)
-    return medians
+        ran = kernels.get(f"jit_{name}", [])
+        if not ran or len(ran) % count:
+            raise RuntimeError(f"{name}: {len(ran)} kernels in the trace for {count} executions")
+        each = len(ran) // count
+        found[name] = [ran[i : i + each] for i in range(0, len(ran), each)]
+    return found
 
 
-def _round(functions: Mapping[str, Callable[[], Any]], burst: int, pause: float) -> None:
+def _wall_clock(functions: Functions, rounds: int) -> dict[str, list[list[Kernel]]]:
+    found: dict[str, list[list[Kernel]]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name in random.sample(list(functions), len(functions)):
+            start = time.perf_counter_ns()
+            jax.block_until_ready(functions[name]())
+            found[name].append([Kernel(name, "", start, time.perf_counter_ns() - start)])
+    return found
+
+
+def _round(functions: Functions, burst: int, pause: float) -> None:
     order = list(functions)
     random.shuffle(order)
     for name in order:
@@ -76,8 +120,8 @@ def _round(functions: Mapping[str, Callable[[], Any]], burst: int, pause: float)
     time.sleep(pause)
 
 
-def _kernels_by_module(profile) -> dict[str, list[float]]:
-    """Durations in ns of the device's kernels in time order, by XLA module."""
+def _kernels_by_module(profile) -> dict[str, list[Kernel]]:
+    """The device's kernels in time order, by XLA module."""
     events = collections.defaultdict(list)
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -86,13 +130,17 @@ def _kernels_by_module(profile) -> dict[str, list[float]]:
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                module = dict(event.stats).get("hlo_module")
+                about = dict(event.stats)
+                module = about.get("hlo_module")
                 if module is not None:
-                    events[module].append((event.start_ns, event.duration_ns))
-    return {module: [duration for _, duration in sorted(entries)] for module, entries in events.items()}
+                    instruction = str(about.get("hlo_op", ""))
+                    events[module].append(Kernel(event.name, instruction, event.start_ns, event.duration_ns))
+    return {module: sorted(kernels, key=lambda kernel: kernel.start) for module, kernels in events.items()}
 
 
 def clock() -> str:
-    """SM clock and power as nvidia-smi has them now."""
+    """Device, SM clock and power as nvidia-smi has them now; the platform where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return jax.devices()[0].device_kind
     command = ["nvidia-smi", "--query-gpu=name,clocks.sm,power.draw", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import rotary as rotary
 from flax_layers.linear import Linear, default_kernel_init
+from flax_layers.remat import CONTEXT, named
 from flax_layers.stream import Normalized, Stream, array
 
 
@@ -160,14 +161,10 @@ class Attention(nnx.Module):
                 for y, count in zip(self._split(self.qkv(x)), heads, strict=True)
             )
             q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        y = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            is_causal=self.is_causal,
-            implementation=self.implementation or self._implementation(q.dtype),
-        )
+        implementation = self.implementation or self._implementation(q.dtype)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.is_causal, implementation=implementation)
+        if implementation == "xla":  # a policy finds cuDNN's results by its primitive
+            y = named(y, CONTEXT)
         return self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual=residual)
 
     def _split(self, y: jax.Array) -> list[jax.Array]:

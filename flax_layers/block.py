@@ -13,6 +13,7 @@ from flax_layers.attention import Attention
 from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.norm import RMSNorm
+from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.stream import Stream, array
 
 
@@ -77,7 +78,8 @@ class TransformerBlock(nnx.Module):
         self, x: jax.Array | Stream, *, positions: jax.Array | None = None, mask: jax.Array | None = None
     ) -> jax.Array | Stream:
         """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream."""
-        stream = Stream.of(x)
+        stream = named(Stream.of(x), LAYER_INPUT)
         stream = self.attention(self.attention_norm(stream), residual=stream, positions=positions, mask=mask)
-        stream = self.mlp(self.mlp_norm(stream), residual=stream)
+        stream = named(stream, ATTENTION_OUTPUT)
+        stream = named(self.mlp(self.mlp_norm(stream), residual=stream), LAYER_OUTPUT)
         return stream if isinstance(x, Stream) else array(stream)

@@ -11,8 +11,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
+from flax_layers.layer_stack import run_layers, stack
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
+from flax_layers.remat import Remat, policy_of
 from flax_layers.stream import Normalized, Stream
 
 
@@ -43,25 +45,37 @@ class Llama(nnx.Module):
 
     Args:
       config: sizes.
+      scan_layers: whether `layers` is one block, whose parameters are those of all blocks stacked along a new first
+        axis, and the blocks are a scan: it compiles in the time of one block, and takes longer to run. The parameters
+        are the same ones, layers[i].attention.qkv.kernel being layers.attention.qkv.kernel[i].
+      remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
+        arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
+
+    Raises:
+      ValueError: an unknown remat, or scan_layers without layers.
     """
 
     def __init__(
         self,
         config: LlamaConfig,
         *,
+        scan_layers: bool = False,
+        remat: Remat = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        policy_of(remat)  # refuses what is unknown, now
+        self.remat = remat if remat is None or isinstance(remat, str) or callable(remat) else tuple(remat)
         width = config.hidden_size
         kernel_init = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(
             config.vocab_size, width, dtype=dtype, param_dtype=param_dtype, embedding_init=kernel_init, rngs=rngs
         )
-        self.layers = nnx.List(
+        blocks = [
             TransformerBlock(
                 width,
                 config.intermediate_size,
@@ -76,7 +90,8 @@ class Llama(nnx.Module):
                 rngs=rngs,
             )
             for _ in range(config.num_hidden_layers)
-        )
+        ]
+        self.layers = stack(blocks) if scan_layers else nnx.List(blocks)
         self.norm = RMSNorm(width, epsilon=config.rms_norm_eps, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(
             width,
@@ -133,6 +148,5 @@ class Llama(nnx.Module):
         if tokens.shape[-1] > self.config.max_position_embeddings:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.max_position_embeddings=}")
         stream = Stream.of(self.embed(tokens))
-        for layer in self.layers:
-            stream = layer(stream, positions=positions, mask=mask)
+        stream = run_layers(self.layers, stream, remat=self.remat, positions=positions, mask=mask)
         return self.norm(stream)

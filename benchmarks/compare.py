@@ -1,0 +1,24 @@
+"""How far two results are from each other."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit
+def _squares(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.sum(jnp.square(x - y)), jnp.sum(jnp.square(y))
+
+
+def distance(results: Any, reference: Any, kind_of: Callable[[Any], str] = jax.tree_util.keystr) -> float:
+    """The largest |x - y| / |y| over the arrays of two trees; arrays of the same kind, by their path, are one."""
+    kinds: dict[str, list[tuple[jax.Array, jax.Array]]] = collections.defaultdict(list)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(results), jax.tree.leaves(reference), strict=True):
+        kinds[kind_of(path)].append(_squares(x, y))
+    return max(float(sum(d for d, _ in of) / sum(n for _, n in of)) ** 0.5 for of in kinds.values())

@@ -1,0 +1,133 @@
+"""A Llama in plain jnp, as fast as XLA makes it: what the fused one is timed against.
+
+Compute is in one 16-bit dtype, the gate's too; norms, rotary embedding and the loss are float32; attention is cuDNN's
+on a GPU. Products have one kernel each, as the checkpoints have them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_layers import LlamaConfig
+
+Params = dict[str, Any]
+
+
+def from_fused(fused: Mapping[str, Any], config: LlamaConfig) -> Params:
+    """The parameters (or their gradient) of a `flax_layers.Llama`, as a pure dictionary, under this model's names."""
+    return {
+        "embed": fused["embed"]["embedding"],
+        "layers": [layer_from_fused(fused["layers"][i], config) for i in range(config.num_hidden_layers)],
+        "norm": fused["norm"]["scale"],
+        "head": fused["head"]["kernel"],
+    }
+
+
+def layer_from_fused(layer: Mapping[str, Any], config: LlamaConfig) -> Params:
+    """One layer of the same."""
+    head_dim = head_dim_of(config)
+    queries, keys = config.num_attention_heads * head_dim, kv_heads_of(config) * head_dim
+    qkv, gate_up = layer["attention"]["qkv"]["kernel"], layer["mlp"]["gate_up"]
+    return {
+        "attention_norm": layer["attention_norm"]["scale"],
+        "q": qkv[:, :queries],
+        "k": qkv[:, queries : queries + keys],
+        "v": qkv[:, queries + keys :],
+        "out": layer["attention"]["out"]["kernel"],
+        "mlp_norm": layer["mlp_norm"]["scale"],
+        "gate": gate_up[:, 0],
+        "up": gate_up[:, 1],
+        "down": layer["mlp"]["down"]["kernel"],
+    }
+
+
+def head_dim_of(config: LlamaConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def kv_heads_of(config: LlamaConfig) -> int:
+    return config.num_key_value_heads or config.num_attention_heads
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x (..., T, H, Dh), cos and sin (T, Dh / 2) float32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def angles(length: int, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, (T, Dh / 2) float32."""
+    half = head_dim_of(config) // 2
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] / config.rope_theta ** (jnp.arange(half) / half)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
+    """x + MLP(norm(x))."""
+    y = rms_norm(x, p["mlp_norm"], epsilon)
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    return x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+
+
+def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
+    """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv"."""
+    y = rms_norm(x, p["attention_norm"], config.rms_norm_eps)
+    head_dim, kv_heads = head_dim_of(config), kv_heads_of(config)
+    if "qkv" in p:
+        z = (y @ p["qkv"].astype(x.dtype)).reshape(*y.shape[:-1], -1, head_dim)
+        q, k, v = jnp.split(z, [config.num_attention_heads, config.num_attention_heads + kv_heads], axis=-2)
+    else:
+        heads = (y @ p[name].astype(x.dtype) for name in "qkv")
+        q, k, v = (z.reshape(*z.shape[:-1], -1, head_dim) for z in heads)
+    return [rotate(q, cos, sin), rotate(k, cos, sin), v]
+
+
+def layer(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> jax.Array:
+    q, k, v = qkv(x, p, cos, sin, config)
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    x = x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype)
+    return mlp(x, p, config.rms_norm_eps)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean of logsumexp(logits) - logits[label], in float32."""
+    logits = logits.astype(jnp.float32)
+    target = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+
+
+def loss(
+    params: Params, tokens: jax.Array, labels: jax.Array, *, config: LlamaConfig, dtype: Any, remat: bool = False
+) -> jax.Array:
+    """The mean cross-entropy of tokens and labels (B, T).
+
+    Args:
+      params: as `from_fused` gives them; "layers" may be one layer of stacked arrays, which is scanned.
+      dtype: of the computation.
+      remat: whether the backward pass computes every layer again.
+    """
+    cos, sin = angles(tokens.shape[1], config)
+    one = functools.partial(layer, cos=cos, sin=sin, config=config)
+    if remat:
+        one = jax.checkpoint(one)
+    x = params["embed"][tokens].astype(dtype)
+    if isinstance(params["layers"], list):
+        for p in params["layers"]:
+            x = one(x, p)
+    else:
+        x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])
+    logits = rms_norm(x, params["norm"], config.rms_norm_eps) @ params["head"].astype(dtype)
+    return cross_entropy(logits, labels)

@@ -1,0 +1,265 @@
+"""`python -m benchmarks.train_step`: value and gradient of a Llama's loss, fused and plain, in time and in memory.
+
+Sizes of Llama-3-1B by default. The variants run interleaved in one process on the same parameters; their losses and
+gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
+wall clock's. Writes benchmarks/results/<device>_train_step.csv: a row a variant, and a row a class of kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import compare, hlo, results, timing
+from benchmarks.variants import DEFAULTS, LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant, step
+
+
+@dataclasses.dataclass
+class Measured:
+    """A compiled variant and what was found out about it."""
+
+    name: str
+    variant: Variant
+    compiled: Any
+    compile_seconds: float
+    epilogues: dict[str, hlo.Operation]
+    call: Callable[[], Any]
+    loss: float = float("nan")
+    distance: float = float("nan")
+    failure: str = ""
+    executions: list[list[timing.Kernel]] = dataclasses.field(default_factory=list)
+
+    def memory_gib(self) -> dict[str, float]:
+        """Temporaries, arguments, results and all of them, as XLA planned them."""
+        sizes = self.compiled.memory_analysis()
+        gib = {
+            "temporaries": sizes.temp_size_in_bytes,
+            "arguments": sizes.argument_size_in_bytes,
+            "results": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        }
+        return {name: size / 2**30 for name, size in (gib | {"peak": sum(gib.values())}).items()}
+
+    def milliseconds(self) -> float:
+        """Median over the executions of the time of all kernels."""
+        return statistics.median(sum(kernel.duration for kernel in kernels) for kernels in self.executions) / 1e6
+
+    def span(self) -> float:
+        """Median over the executions of the time from the first kernel's start to the last one's end."""
+        ends = [max(kernel.start + kernel.duration for kernel in kernels) for kernels in self.executions]
+        spans = [end - kernels[0].start for end, kernels in zip(ends, self.executions, strict=True)]
+        return statistics.median(spans) / 1e6
+
+    def profile(self) -> dict[str, tuple[float, float]]:
+        """Class of kernels -> milliseconds and kernels of an execution, means; the largest first."""
+        classes: dict[str, list[float]] = collections.defaultdict(list)
+        for kernels in self.executions:
+            for kernel in kernels:
+                classes[kernel_class(kernel, self.epilogues)].append(kernel.duration)
+        count = len(self.executions)
+        rows = {name: (sum(times) / count / 1e6, len(times) / count) for name, times in classes.items()}
+        return dict(sorted(rows.items(), key=lambda row: -row[1][0]))
+
+
+def kernel_class(kernel: timing.Kernel, operations: Mapping[str, hlo.Operation]) -> str:
+    """What a kernel is: "coda: <epilogue>", "product", "attention", or the kind of fusion and what it ends with.
+
+    Args:
+      kernel: of the trace.
+      operations: the operations of the compiled program by name.
+    """
+    operation = operations.get(kernel.instruction)
+    kind = operation.kernel if operation else ""
+    if "coda_gemm" in kernel.name:
+        return f"coda: {kind or '?'}"
+    if kind.startswith(hlo.ATTENTION) or re.search(r"cudnn|flash|sdpa|fmha", kernel.name):
+        return hlo.ATTENTION
+    if kind == hlo.PRODUCT or re.search(r"gemm|nvjet|cutlass|cublas|xmma|splitK", kernel.name, re.IGNORECASE):
+        return hlo.PRODUCT
+    if re.search(r"memcpy|memset", kernel.name, re.IGNORECASE):
+        return "copy or fill"
+    if kind:  # the finish of reductions, say, in a custom call of ours
+        return f"coda: {kind}"
+    name = re.sub(r"[._]?\d+", "", kernel.name)
+    ends_with = operation.scope.rpartition("/")[2] if operation else ""
+    return f"{name} ({ends_with})" if ends_with else name
+
+
+def beyond(profile: Mapping[str, tuple[float, float]]) -> float:
+    """Milliseconds of what is neither a product, with its epilogue, nor attention."""
+    known = (hlo.PRODUCT, hlo.ATTENTION)
+    return sum(ms for name, (ms, _) in profile.items() if name not in known and not name.startswith("coda: "))
+
+
+def compile_all(names: Sequence[str], parameters: Parameters, tokens: jax.Array, labels: jax.Array) -> list[Measured]:
+    """Compiles the variants side by side."""
+
+    def compiled(name: str, lowered: Any) -> tuple[Any, float]:
+        start = time.perf_counter()
+        options = VARIANTS[name].compiler_options
+        return lowered.compile(compiler_options=options), time.perf_counter() - start
+
+    found = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = []
+        for name in names:
+            variant = VARIANTS[name]
+            function = step(name, variant, parameters.config, parameters.dtype, parameters.param_dtype)
+            arguments = (parameters.of(variant), tokens, labels)
+            waiting.append((name, arguments, pool.submit(compiled, name, function.lower(*arguments))))
+        for name, arguments, future in waiting:
+            function, seconds = future.result()
+            operations = {
+                one.name: one for computation in hlo.hlo_computations(function.as_text()) for one in computation
+            }
+            call = lambda f=function, a=arguments: f(*a)  # noqa: E731
+            found.append(Measured(name, VARIANTS[name], function, seconds, operations, call))
+    return found
+
+
+def _kind(path: Any) -> str:
+    """Of a parameter, whatever its layer."""
+    return "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def check(measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: float, gradient_rtol: float) -> None:
+    """Runs every variant once and compares with the first plain one, or the first; notes losses and failures."""
+    reference = next((one for one in measured if not one.variant.fused), measured[0])
+    expected: tuple[float, Any] | None = None
+    for one in (reference, *(one for one in measured if one is not reference)):
+        try:
+            loss, gradient = jax.block_until_ready(one.call())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            one.failure = "out of memory"
+            continue
+        gradient = parameters.plain_gradient(one.variant, gradient)
+        one.loss = float(loss)
+        if expected is None:
+            expected = one.loss, gradient
+        one.distance = compare.distance(gradient, expected[1], _kind)
+        if not abs(one.loss - expected[0]) <= loss_rtol * abs(expected[0]):
+            one.failure = f"wrong: loss {one.loss}, {expected[0]} in {reference.name}"
+        elif not one.distance <= gradient_rtol:
+            one.failure = f"wrong: gradients differ by {one.distance:.3f} from those of {reference.name}"
+        del gradient
+
+
+def report(measured: Sequence[Measured], about: Mapping[str, Any], tokens: int) -> list[dict[str, Any]]:
+    """Prints the tables; the rows of the CSV."""
+    rows: list[dict[str, Any]] = []
+    print(
+        f"{'variant':20}{'ms':>9}{'span':>9}{'beyond':>9}{'tokens/s':>10}{'temp GiB':>10}{'args':>7}{'peak':>7}"
+        f"{'loss':>9}{'grad':>8}{'compile s':>11}"
+    )
+    for one in measured:
+        memory = one.memory_gib()
+        row = {"kind": "step", "variant": one.name, "loss": one.loss, "gradient_distance": one.distance}
+        row |= {f"{name}_gib": round(size, 3) for name, size in memory.items()}
+        row |= {"compile_s": round(one.compile_seconds, 1), **about, "failure": one.failure}
+        shown = ""
+        if one.executions:
+            ms = one.milliseconds()
+            row |= {"ms": ms, "span_ms": one.span(), "beyond_ms": beyond(one.profile())}
+            shown = f"{ms:9.2f}{row['span_ms']:9.2f}{row['beyond_ms']:9.2f}{tokens / ms * 1e3:10.0f}"
+        print(
+            f"{one.name:20}{shown:37}{memory['temporaries']:10.2f}{memory['arguments']:7.2f}{memory['peak']:7.2f}"
+            f"{one.loss:9.4f}{one.distance:8.4f}{one.compile_seconds:11.1f}  {one.failure}",
+            flush=True,
+        )
+        rows.append(row)
+    for one in measured:
+        if one.executions:
+            print(f"\n{one.name}: milliseconds and number of kernels by class")
+            for name, (ms, count) in one.profile().items():
+                print(f"{ms:10.3f}{count:8.0f}  {name}")
+                rows.append({"kind": "kernels", "variant": one.name, "class": name, "ms": ms, "count": count, **about})
+    return rows
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--variants", default=",".join(DEFAULTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--repeats", type=int, default=4, help="measured executions of each variant (default 4)")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds, on (2, 24) tokens")
+    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
+    parser.add_argument("--commit", default=results.commit(), help="written into the results")
+    options = parser.parse_args(arguments)
+    options.variants = options.variants.split(",")
+    if unknown := [name for name in options.variants if name not in VARIANTS]:
+        parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
+    if min(options.repeats, options.batch, options.length, options.layers or 1) < 1:
+        parser.error("--repeats, --batch, --length and --layers must be at least 1")
+    return options
+
+
+def prepare(options: argparse.Namespace) -> tuple[Parameters, jax.Array, jax.Array]:
+    """Parameters, and random tokens and labels (B, T)."""
+    config = TINY if options.tiny else LLAMA_3_1B
+    config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
+    shape = (2, 24) if options.tiny else (options.batch, options.length)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
+    return Parameters(config, jnp.bfloat16, jnp.dtype(options.param_dtype)), tokens, jnp.roll(tokens, -1, axis=1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if a variant's results are wrong."""
+    options = parse(arguments)
+    parameters, tokens, labels = prepare(options)
+    about = {
+        "batch": tokens.shape[0],
+        "length": tokens.shape[1],
+        "layers": parameters.config.num_hidden_layers,
+        "param_dtype": options.param_dtype,
+    }
+    print(f"value and gradient of a Llama's loss, {about}   [{timing.clock()}]", flush=True)
+    measured = compile_all(options.variants, parameters, tokens, labels)
+    # Two roundings to bfloat16 that differ everywhere make gradients of 16 layers differ by a few percent.
+    check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
+    good = [one for one in measured if not one.failure]
+    if good:
+        executed = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
+        print(f"[{timing.clock()}]")
+        for one in good:
+            one.executions = executed[one.name][1:]  # the first round warms the chip
+    rows = report(measured, about, tokens.size)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    results.write("_train_step", columns, rows, folder=options.out, commit=options.commit)
+    return int(any(one.failure.startswith("wrong") for one in measured))
+
+
+def use_whole_gpu() -> None:
+    """Settings that must be made before JAX starts its GPU.
+
+    A plain scan needs 49 GiB beside the parameters; and what a CUDA graph launches has no instruction's name in the
+    profile. The launches, a thousand in 300 ms, hide behind the kernels as they are.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if "command_buffer" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+
+
+if __name__ == "__main__":
+    use_whole_gpu()
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The ways in which the benchmark of a training step is written, and the parameters that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks import plain_llama
+from flax_layers import Llama, LlamaConfig
+from flax_layers.layer_stack import stack
+
+LLAMA_3_1B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    rope_theta=500000.0,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+)
+TINY = dataclasses.replace(
+    LLAMA_3_1B,
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to write the step: coda_jax's layers or plain JAX, unrolled or a scan, with or without remat."""
+
+    fused: bool
+    scan: bool = False
+    remat: str | None = None
+    compiler_options: Mapping[str, Any] | None = None
+
+
+VARIANTS = {
+    "coda": Variant(fused=True),
+    "coda_scan": Variant(fused=True, scan=True),
+    "coda_recompute": Variant(fused=True, remat="save_attention"),
+    "xla": Variant(fused=False),
+    "xla_scan": Variant(fused=False, scan=True),
+    "xla_scan_remat": Variant(fused=False, scan=True, remat="full"),
+    # Not among the defaults:
+    "coda_full": Variant(fused=True, remat="full"),
+    "coda_scan_recompute": Variant(fused=True, scan=True, remat="save_attention"),
+    # XLA may then write a product's result into its slice of the stacked array at once.
+    "coda_scan_slices": Variant(fused=True, scan=True, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": True}),
+}
+DEFAULTS = list(VARIANTS)[:6]
+
+
+class Parameters:
+    """The same parameters in the form that each variant takes; arrays that forms have in common are shared."""
+
+    def __init__(self, config: LlamaConfig, dtype: Any, param_dtype: Any):
+        self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
+        # The generator that XLA compiles in no time: a program for each shape of parameters otherwise takes a second.
+        rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+        self.model = Llama(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self._forms: dict[tuple[bool, bool], Any] = {}
+
+    def of(self, variant: Variant) -> Any:
+        key = (variant.fused, variant.scan)
+        if key not in self._forms:
+            self._forms[key] = self._make(variant)
+        return self._forms[key]
+
+    def _make(self, variant: Variant) -> Any:
+        if variant.fused:
+            return nnx.state(self._scanned() if variant.scan else self.model, nnx.Param)
+        if not variant.scan:
+            params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
+            return plain_llama.from_fused(params, self.config)
+        plain = self.of(dataclasses.replace(variant, scan=False))
+        return plain | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *plain["layers"])}
+
+    def _scanned(self) -> Llama:
+        """The model with stacked layers, sharing the other arrays."""
+        graphdef, state = nnx.split(self.model)
+        model = nnx.merge(graphdef, state)
+        model.layers = stack(list(self.model.layers))
+        return model
+
+    def plain_gradient(self, variant: Variant, gradient: Any) -> plain_llama.Params:
+        """A variant's gradient under the names of the plain, unrolled model."""
+        if not variant.fused:
+            layers = gradient["layers"]
+            if not variant.scan:
+                return gradient
+            count = self.config.num_hidden_layers
+            return gradient | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]}
+        tree = nnx.to_pure_dict(gradient)
+        if variant.scan:
+            count = self.config.num_hidden_layers
+            tree["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(count)}
+        return plain_llama.from_fused(tree, self.config)
+
+
+def loss_of(model: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy: the model's own where it has one, else that of its logits."""
+    if hasattr(model, "loss"):
+        return model.loss(tokens, labels)
+    return plain_llama.cross_entropy(model(tokens), labels)
+
+
+def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dtype: Any) -> Callable[..., Any]:
+    """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
+    if variant.fused:
+        options = {"scan_layers": variant.scan, "remat": variant.remat, "dtype": dtype, "param_dtype": param_dtype}
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
+
+        def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+            return loss_of(nnx.merge(graphdef, params), tokens, labels)
+    else:
+
+        def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+            remat = variant.remat is not None
+            return plain_llama.loss(params, tokens, labels, config=config, dtype=dtype, remat=remat)
+
+    loss.__name__ = name  # timing.executions tells variants apart by it
+    function = jax.value_and_grad(loss)
+    function.__name__ = name
+    return jax.jit(function)

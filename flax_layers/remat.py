@@ -1,0 +1,86 @@
+"""What a layer keeps for its backward pass and what it computes again: policies for `jax.checkpoint`.
+
+The products of coda_jax are not dots, so `jax.checkpoint_policies.dots_saveable` and its like keep none of them. The
+policies here go by names, MaxText's, which a pre-norm block gives to these arrays (D model width, F hidden features,
+H query and Hkv key heads of width Dh; bytes a token and layer where stream and compute dtype have 2 bytes):
+
+| name                              | array                                          | bytes              |
+|-----------------------------------|------------------------------------------------|--------------------|
+| decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
+| query_proj, key_proj, value_proj  | as attention takes them, rotated               | 2 (H + 2 Hkv) Dh   |
+| context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
+| out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
+| mlpwi                             | gate and up before the activation              | 4 F                |
+| mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
+
+decoder_layer_input is kept by every policy, as the argument of what is checkpointed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from flax_layers.stream import Stream
+
+Remat = str | Iterable[str] | Callable[..., Any] | None
+
+LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
+_QKV = ("query_proj", "key_proj", "value_proj")
+NAMES = frozenset({LAYER_INPUT, *_QKV, CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
+# Names that MaxText has for arrays that are several, or parts of one, here.
+_ALSO = {"qkv_proj": _QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
+
+POLICIES: dict[str, tuple[str, ...]] = {
+    # Keeps 2 D + 4; runs the forward pass again but for the last product: 3 products and attention.
+    "full": (),
+    # Keeps 2 D + 2 (H + 2 Hkv) Dh + 4; runs attention and 2 products again.
+    "save_qkv": _QKV,
+    # Keeps 4 D + 2 (2 H + 2 Hkv) Dh + 4 H + 8; runs one product again, the one that makes gate and up, which is most
+    # of what a layer keeps without a policy.
+    "save_attention": (*_QKV, CONTEXT, ATTENTION_OUTPUT),
+}
+
+T = TypeVar("T", jax.Array, Stream)
+
+
+def named(x: T, name: str) -> T:
+    """x, named for policies; a Stream together with its statistic, which only the product before could make again."""
+    result: T = checkpoint_name(x, name)
+    return result
+
+
+def policy_of(remat: Remat) -> Callable[..., Any] | None:
+    """The policy, as `jax.checkpoint` takes it, that `remat` stands for; None where nothing is computed again.
+
+    Args:
+      remat: None; a key of `POLICIES`; names of the arrays to keep, of `NAMES` or MaxText's; or a policy itself.
+
+    Raises:
+      ValueError: an unknown policy or name.
+    """
+    if remat is None or callable(remat):
+        return remat
+    if isinstance(remat, str):
+        if remat not in POLICIES:
+            raise ValueError(
+                f"{remat=} is not a policy: {', '.join(POLICIES)}. Names of arrays to keep are given as a tuple."
+            )
+        names = frozenset(POLICIES[remat])
+    else:
+        given = tuple(remat)
+        names = frozenset(name for one in given for name in _ALSO.get(one, (one,)))
+        if unknown := sorted(names - NAMES):
+            raise ValueError(f"remat={given!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
+    by_name = jax.checkpoint_policies.save_only_these_names(*names)
+    if CONTEXT not in names:
+        return by_name
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        # cuDNN's backward pass wants its forward's log-sum-exp too, which no name outside of it can reach.
+        return primitive.name.startswith("dot_product_attention_fwd") or by_name(primitive, *avals, **params)
+
+    return policy
