@@ -86,11 +86,8 @@ def make_norm(features):
     return layers.LayerNorm(features, epsilon=EPS, rngs=nnx.Rngs(0))
 
 
-@dtypes
-def test_layer_norm_of_an_array(dtype):
-    check_module(
-        randomised(make_norm(129)), lambda m, x: m(x), layer_norm, 16 + normal(0, 2, 9, 129, dtype=jnp.float32)
-    )
+def test_layer_norm_of_an_array(dtype=jnp.bfloat16):
+    check_module(randomised(make_norm(129)), lambda m, x: m(x), layer_norm, 16 + normal(0, 2, 9, 129, dtype=dtype))
 
 
 @dtypes
@@ -104,8 +101,9 @@ def test_layer_norm_and_linear(dtype):
     check_module(randomised(module), lambda m, x: m.then(m.norm(layers.Stream.of(x))), plain, x)
 
 
-@dtypes
-@pytest.mark.parametrize("activation, call", [("gelu", beside_an_array), ("relu2", through_arrays)])
+@pytest.mark.parametrize(
+    "activation, call, dtype", [("gelu", beside_an_array, jnp.bfloat16), ("relu2", through_arrays, jnp.float32)]
+)
 def test_mlp_of_a_layer_norm(activation, call, dtype):
     then = layers.MLP(40, 56, activation=activation, use_bias=True, dtype=dtype, rngs=nnx.Rngs(1))
 
@@ -115,8 +113,7 @@ def test_mlp_of_a_layer_norm(activation, call, dtype):
     check_module(randomised(NormThen(make_norm(40), then)), call, plain, normal(0, 2, 17, 40, dtype=dtype))
 
 
-@dtypes
-def test_mlp_of_an_rms_norm_with_offset(dtype):
+def test_mlp_of_an_rms_norm_with_offset(dtype=jnp.bfloat16):
     """As in Gemma the scale is 1 + w; a fresh norm has w = 0."""
     norm = layers.RMSNorm(40, epsilon=EPS, scale_offset=1.0, rngs=nnx.Rngs(0))
     assert not norm.scale[...].any()
@@ -128,13 +125,12 @@ def test_mlp_of_an_rms_norm_with_offset(dtype):
     check_module(module, through_stream, plain, normal(0, 2, 17, 40, dtype=dtype))
 
 
-@dtypes
 @pytest.mark.parametrize(
-    "options, call",
+    "options, call, dtype",
     [
-        ({"use_bias": True, "rope_theta": None}, beside_an_array),
-        ({"use_bias": True}, through_stream),
-        ({"qk_norm": True}, through_stream),
+        ({"use_bias": True, "rope_theta": None}, beside_an_array, jnp.bfloat16),
+        ({"use_bias": True}, through_stream, jnp.float32),
+        ({"qk_norm": True}, through_stream, jnp.bfloat16),
     ],
     ids=["gpt2", "bias", "qk_norm"],
 )
@@ -150,20 +146,18 @@ def test_attention(options, call, dtype):
     check_module(randomised(NormThen(norm, then)), call, plain, normal(0, 2, 19, 48, dtype=dtype))
 
 
-@dtypes
-def test_gpt2(dtype):
+def test_gpt2(dtype=jnp.bfloat16):
     """A vocabulary that is no multiple of 8, as GPT-2's 50257."""
-    config = layers.GPT2Config(vocab_size=71, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    config = layers.GPT2Config(vocab_size=71, n_positions=32, n_embd=32, n_layer=1, n_head=4, initializer_range=0.2)
     model = randomised(layers.GPT2(config, dtype=dtype, rngs=nnx.Rngs(1)))
 
     def plain(p, tokens):
         embedding, positions = (p[name]["embedding"] for name in ("embed", "position_embed"))
         working = jnp.float64 if jax.config.jax_enable_x64 else dtype
         x = embedding.astype(working)[tokens] + positions.astype(working)[: tokens.shape[1]]
-        for i in range(2):
-            layer = p["layers"][i]
-            x = x + attention(layer["attention"], layer_norm(layer["attention_norm"], x), 4, rotate=False)
-            x = x + mlp(layer["mlp"], layer_norm(layer["mlp_norm"], x), "gelu_new")
+        layer = p["layers"][0]
+        x = x + attention(layer["attention"], layer_norm(layer["attention_norm"], x), 4, rotate=False)
+        x = x + mlp(layer["mlp"], layer_norm(layer["mlp_norm"], x), "gelu_new")
         return layer_norm(p["norm"], x) @ embedding.astype(working).T
 
     tokens = jax.random.randint(jax.random.key(0), (2, 23), 0, 71)
@@ -229,7 +223,9 @@ def test_activations_by_name(name):
             "LayerNorm got a LayerNormalized: it is normalised already",
         ),
         (
-            lambda: layers.GPT2(layers.GPT2Config(9, 4, 8, 1, 1), rngs=nnx.Rngs(0))(jnp.zeros(5, int)),
+            lambda: nnx.eval_shape(
+                lambda: layers.GPT2(layers.GPT2Config(9, 4, 8, 1, 1), rngs=nnx.Rngs(0))(jnp.zeros(5, int))
+            ),
             ValueError,
             "5 tokens exceed self.config.n_positions=4",
         ),
