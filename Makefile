@@ -2,6 +2,7 @@
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
+#   EXTRA=parity one more of pyproject.toml's extras, here that of the comparison with Hugging Face transformers
 #   SYSTEM=1     no environment, no network: build into PYTHON, which has jax, flax, nanobind and scikit-build-core already
 #   ARGS=...     arguments of examples/train_lm.py, pytest or the benchmarks
 comma := ,
@@ -66,7 +67,7 @@ ifeq ($(SYSTEM),1)
 else
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing coda_jax with its $* dependencies into $(VENV) (minutes, once)"
-	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".[$*$(CUDA)]" $(if $(JAX),jax==$(JAX))
+	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".[$*$(CUDA)$(if $(EXTRA),$(comma)$(EXTRA))]" $(if $(JAX),jax==$(JAX))
 endif
 	@mkdir -p $(STAMPS)
 	@touch $(STAMPS)/train $(if $(filter test dev,$*),$(STAMPS)/test) $@

@@ -2,25 +2,36 @@
 
 from flax.nnx import Embed
 
+from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.block import TransformerBlock
+from flax_layers.gpt2 import GPT2, GPT2Block, GPT2Config
 from flax_layers.linear import Linear, project
 from flax_layers.llama import Llama, LlamaConfig
 from flax_layers.lm_head import LMHead
-from flax_layers.mlp import GatedMLP
-from flax_layers.norm import RMSNorm
-from flax_layers.stream import Normalized, Stream
+from flax_layers.mlp import MLP, GatedMLP
+from flax_layers.norm import LayerNorm, RMSNorm
+from flax_layers.rope_scaling import RopeScaling
+from flax_layers.stream import LayerNormalized, Normalized, Stream
 
 __all__ = [
+    "ACTIVATIONS",
+    "GPT2",
+    "MLP",
     "Attention",
     "Embed",
+    "GPT2Block",
+    "GPT2Config",
     "GatedMLP",
     "LMHead",
+    "LayerNorm",
+    "LayerNormalized",
     "Linear",
     "Llama",
     "LlamaConfig",
     "Normalized",
     "RMSNorm",
+    "RopeScaling",
     "Stream",
     "TransformerBlock",
     "project",

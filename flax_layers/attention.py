@@ -13,21 +13,29 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import rotary as rotary
 from flax_layers.linear import Linear, default_kernel_init
+from flax_layers.norm import RMSNorm
 from flax_layers.remat import CONTEXT, named
-from flax_layers.stream import Normalized, Stream, array
+from flax_layers.rope_scaling import RopeScaling
+from flax_layers.stream import Deferred, Normalized, Stream, in_place_of
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin of positions / theta ** (2 i / head_dim): (..., T, head_dim / 2) float32 for positions (..., T)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequency = scaling.scaled(frequency)
     angle = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary position embedding.
+    """Grouped-query self-attention, with rotary position embedding unless rope_theta is None.
 
     q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out [+ residual]
+
+    With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3.
 
     The three projections are one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key heads, then
     value heads; `split_kernel` gives the separate ones of other checkpoints.
@@ -37,7 +45,11 @@ class Attention(nnx.Module):
       num_heads: H, query heads.
       num_kv_heads: Hkv, key and value heads, a divisor of H; default H.
       head_dim: Dh, even; default D / H.
-      rope_theta: base of the rotary frequencies.
+      rope_theta: base of the rotary frequencies; None for no rotary embedding.
+      rope_scaling: how they are stretched for longer contexts.
+      qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,).
+      epsilon: of these two norms.
+      use_bias: whether both projections have a bias.
       is_causal: whether a position sees only itself and earlier ones.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `qkv.kernel` and `out.kernel` (H Dh, D).
@@ -57,7 +69,11 @@ class Attention(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        rope_theta: float = 10000.0,
+        rope_theta: float | None = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: bool = False,
+        epsilon: float = 1e-6,
+        use_bias: bool = False,
         is_causal: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -74,15 +90,21 @@ class Attention(nnx.Module):
             head_dim = in_features // num_heads
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
-        if head_dim % 2:
+        if head_dim % 2 and rope_theta is not None:
             raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        linear = partial(
+            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
         self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim)
         self.out = linear(num_heads * head_dim, in_features)
+        norm = partial(RMSNorm, head_dim, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.q_norm = norm() if qk_norm else nnx.data(None)
+        self.k_norm = norm() if qk_norm else nnx.data(None)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
         self.is_causal = is_causal
         self.implementation = implementation
 
@@ -93,7 +115,7 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Normalized,
+        x: jax.Array | Stream | Deferred,
         *,
         residual: Stream,
         positions: jax.Array | None = None,
@@ -102,7 +124,7 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Normalized,
+        x: jax.Array | Stream | Deferred,
         *,
         residual: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -110,7 +132,7 @@ class Attention(nnx.Module):
     ) -> jax.Array: ...
     def __call__(
         self,
-        x: jax.Array | Stream | Normalized,
+        x: jax.Array | Stream | Deferred,
         *,
         residual: jax.Array | Stream | None = None,
         positions: jax.Array | None = None,
@@ -138,29 +160,31 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
-        cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta)
-        if isinstance(x, Normalized):
+        is_plain = self.q_norm is None and self.qkv.bias is None
+        if isinstance(x, Normalized) and is_plain and self.rope_theta is not None:
             q, k, v, passed = coda.qkv_projection(
                 x.x,
                 x.sumsq,
                 x.scale,
                 self.qkv.kernel[...],
-                cos,
-                sin,
+                *rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling),
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 epsilon=x.epsilon,
                 dtype=self.qkv.dtype,
             )
-            if array(residual) is x.x:  # so that its cotangent joins that of the norm
-                residual = Stream(passed, residual.sumsq) if isinstance(residual, Stream) else passed
+            residual = in_place_of(residual, x, passed)
         else:
+            z, residual = self.qkv.beside(x, residual)
             heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
             q, k, v = (
-                y.reshape(*y.shape[:-1], count, self.head_dim)
-                for y, count in zip(self._split(self.qkv(x)), heads, strict=True)
+                y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(self._split(z), heads, strict=True)
             )
-            q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if self.rope_theta is not None:
+                cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
+                q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         implementation = self.implementation or self._implementation(q.dtype)
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.is_causal, implementation=implementation)
         if implementation == "xla":  # a policy finds cuDNN's results by its primitive

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from flax_layers.activation import Activation
 from flax_layers.attention import Attention
 from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
+from flax_layers.rope_scaling import RopeScaling
 from flax_layers.stream import Stream, array
 
 
@@ -28,8 +30,9 @@ class TransformerBlock(nnx.Module):
       num_heads: query heads.
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
-      rope_theta: base of the rotary frequencies.
-      epsilon: of both norms.
+      rope_theta, rope_scaling, qk_norm, use_bias: as in Attention.
+      activation: of GatedMLP.
+      epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
       kernel_init: initialiser of the kernels.
@@ -45,6 +48,10 @@ class TransformerBlock(nnx.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: bool = False,
+        use_bias: bool = False,
+        activation: str | Activation = "silu",
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -58,6 +65,10 @@ class TransformerBlock(nnx.Module):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            qk_norm=qk_norm,
+            epsilon=epsilon,
+            use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -65,7 +76,13 @@ class TransformerBlock(nnx.Module):
         )
         self.mlp_norm = RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         self.mlp = GatedMLP(
-            in_features, hidden_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            in_features,
+            hidden_features,
+            activation=activation,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
         )
 
     @overload

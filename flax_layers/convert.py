@@ -1,9 +1,11 @@
-"""Parameters of a Llama from and to the names and shapes of Hugging Face's checkpoints."""
+"""Parameters of a Llama, a Qwen3 or a GPT-2 from and to Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,116 +13,175 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from flax_layers.gpt2 import GPT2, GPT2Config
+from flax_layers.hf_config import config_from_hf, config_to_hf
+from flax_layers.hf_names import Entry, entries
 from flax_layers.llama import Llama, LlamaConfig
 
+# What checkpoints hold beside parameters: rotary frequencies, causal masks.
+_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
+
+@overload
 def from_hf(
     state_dict: Mapping[str, Any],
     config: LlamaConfig,
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
-) -> Llama:
-    """A Llama with the parameters of a Hugging Face LlamaForCausalLM.
+) -> Llama: ...
+@overload
+def from_hf(
+    state_dict: Mapping[str, Any],
+    config: GPT2Config,
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+) -> GPT2: ...
+def from_hf(
+    state_dict: Mapping[str, Any],
+    config: LlamaConfig | GPT2Config,
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+) -> Llama | GPT2:
+    """A model with the parameters of a Hugging Face LlamaForCausalLM, Qwen3ForCausalLM or GPT2LMHeadModel.
 
-    Example:
-      arrays = safetensors.flax.load_file("model.safetensors")
-      model = from_hf(arrays, config, dtype=jnp.bfloat16)
+    `load_hf_folder` reads config and arrays from a folder.
 
     Args:
-      state_dict: name -> array, (out, in) as torch.nn.Linear stores them; of any floating dtype.
+      state_dict: name -> array, in the shapes that `transformers` gives them; of any floating dtype. GPT-2's names may
+        lack the leading "transformer.".
       config: sizes; those of the arrays must agree.
       dtype, param_dtype: as in `Llama`.
 
     Raises:
       ValueError: names that are missing or unknown, or a shape that does not agree with `config`.
     """
-    shapes = _shapes(config)
-    # Checkpoints of tied models may hold the head too; older ones hold the rotary frequencies.
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    given = {name for name in state_dict if name not in ignored and not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(shapes.keys() - given):
+    if isinstance(config, GPT2Config) and "wte.weight" in state_dict:
+        state_dict = {f"transformer.{name}": array for name, array in state_dict.items()}
+    table = entries(config)
+    graphdef, state = nnx.split(_abstract(config, dtype=dtype, param_dtype=param_dtype))
+    shapes = nnx.to_pure_dict(state)
+    wanted = _shapes(shapes, table)
+    # Checkpoints of tied models may hold the head too.
+    is_tied = isinstance(config, GPT2Config) or config.tie_word_embeddings
+    ignored = {"lm_head.weight"} if is_tied else set()
+    given = {name for name in state_dict if name not in ignored and not name.endswith(_BUFFERS)}
+    if missing := sorted(wanted.keys() - given):
         raise ValueError(f"the checkpoint lacks {_some(missing)}")
-    if unknown := sorted(given - shapes.keys()):
-        raise ValueError(f"a Llama has no {_some(unknown)}; biases, QK-norms and adapters are not supported")
-    for name, shape in shapes.items():
+    if unknown := sorted(given - wanted.keys()):
+        raise ValueError(
+            f"a model of this config has no {_some(unknown)}; attention_bias gives a LlamaConfig biases, qk_norm "
+            "QK-norms, and adapters are not supported"
+        )
+    for name, shape in wanted.items():
         if tuple(state_dict[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(state_dict[name].shape)}; the config makes it {shape}")
 
-    def kernel(*names: str) -> jax.Array:  # (in, out), several outputs side by side
-        return jnp.concatenate([jnp.asarray(state_dict[name]).T for name in names], axis=1)
-
-    def vector(name: str) -> jax.Array:
-        return jnp.asarray(state_dict[name])
-
-    def layer(prefix: str) -> dict[str, Any]:
-        q, k, v, out = (f"{prefix}.self_attn.{name}_proj.weight" for name in "qkvo")
-        gate, up, down = (f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-        return {
-            "attention_norm": {"scale": vector(f"{prefix}.input_layernorm.weight")},
-            "attention": {"qkv": {"kernel": kernel(q, k, v)}, "out": {"kernel": kernel(out)}},
-            "mlp_norm": {"scale": vector(f"{prefix}.post_attention_layernorm.weight")},
-            "mlp": {
-                "gate_up": kernel(gate, up).reshape(config.hidden_size, 2, -1),
-                "down": {"kernel": kernel(down)},
-            },
-        }
-
-    params: dict[str, Any] = {
-        "embed": {"embedding": vector("model.embed_tokens.weight")},
-        "layers": {i: layer(f"model.layers.{i}") for i in range(config.num_hidden_layers)},
-        "norm": {"scale": vector("model.norm.weight")},
-    }
-    if not config.tie_word_embeddings:
-        params["head"] = {"kernel": kernel("lm_head.weight")}
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-    nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: x.astype(param_dtype), params))
+    params: dict[Any, Any] = {}
+    for entry in table:
+        arrays = [jnp.asarray(state_dict[name]) for name in entry.names]
+        joined = entry.join(arrays, _at(shapes, entry.path).shape, jnp.concatenate)
+        _put(params, entry.path, joined.astype(param_dtype))
+    nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
 
 
-def to_hf(model: Llama | nnx.State, config: LlamaConfig) -> dict[str, np.ndarray]:
+def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: name -> array in the parameters' own dtype.
 
     Args:
-      model: a Llama, or a state with its structure, as a gradient is.
+      model: a model, or a state with its structure, as a gradient is.
       config: its sizes.
     """
     state = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
-    # Files are written from memory as it lies: a transposed view would be written untransposed.
-    return {name: np.ascontiguousarray(array) for name, array in _views(state, config).items()}
-
-
-def _views(state: nnx.State, config: LlamaConfig) -> dict[str, np.ndarray]:
-    """The parameters under the checkpoint's names and in its shapes, not copied."""
-    params: dict[str, Any] = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
-    heads = config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // heads
-    queries, keys = heads * head_dim, (config.num_key_value_heads or heads) * head_dim
-    arrays = {
-        "model.embed_tokens.weight": params["embed"]["embedding"],
-        "model.norm.weight": params["norm"]["scale"],
-    }
-    if not config.tie_word_embeddings:
-        arrays["lm_head.weight"] = params["head"]["kernel"].T
-    for i, layer in params["layers"].items():
-        prefix, attention, mlp = f"model.layers.{i}", layer["attention"], layer["mlp"]
-        arrays[f"{prefix}.input_layernorm.weight"] = layer["attention_norm"]["scale"]
-        arrays[f"{prefix}.post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
-        qkv = np.split(attention["qkv"]["kernel"], [queries, queries + keys], axis=1)
-        for name, kernel in zip("qkvo", [*qkv, attention["out"]["kernel"]], strict=True):
-            arrays[f"{prefix}.self_attn.{name}_proj.weight"] = kernel.T
-        gate, up = mlp["gate_up"][:, 0], mlp["gate_up"][:, 1]
-        for name, kernel in (("gate", gate), ("up", up), ("down", mlp["down"]["kernel"])):
-            arrays[f"{prefix}.mlp.{name}_proj.weight"] = kernel.T
+    params = nnx.to_pure_dict(state)
+    arrays: dict[str, np.ndarray] = {}
+    for entry in entries(config):
+        parts = entry.split(np.asarray(_at(params, entry.path)))
+        # Files are written from memory as it lies: a transposed view would be written untransposed.
+        arrays |= zip(entry.names, map(np.ascontiguousarray, parts), strict=True)
     return arrays
 
 
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def load_hf_folder(
+    path: str | Path, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32
+) -> Llama | GPT2:
+    """The model in a folder that `save_pretrained` of `transformers` wrote: config.json and safetensors files.
+
+    Args:
+      path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names.
+      dtype, param_dtype: as in `Llama`.
+
+    Raises:
+      FileNotFoundError: a folder without these files.
+      ImportError: without the package safetensors, which the extra `hf` brings.
+      ValueError: as `from_hf`, or a config.json of another kind of model.
+    """
+    path = Path(path)
+    config = config_from_hf(json.loads((path / "config.json").read_text()))
+    if (path / _INDEX).exists():
+        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+    else:
+        files = [_WEIGHTS]
+    arrays: dict[str, np.ndarray] = {}
+    for file in files:
+        if not (path / file).exists():
+            raise FileNotFoundError(f"{path} has no {file}; its parameters must be in safetensors files")
+        arrays |= _safetensors().load_file(path / file)
+    return from_hf(arrays, config, dtype=dtype, param_dtype=param_dtype)
+
+
+def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
+    """Writes a folder that `from_pretrained` of `transformers` and `load_hf_folder` read.
+
+    Raises:
+      ImportError: without the package safetensors, which the extra `hf` brings.
+    """
+    safetensors, path = _safetensors(), Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    settings = config_to_hf(model.config)
+    arrays = to_hf(model, model.config)
+    settings["torch_dtype"] = next(iter(arrays.values())).dtype.name
+    safetensors.save_file(arrays, path / _WEIGHTS, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ImportError("Hugging Face folders need the package safetensors: pip install 'coda-jax[hf]'") from None
+    return safetensors.numpy
+
+
+def _abstract(config: LlamaConfig | GPT2Config, **dtypes: Any) -> Llama | GPT2:
+    if isinstance(config, GPT2Config):
+        return nnx.eval_shape(lambda: GPT2(config, **dtypes, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Llama(config, **dtypes, rngs=nnx.Rngs(0)))
+
+
+def _shapes(params: Any, table: list[Entry]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the checkpoint."""
-    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
-    empty = jax.tree.map(lambda x: np.broadcast_to(np.float32(0), x.shape), nnx.state(abstract, nnx.Param))
-    return {name: array.shape for name, array in _views(empty, config).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in table:
+        empty = np.broadcast_to(np.float32(0), _at(params, entry.path).shape)
+        shapes |= zip(entry.names, (x.shape for x in entry.split(empty)), strict=True)
+    return shapes
+
+
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _put(tree: dict[Any, Any], path: tuple[str | int, ...], value: jax.Array) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 def _some(names: list[str]) -> str:

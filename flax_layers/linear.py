@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax.primitives.deferred_norm import add_residual_sumsq
-from flax_layers.stream import Normalized, Stream, array
+from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream, array, in_place_of, layer_norm_arguments
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -22,8 +22,13 @@ def add_residual(acc: jax.Array, x: jax.Array) -> jax.Array:
     return acc + x
 
 
+def add_bias(acc: jax.Array, bias: jax.Array) -> jax.Array:
+    """Epilogue: y = acc + bias."""
+    return acc + bias
+
+
 def project(
-    x: jax.Array | Stream | Normalized,
+    x: jax.Array | Stream | Deferred,
     kernel: jax.Array,
     *operands: jax.Array,
     epilogue: Callable[..., Any] | None = None,
@@ -35,6 +40,7 @@ def project(
 
     For a Normalized x the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into
     the kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway.
+    A LayerNormalized x is formed; `Linear` and the chains of `coda_jax` apply it in their epilogues.
 
     Args:
       x: (..., M, K).
@@ -85,14 +91,15 @@ def _after_row_scale(epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
 class Linear(nnx.Module):
     """Linear map, optionally added to the residual stream in the product's epilogue.
 
-    y = x @ kernel,  or  y = residual + x @ kernel
+    y = x @ kernel [+ bias],  or  y = residual + x @ kernel [+ bias]
 
     Args:
       in_features: K.
       out_features: N.
+      use_bias: whether there is a bias.
       dtype: compute dtype; default the promotion of input and kernel.
-      param_dtype: storage dtype of `kernel` (K, N).
-      kernel_init: initialiser of `kernel`.
+      param_dtype: storage dtype of `kernel` (K, N) and `bias` (N,).
+      kernel_init, bias_init: initialisers of `kernel` and `bias`.
       rngs: source of keys.
     """
 
@@ -101,22 +108,25 @@ class Linear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
+        use_bias: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
         rngs: nnx.Rngs,
     ):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = dtype
 
     @overload
-    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: Stream) -> Stream: ...
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
     @overload
-    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
     def __call__(
-        self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | Stream | None = None
+        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
     ) -> jax.Array | Stream:
         """Applies the map.
 
@@ -130,9 +140,37 @@ class Linear(nnx.Module):
         Raises:
           ValueError: x or residual of another shape.
         """
-        kernel = self.kernel[...]
+        kernel, biases = self.kernel[...], () if self.bias is None else (self.bias[...],)
         if residual is None:
-            return project(x, kernel, dtype=self.dtype)
-        epilogue = add_residual_sumsq if isinstance(residual, Stream) else add_residual
-        out = project(x, kernel, array(residual), epilogue=epilogue, dtype=self.dtype, out_dtype=residual.dtype)
+            if isinstance(x, LayerNormalized):
+                return self.beside(x, None)[0]
+            return project(x, kernel, *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
+        add = add_residual_sumsq if isinstance(residual, Stream) else add_residual
+
+        def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:
+            return add(acc + bias, residual)
+
+        epilogue = add_bias_residual if biases else add
+        out = project(
+            x, kernel, array(residual), *biases, epilogue=epilogue, dtype=self.dtype, out_dtype=residual.dtype
+        )
         return Stream(*out) if isinstance(residual, Stream) else out
+
+    def beside(self, x: jax.Array | Stream | Deferred, residual: Any) -> tuple[jax.Array, Any]:
+        """The map of x, and the residual that a later product of the sub-layer adds.
+
+        Where x is the norm of the residual, both are results of `coda_jax.norm_projection`: use the returned residual.
+        """
+        if not isinstance(x, Deferred):
+            return self(x), residual
+        z, passed = coda.norm_projection(
+            x.x,
+            x.sumsq,
+            x.scale,
+            self.kernel[...],
+            None if self.bias is None else self.bias[...],
+            **layer_norm_arguments(x),
+            epsilon=x.epsilon,
+            dtype=self.dtype,
+        )
+        return z, in_place_of(residual, x, passed)

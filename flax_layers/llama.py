@@ -15,15 +15,17 @@ from flax_layers.layer_stack import run_layers, stack
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
+from flax_layers.rope_scaling import RopeScaling
 from flax_layers.stream import Normalized, Stream
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama, with the names and defaults of Hugging Face's LlamaConfig.
+    """Sizes of a Llama or a Qwen3, with the names and defaults of Hugging Face's LlamaConfig.
 
-    num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads.
-    Not supported: rope_scaling (Llama 3.1 and later), biases, an activation other than SiLU.
+    num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads. attention_bias
+    gives the query, key, value and output projections biases. qk_norm normalises queries and keys: a Qwen3 is a Llama
+    with qk_norm. hidden_act is a name in `flax_layers.activation`.
     """
 
     vocab_size: int = 32000
@@ -37,7 +39,60 @@ class LlamaConfig:
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    qk_norm: bool = False
     tie_word_embeddings: bool = False
+
+    @classmethod
+    def llama3_8b(cls) -> LlamaConfig:
+        """Llama 3 8B."""
+        return cls(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+        )
+
+    @classmethod
+    def llama3_1b(cls) -> LlamaConfig:
+        """Llama 3.2 1B."""
+        return cls(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=RopeScaling(factor=32.0),
+            tie_word_embeddings=True,
+        )
+
+    @classmethod
+    def qwen3_0_6b(cls) -> LlamaConfig:
+        """Qwen3 0.6B."""
+        return cls(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40960,
+            rope_theta=1000000.0,
+            qk_norm=True,
+            tie_word_embeddings=True,
+        )
 
 
 class Llama(nnx.Module):
@@ -83,6 +138,10 @@ class Llama(nnx.Module):
                 num_kv_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
                 rope_theta=config.rope_theta,
+                rope_scaling=config.rope_scaling,
+                qk_norm=config.qk_norm,
+                use_bias=config.attention_bias,
+                activation=config.hidden_act,
                 epsilon=config.rms_norm_eps,
                 dtype=dtype,
                 param_dtype=param_dtype,

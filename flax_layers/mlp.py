@@ -1,9 +1,9 @@
-"""The gated feed-forward layer."""
+"""Feed-forward layers, gated and plain."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -12,8 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from flax_layers.activation import Activation, activation_of
 from flax_layers.linear import Linear, default_kernel_init, project
-from flax_layers.stream import Normalized, Stream, array
+from flax_layers.stream import Deferred, Normalized, Stream, array, layer_norm_arguments
 
 
 class GatedMLP(nnx.Module):
@@ -28,7 +29,7 @@ class GatedMLP(nnx.Module):
     Args:
       in_features: D.
       hidden_features: F.
-      activation: applied to the gate.
+      activation: applied to the gate; a function, or its name: see `flax_layers.activation`.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `gate_up` (D, 2, F) and `down.kernel` (F, D).
       kernel_init: initialiser of both; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
@@ -42,7 +43,7 @@ class GatedMLP(nnx.Module):
         in_features: int,
         hidden_features: int,
         *,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: str | Activation = "silu",
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -53,7 +54,7 @@ class GatedMLP(nnx.Module):
         self.down = Linear(
             hidden_features, in_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
-        self.activation = activation
+        self.activation = activation_of(activation)
         self.dtype = dtype
 
     @property
@@ -67,11 +68,11 @@ class GatedMLP(nnx.Module):
         return self.gate_up[...][:, 1]
 
     @overload
-    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: Stream) -> Stream: ...
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
     @overload
-    def __call__(self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
     def __call__(
-        self, x: jax.Array | Stream | Normalized, *, residual: jax.Array | Stream | None = None
+        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
     ) -> jax.Array | Stream:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
@@ -97,6 +98,78 @@ class GatedMLP(nnx.Module):
 
         gate_up = self.gate_up[...]
         hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
+        return self.down(hidden, residual=residual)
+
+
+class MLP(nnx.Module):
+    """Feed-forward layer without a gate.
+
+    y = activation(x @ up + up_bias) @ down + down_bias [+ residual]
+
+    Args:
+      in_features: D.
+      hidden_features: F.
+      activation: a function, or its name: see `flax_layers.activation`.
+      use_bias: whether both maps have a bias.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of `up.kernel` (D, F), `down.kernel` (F, D) and their biases.
+      kernel_init: initialiser of both kernels.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: str | Activation = "gelu",
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        linear = partial(
+            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+        self.up = linear(in_features, hidden_features)
+        self.down = linear(hidden_features, in_features)
+        self.activation = activation_of(activation)
+        self.dtype = dtype
+
+    @overload
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
+    @overload
+    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
+    ) -> jax.Array | Stream:
+        """Applies the layer to x (..., D); `residual` as in Linear.
+
+        Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.mlp`.
+        """
+        up_bias, down_bias = (None if layer.bias is None else layer.bias[...] for layer in (self.up, self.down))
+        if isinstance(x, Deferred) and residual is not None and array(residual) is x.x:
+            y, sumsq = coda.mlp(
+                x.x,
+                x.sumsq,
+                x.scale,
+                self.up.kernel[...],
+                self.down.kernel[...],
+                **layer_norm_arguments(x),
+                up_bias=up_bias,
+                down_bias=down_bias,
+                epsilon=x.epsilon,
+                activation=self.activation,
+                dtype=self.dtype,
+            )
+            return Stream(y, sumsq) if isinstance(residual, Stream) else y
+
+        def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
+            return self.activation(acc + bias[0] if bias else acc)
+
+        biases = () if up_bias is None else (up_bias,)
+        hidden = project(x, self.up.kernel[...], *biases, epilogue=activated, dtype=self.dtype)
         return self.down(hidden, residual=residual)
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square and layer normalisation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from flax_layers.stream import Normalized, Stream
+from coda_jax import layer_statistics
+from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation, left to the next product where it can be.
 
-    y = x * rsqrt(mean(x * x, -1) + epsilon) * scale
+    y = x * rsqrt(mean(x * x, -1) + epsilon) * (scale_offset + scale)
 
     Given a Stream it returns a Normalized, which the next module's product applies in its epilogue; given an array it
     returns the normalised array. The statistic and the multiplications are float32, the result is rounded once.
@@ -25,7 +26,8 @@ class RMSNorm(nnx.Module):
       epsilon: added to the mean of squares.
       dtype: dtype of a plain result; default the input's.
       param_dtype: storage dtype of `scale`.
-      scale_init: initialiser of `scale` (D,).
+      scale_init: initialiser of `scale` (D,); default constant(1 - scale_offset).
+      scale_offset: added to `scale` in float32; 1 as in Gemma, whose scales are learned as distances from 1.
       rngs: source of keys.
     """
 
@@ -36,12 +38,15 @@ class RMSNorm(nnx.Module):
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        scale_init: nnx.Initializer = nnx.initializers.ones,
+        scale_init: nnx.Initializer | None = None,
+        scale_offset: float = 0.0,
         rngs: nnx.Rngs,
     ):
+        scale_init = scale_init or nnx.initializers.constant(1 - scale_offset)
         self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype))
         self.num_features = num_features
         self.epsilon = epsilon
+        self.scale_offset = scale_offset
         self.dtype = dtype
 
     @overload
@@ -52,16 +57,80 @@ class RMSNorm(nnx.Module):
         """Normalises the rows of x (..., D).
 
         Raises:
-          TypeError: a Normalized, which is normalised already.
+          TypeError: a norm not yet applied, which is normalised already.
           ValueError: x of another width.
         """
-        if isinstance(x, Normalized):
-            raise TypeError("RMSNorm got a Normalized: it is normalised already; x.array() forms it")
-        if x.shape[-1] != self.num_features:
-            raise ValueError(f"RMSNorm over {self.num_features} features got an input of shape {x.shape}")
+        _check("RMSNorm", x, self.num_features)
         stream = Stream.of(x).with_statistic()
         assert stream.sumsq is not None
-        y = Normalized(stream.x, stream.sumsq, self.scale[...], self.epsilon)
+        scale = self.scale[...]
+        if self.scale_offset:
+            scale = scale.astype(jnp.float32) + self.scale_offset
+        y = Normalized(stream.x, stream.sumsq, scale, self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation, left to the next product where it can be.
+
+    y = (x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias
+
+    Given a Stream it returns a LayerNormalized, which the next module's product applies in its epilogue; given an array
+    it returns the normalised array. The variance is that of centred values. The statistics are one pass over x: the
+    product that makes x sees no whole row of it.
+
+    Args:
+      num_features: D, the size of the last axis.
+      epsilon: added to the variance.
+      use_bias: whether there is a bias.
+      dtype: dtype of a plain result; default the input's.
+      param_dtype: storage dtype of `scale` and `bias`.
+      scale_init, bias_init: initialisers of `scale` (D,) and `bias` (D,).
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        scale_init: nnx.Initializer = nnx.initializers.ones,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
+        rngs: nnx.Rngs,
+    ):
+        self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (num_features,), param_dtype)) if use_bias else nnx.data(None)
+        self.num_features = num_features
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    @overload
+    def __call__(self, x: Stream) -> LayerNormalized: ...
+    @overload
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream) -> jax.Array | LayerNormalized:
+        """Normalises the rows of x (..., D).
+
+        Raises:
+          TypeError: a norm not yet applied, which is normalised already.
+          ValueError: x of another width.
+        """
+        _check("LayerNorm", x, self.num_features)
+        stream = Stream.of(x)
+        bias = None if self.bias is None else self.bias[...]
+        y = LayerNormalized(stream.x, *layer_statistics(stream.x), self.scale[...], bias, self.epsilon)
+        if isinstance(x, Stream):
+            return y
+        return y.array().astype(self.dtype or x.dtype)
+
+
+def _check(name: str, x: jax.Array | Stream | Deferred, num_features: int) -> None:
+    if isinstance(x, Deferred):
+        raise TypeError(f"{name} got a {type(x).__name__}: it is normalised already; x.array() forms it")
+    if x.shape[-1] != num_features:
+        raise ValueError(f"{name} over {num_features} features got an input of shape {x.shape}")

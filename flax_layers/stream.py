@@ -128,8 +128,71 @@ class Normalized:
         return y.astype(self.x.dtype)
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "mean", "sumsq", "scale", "bias"],
+    meta_fields=["epsilon"],
+)
+@dataclasses.dataclass(frozen=True)
+class LayerNormalized:
+    """A layer-normalised array that has not been formed, a pytree.
+
+    (x - mean) * rsqrt(sumsq / D + epsilon) * scale + bias. A product applies it in its epilogue, as it does a
+    Normalized: norm(x) w = rstd * (x w' - mean * column_sums(w')) + bias w, w' = scale[:, None] * w.
+
+    Attributes:
+      x: (..., D).
+      mean: (...,) float32, of the rows of x. Like sumsq a cache of a function of x: gradients go to x.
+      sumsq: (...,) float32, the row sums of (x - mean)^2.
+      scale: (D,).
+      bias: (D,) or None.
+      epsilon: added to the variance.
+    """
+
+    x: jax.Array
+    mean: jax.Array
+    sumsq: jax.Array
+    scale: jax.Array
+    bias: jax.Array | None
+    epsilon: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.x.dtype
+
+    def array(self) -> jax.Array:
+        """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
+        x = self.x.astype(jnp.float32)
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
+        y = centred * rstd * self.scale.astype(jnp.float32)
+        return (y if self.bias is None else y + self.bias.astype(jnp.float32)).astype(self.x.dtype)
+
+
+Deferred = Normalized | LayerNormalized
+
+
 def array(x: Any) -> Any:
-    """The plain array behind a Stream or a Normalized; anything else as it is."""
+    """The plain array behind a Stream or a norm not yet applied; anything else as it is."""
     if isinstance(x, Stream):
         return x.x
-    return x.array() if isinstance(x, Normalized) else x
+    return x.array() if isinstance(x, Deferred) else x
+
+
+def layer_norm_arguments(x: Deferred) -> dict[str, Any]:
+    """What the chains of `coda_jax` are told of a LayerNorm beside what an RMSNorm has too."""
+    return {"mean": x.mean, "norm_bias": x.bias} if isinstance(x, LayerNormalized) else {}
+
+
+def in_place_of(residual: Any, x: Deferred, passed: jax.Array) -> Any:
+    """The residual, or where it is what x normalises the same array as the chain of x has passed it on.
+
+    The residual's cotangent is then added to that of the norm in the epilogue of one product.
+    """
+    if array(residual) is not x.x:
+        return residual
+    return Stream(passed, residual.sumsq) if isinstance(residual, Stream) else passed
