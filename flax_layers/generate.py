@@ -66,8 +66,8 @@ def generate(
       key: of jax.random; required unless temperature is 0.
 
     Raises:
-      ValueError: an argument out of its range, no key for sampling, or prompts that max_new_tokens takes beyond the
-        model's positions.
+      ValueError: an argument out of its range, no key for sampling, or T + max_new_tokens - 1 tokens, all but the
+        last, beyond the model's positions.
     """
     tokens = jnp.asarray(tokens)
     if not isinstance(lengths, jax.Array | None):
@@ -149,7 +149,8 @@ def _generate(
         token = jnp.where(done, token, choose(logits, step))
         return step + 1, cache, token, done | ended(token), out.at[:, step].set(token), count + ~done
 
-    logits, cache = model.decode(prompts, model.init_cache(batch, prompt + max_new_tokens), lengths=lengths)
+    cache = model.init_cache(batch, prompt + max_new_tokens - 1)  # the last token is not fed back
+    logits, cache = model.decode(prompts, cache, lengths=lengths)
     token = choose(logits, 0)
     out = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(token)
     carry = (1, cache, token, ended(token), out, jnp.ones(batch, jnp.int32))

@@ -177,7 +177,7 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=19), "25 tokens exceed .*max_position_embeddings=24"),
+        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=20), "25 tokens exceed .*max_position_embeddings=24"),
         (lambda m: layers.generate(m, PROMPTS, max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
         (lambda m: generate_all(m, PROMPTS[:, :0]), r"got int64\(4, 0\)|got int32\(4, 0\)"),
         (lambda m: generate_all(m, PROMPTS[0]), r"prompts are integers \(B, T\).*\(6,\)"),
