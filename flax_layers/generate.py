@@ -13,6 +13,8 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
+from flax_layers.hoist import hoist
+
 
 class Decoder(Protocol):
     """What `generate` wants of a model; `Llama` is one."""
@@ -52,7 +54,8 @@ def generate(
 
     All of it is one jitted program, compiled once for the model's structure, the shapes and the options (not for each
     temperature or top_p): the prompts in one pass that fills the cache, then a `lax.while_loop` whose body runs the
-    model on one token a row, until all rows have ended. The products there have B rows.
+    model on one token a row, until all rows have ended. The products there have B rows. What is made of parameters
+    alone, as their casts to the compute dtype, is made before the loop and held beside them while it runs.
 
     Args:
       model: a `Llama`, or any `Decoder` that is an nnx.Module.
@@ -145,13 +148,16 @@ def _generate(
 
     def body(carry: Any) -> Any:
         step, cache, token, done, out, count = carry
-        logits, cache = model.decode(token[:, None], cache)
+        logits, cache = decode(weights, token[:, None], cache)
         token = jnp.where(done, token, choose(logits, step))
         return step + 1, cache, token, done | ended(token), out.at[:, step].set(token), count + ~done
 
     cache = model.init_cache(batch, prompt + max_new_tokens - 1)  # the last token is not fed back
     logits, cache = model.decode(prompts, cache, lengths=lengths)
     token = choose(logits, 0)
+    weights, decode = hoist(
+        lambda state, tokens, cache: nnx.merge(graphdef, state).decode(tokens, cache), state, token[:, None], cache
+    )
     out = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(token)
     carry = (1, cache, token, ended(token), out, jnp.ones(batch, jnp.int32))
     _, _, token, _, out, count = lax.while_loop(running, body, carry)

@@ -12,6 +12,7 @@ from flax import nnx
 import coda_jax as coda
 import flax_layers as layers
 from flax_layers.generate import candidates
+from flax_layers.hoist import hoist
 
 CONFIG = layers.LlamaConfig(
     vocab_size=40,
@@ -169,6 +170,47 @@ def test_what_the_products_of_a_step_are_lowered_to():
         heads = [p for p in found.products if p.b == f"bfloat16[32,{vocab}]"]
         assert [p.a for p in heads] == ["bfloat16[4,32]"]  # the prompt's and the step's are the same product
         assert (heads[0].reason is None) == (reason is None) and (reason or "") in (heads[0].reason or "")
+
+
+def outputs(jaxpr):
+    """Types of the results of all equations, those of nested jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval for v in equation.outvars)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from outputs(inner)
+
+
+def test_no_weight_is_cast_in_the_loop():
+    """Casts and products with a norm's scale are made before it: a step only reads the weights."""
+    model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim == 2} | {(32, 96)}  # gate_up in two axes
+    whole = jax.make_jaxpr(lambda m, t: layers.generate(m, t, max_new_tokens=NEW))(model, PROMPTS).jaxpr
+    (inner,) = (e.params["jaxpr"].jaxpr for e in whole.eqns if e.params.get("name") == "_generate")
+    (loop,) = (e for e in inner.eqns if e.primitive.name == "while")
+    assert kernels <= {x.shape for x in outputs(inner)}
+    assert not kernels & {x.shape for x in outputs(loop.params["body_jaxpr"].jaxpr)}
+
+
+def test_what_is_hoisted():
+    """What reads the invariant and nothing that varies, seen through jit and custom rules; effects stay."""
+    ran = []
+
+    def step(weights, x):
+        scale = jax.nn.relu(weights["w"]) * jnp.arange(3.0)
+        jax.debug.callback(lambda: ran.append(1))
+        return {"y": jax.nn.silu(x) + jnp.sum(scale) + jnp.arange(3.0), "w": weights["w"]}
+
+    weights, x = {"w": jnp.array([-1.0, 2.0, 3.0])}, jnp.ones(3)
+    kept, rest = hoist(step, weights, jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert ran == [] and sorted(k.shape for k in kept) == [(), (3,)]
+    for _ in range(2):
+        got = rest(kept, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, step(weights, x))
+    jax.effects_barrier()
+    assert len(ran) == 4
+    assert "max" not in str(jax.make_jaxpr(rest)(kept, x))
 
 
 generate_all = functools.partial(layers.generate, max_new_tokens=2)
