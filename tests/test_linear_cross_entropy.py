@@ -57,6 +57,8 @@ def test_labels_and_weights():
 
     value, gradient = value_and_gradient(ignored)
     assert value == 0 and not gradient.any()
+    empty = loss(x[:0], scale, kernel, labels[:0], None)
+    assert empty == (0, 0)
     value, gradient = value_and_gradient(labels)
     none = jnp.where(labels == -100, 7, labels)
     assert_close((value, gradient), value_and_gradient(none, labels != -100))
@@ -120,6 +122,25 @@ def test_data_parallel_gradient(reduction):
         return jit(jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=out_specs))
 
     got, want = (gradient(f)(x, scale, kernel, weights, labels) for f in (loss, plain))
+    assert_close(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_explicit_mesh(reduction):
+    """Tokens are sharded over an explicit axis, the parameters know of no mesh: each shard has chunks of its own."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, scale, kernel, labels, weights = arguments(F32, (8, 70), 8, 24)
+
+    def gradient(x, labels, weights):
+        def value(x, scale, kernel, weights):
+            return loss(x, scale, kernel, labels, weights, reduction=reduction)[0].sum()
+
+        return jit(jax.value_and_grad(value, (0, 1, 2, 3)))(x, scale, kernel, weights)
+
+    want = gradient(x, labels, weights)
+    with jax.set_mesh(mesh):
+        got = gradient(*(jax.device_put(a, jax.NamedSharding(mesh, jax.P("data"))) for a in (x, labels, weights)))
+    assert jax.typeof(got[1][0]).sharding.spec == jax.P("data", None, None)
     assert_close(got, want, rtol=1e-4)
 
 
