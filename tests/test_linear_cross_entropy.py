@@ -48,6 +48,14 @@ def test_plain_input_and_mixed_dtypes():
         assert not (gradient.astype(BF16) == gradient).all()  # never rounded to bfloat16
 
 
+def test_padding_beside_very_negative_logits():
+    """The padding's logits, 0, would have probabilities exp(240)."""
+    x, kernel, labels = jnp.ones((4, 8), BF16), jnp.full((8, 131), -30, BF16), jnp.arange(4)
+    value, gradients = jax.value_and_grad(lambda x, k: loss(x, None, k, labels, None)[0], (0, 1))(x, kernel)
+    np.testing.assert_allclose(value, np.log(131), rtol=1e-4)
+    assert all(jnp.isfinite(g).all() for g in gradients)
+
+
 def test_labels_and_weights():
     x, scale, kernel, labels, weights = arguments(F32, (20,))
     ignored = jnp.full_like(labels, -100)
