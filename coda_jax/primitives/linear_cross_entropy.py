@@ -49,6 +49,9 @@ def linear_cross_entropy(
     The norm is applied to x on its way into the product, not in the epilogue as elsewhere: with V > D a pass over
     (M, D) is cheaper than one over the kernel, where the scale would be folded, and as accurate.
 
+    Tokens that are sharded over explicit mesh axes, or inside `jax.shard_map`, are chunked on their own shard, with the
+    whole kernel; over automatic axes a chunk would be the tokens of a few devices: use `jax.shard_map` there.
+
     Args:
       x: (..., D), the residual stream, or whatever is projected.
       sumsq: (...) float32, the row sums of x * x. It is a cache of a function of x and receives no gradient. None
