@@ -48,6 +48,14 @@ def test_plain_input_and_mixed_dtypes():
         assert not (gradient.astype(BF16) == gradient).all()  # never rounded to bfloat16
 
 
+def test_padding_beside_very_negative_logits():
+    """The padding's logits, 0, would have probabilities exp(240)."""
+    x, kernel, labels = jnp.ones((4, 8), BF16), jnp.full((8, 131), -30, BF16), jnp.arange(4)
+    value, gradients = jax.value_and_grad(lambda x, k: loss(x, None, k, labels, None)[0], (0, 1))(x, kernel)
+    np.testing.assert_allclose(value, np.log(131), rtol=1e-4)
+    assert all(jnp.isfinite(g).all() for g in gradients)
+
+
 def test_labels_and_weights():
     x, scale, kernel, labels, weights = arguments(F32, (20,))
     ignored = jnp.full_like(labels, -100)
@@ -57,6 +65,8 @@ def test_labels_and_weights():
 
     value, gradient = value_and_gradient(ignored)
     assert value == 0 and not gradient.any()
+    empty = loss(x[:0], scale, kernel, labels[:0], None)
+    assert empty == (0, 0)
     value, gradient = value_and_gradient(labels)
     none = jnp.where(labels == -100, 7, labels)
     assert_close((value, gradient), value_and_gradient(none, labels != -100))
@@ -120,6 +130,25 @@ def test_data_parallel_gradient(reduction):
         return jit(jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=out_specs))
 
     got, want = (gradient(f)(x, scale, kernel, weights, labels) for f in (loss, plain))
+    assert_close(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_explicit_mesh(reduction):
+    """Tokens are sharded over an explicit axis, the parameters know of no mesh: each shard has chunks of its own."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, scale, kernel, labels, weights = arguments(F32, (8, 70), 8, 24)
+
+    def gradient(x, labels, weights):
+        def value(x, scale, kernel, weights):
+            return loss(x, scale, kernel, labels, weights, reduction=reduction)[0].sum()
+
+        return jit(jax.value_and_grad(value, (0, 1, 2, 3)))(x, scale, kernel, weights)
+
+    want = gradient(x, labels, weights)
+    with jax.set_mesh(mesh):
+        got = gradient(*(jax.device_put(a, jax.NamedSharding(mesh, jax.P("data"))) for a in (x, labels, weights)))
+    assert jax.typeof(got[1][0]).sharding.spec == jax.P("data", None, None)
     assert_close(got, want, rtol=1e-4)
 
 

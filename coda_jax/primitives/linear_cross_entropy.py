@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coda_jax.primitives.loss_head import LossHead, Norm
-from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.loss_head import LossHead, Norm, round_up
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -47,6 +48,9 @@ def linear_cross_entropy(
 
     The norm is applied to x on its way into the product, not in the epilogue as elsewhere: with V > D a pass over
     (M, D) is cheaper than one over the kernel, where the scale would be folded, and as accurate.
+
+    Tokens that are sharded over explicit mesh axes, or inside `jax.shard_map`, are chunked on their own shard, with the
+    whole kernel; over automatic axes a chunk would be the tokens of a few devices: use `jax.shard_map` there.
 
     Args:
       x: (..., D), the residual stream, or whatever is projected.
@@ -93,11 +97,13 @@ def linear_cross_entropy(
     known = ignored | (labels >= 0) & (labels < vocabulary)
     weights = jnp.where(known, jnp.where(ignored, 0.0, weights), jnp.nan)
 
-    columns = vocabulary if dtype.itemsize > 2 or vocabulary % 8 == 0 else _round_up(vocabulary, 128)
+    norm = None if sumsq is None or scale is None else (sumsq.reshape(-1), scale)
+    total = jnp.sum(weights)
+    columns = vocabulary if dtype.itemsize > 2 or vocabulary % 8 == 0 else round_up(vocabulary, 128)
     head = LossHead(
         vocabulary=vocabulary,
         columns=columns,
-        chunk=_chunk(x.shape[0], columns * dtype.itemsize, chunk_bytes),
+        chunk_bytes=chunk_bytes,
         transpose_kernel=transpose_kernel,
         epsilon=epsilon,
         label_smoothing=label_smoothing,
@@ -106,35 +112,60 @@ def linear_cross_entropy(
         dtype=dtype,
         implementation=implementation,
     )
-    norm = None if sumsq is None or scale is None else (sumsq.reshape(-1), scale)
-    axes = varying_axes(*jax.tree.leaves((x, norm, kernel, weights, labels)))
-    x, norm, kernel, weights, labels = jax.tree.map(lambda a: vary(axes, a)[0], (x, norm, kernel, weights, labels))
-    total = jnp.sum(weights)
     if reduction == "none":
-        return (weights * _each(head, x, norm, kernel, labels)).reshape(lead), total
-    loss = _summed(head, x, norm, kernel, weights, labels)
+        return (weights * _on_shards(head, _each, x, norm, kernel, labels)).reshape(lead), total
+    loss = jnp.sum(_on_shards(head, _summed, x, norm, kernel, labels, weights))
     return loss / jnp.where(total == 0, 1.0, total) if reduction == "mean" else loss, total
+
+
+def _on_shards(
+    head: LossHead, f: Callable[..., jax.Array], x: jax.Array, norm: Norm, kernel: jax.Array, *others: jax.Array
+) -> jax.Array:
+    """f(head, x, norm, kernel, *others), on each shard where tokens are sharded over explicit mesh axes.
+
+    A chunk of all tokens would be the tokens of a few devices.
+    """
+
+    def run(*arguments: Any) -> jax.Array:
+        axes = varying_axes(*jax.tree.leaves(arguments))
+        return f(head, *jax.tree.map(lambda a: vary(axes, a)[0], arguments))
+
+    arguments = (x, norm, kernel, *others)
+    sharding = explicit_sharding(x)
+    names = None if sharding is None else sharding.spec[0]
+    if sharding is None or names is None:
+        return run(*arguments)
+    rows = jax.P(names)
+    specs = (rows, None if norm is None else (rows, jax.P()), jax.P(), *(rows for _ in others))
+    on_shards = jax.shard_map(
+        run,
+        mesh=sharding.mesh,
+        in_specs=specs,
+        out_specs=rows,
+        axis_names={names} if isinstance(names, str) else set(names),
+    )
+    return on_shards(*jax.tree.map(jax.sharding.reshard, arguments, specs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(
-    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, weights: jax.Array, labels: jax.Array
+    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """sum(weights * losses); its gradients are formed in the forward pass."""
-    return jnp.sum(weights * head.losses(x, norm, kernel, labels))
+    """sum(weights * losses), (1,); its gradients are formed in the forward pass."""
+    return jnp.sum(weights * head.losses(x, norm, kernel, labels), keepdims=True)
 
 
 def _summed_forward(
-    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, weights: jax.Array, labels: jax.Array
+    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
     losses, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, weights)
-    return jnp.sum(weights * losses), (x, norm, kernel, losses, dh, dkernel)
+    return jnp.sum(weights * losses, keepdims=True), (x, norm, kernel, losses, dh, dkernel)
 
 
 def _summed_backward(head: LossHead, kept: Any, dloss: jax.Array) -> tuple[Any, ...]:
     x, norm, kernel, losses, dh, dkernel = kept
     dx, dnorm = _through_norm(head, x, norm, dloss * dh.astype(jnp.float32))
-    return dx, dnorm, (dloss * dkernel).astype(kernel.dtype), dloss * losses, None
+    return dx, dnorm, (dloss * dkernel).astype(kernel.dtype), None, dloss * losses
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
@@ -166,20 +197,6 @@ def _through_norm(head: LossHead, x: jax.Array, norm: Norm, dh: jax.Array) -> tu
     """Cotangents of x and of the norm's arrays."""
     h, pullback = jax.vjp(head.normalize, x, norm)
     return pullback(dh.astype(h.dtype))
-
-
-def _chunk(rows: Any, row_bytes: int, chunk_bytes: int) -> Any:
-    """Tokens of a chunk: a multiple of 128 if they are not all of them, chunks of about one size."""
-    if not isinstance(rows, int):
-        return rows
-    most = max(chunk_bytes // row_bytes // 128 * 128, 128)
-    if rows <= most:
-        return rows
-    return _round_up(-(-rows // -(-rows // most)), 128)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _check_shapes(

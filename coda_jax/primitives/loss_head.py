@@ -33,7 +33,7 @@ class LossHead:
     Attributes:
       vocabulary: V.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
-      chunk: tokens at a time.
+      chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_kernel: whether W is stored (V, D) and not (D, V).
       epsilon: of the norm.
       label_smoothing, z_loss, soft_cap: s, zeta, c above.
@@ -43,7 +43,7 @@ class LossHead:
 
     vocabulary: int
     columns: int
-    chunk: Any
+    chunk_bytes: int
     transpose_kernel: bool
     epsilon: float
     label_smoothing: float
@@ -71,6 +71,7 @@ class LossHead:
         """
         w = self._padded(kernel)
         rows, width = x.shape
+        single = self._chunk(rows) is None
         dkernel_shape = (self.columns, width) if self.transpose_kernel else (width, self.columns)
 
         def step(state: tuple[jax.Array, jax.Array, Any], start: Any, size: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -88,14 +89,13 @@ class LossHead:
                     a,
                     b,
                     dkernel,
-                    epilogue=_accumulate,
+                    epilogue=accumulate,
                     out_dtypes=[jnp.float32],
                     transpose_a=True,
                     input_output_aliases=((0, 0),),
                 )
             return losses, _put(dh, part, start), dkernel
 
-        single = not isinstance(rows, int) or 0 < rows <= self.chunk
         state = (
             _zeros_like(x, (rows,), jnp.float32),
             _zeros_like(x, x.shape, x.dtype),
@@ -127,7 +127,7 @@ class LossHead:
     def _sums(self, h: jax.Array, w: jax.Array, labels: jax.Array, *, keep: bool = False) -> list[jax.Array]:
         """lse, target, with smoothing the sum over the vocabulary, and with `keep` the rounded h W."""
 
-        def sums(acc: jax.Array, labels: jax.Array) -> list[jax.Array]:
+        def loss_sums(acc: jax.Array, labels: jax.Array) -> list[jax.Array]:
             z = self._capped(acc)
             column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
             among = z if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, z, -jnp.inf)
@@ -138,7 +138,7 @@ class LossHead:
 
         dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [self.dtype] * keep
         return self._multiply(
-            h, w, labels[:, None], epilogue=sums, out_dtypes=dtypes, transpose_b=self.transpose_kernel
+            h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_kernel
         )
 
     def _capped(self, z: jax.Array) -> jax.Array:
@@ -187,14 +187,25 @@ class LossHead:
     def _over_chunks(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
         """step(state, first row, number of rows) for all chunks, the last of which may be shorter."""
         rows = jax.tree.leaves(state)[0].shape[0]
-        if not isinstance(rows, int) or rows <= self.chunk:
+        chunk = self._chunk(rows)
+        if chunk is None:
             return step(state, 0, rows)
-        whole = rows // self.chunk
-        state = lax.fori_loop(0, whole, lambda i, state: step(state, i * self.chunk, self.chunk), state)
-        return step(state, whole * self.chunk, rows % self.chunk) if rows % self.chunk else state
+        state = lax.fori_loop(0, rows // chunk, lambda i, state: step(state, i * chunk, chunk), state)
+        return step(state, rows // chunk * chunk, rows % chunk) if rows % chunk else state
+
+    def _chunk(self, rows: Any) -> int | None:
+        """Tokens of a chunk, a multiple of 128, chunks of about one size; None if all tokens are one chunk."""
+        most = max(self.chunk_bytes // (self.columns * self.dtype.itemsize) // 128 * 128, 128)
+        if not isinstance(rows, int) or rows <= most:
+            return None
+        return round_up(-(-rows // -(-rows // most)), 128)
 
 
-def _accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
     return acc + total
 
 
