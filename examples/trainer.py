@@ -12,7 +12,7 @@ import optax
 import stdlib_text
 from flax import nnx
 
-from flax_layers import Llama, LlamaConfig
+from flax_layers import Llama, LlamaConfig, generate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +84,18 @@ class Trainer:
         return float(jnp.mean(jnp.stack(losses)))
 
     def sample(self, params: nnx.State, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
-        """The prompt continued by length sampled bytes."""
+        """The prompt continued by length sampled bytes, fewer where the context ends, ended by a file's end."""
         context = self.settings.context
-
-        @jax.jit
-        def generate(params: nnx.State, window: jax.Array) -> jax.Array:
-            model = nnx.merge(self.graphdef, params)
-
-            def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-                logits = model(window[None])[0, -1].astype(jnp.float32)
-                byte = jax.random.categorical(key, logits / temperature)
-                return jnp.append(window[1:], byte), byte
-
-            return jax.lax.scan(next_byte, window, jax.random.split(jax.random.key(self.settings.seed), length))[1]
-
-        window = np.frombuffer(prompt.rjust(context, b"\n")[-context:], np.uint8).astype(np.int32)
-        return prompt + np.asarray(generate(params, jnp.asarray(window))).astype(np.uint8).tobytes()
+        tokens = np.frombuffer(prompt, np.uint8)[None, -max(1, context // 2) :].astype(np.int32)
+        made, lengths = generate(
+            nnx.merge(self.graphdef, params),
+            tokens,
+            max_new_tokens=min(length, context + 1 - tokens.shape[1]),
+            temperature=temperature,
+            eos_token=stdlib_text.SEPARATOR,
+            key=jax.random.key(self.settings.seed),
+        )
+        return prompt + np.asarray(made[0, : int(lengths[0])]).astype(np.uint8).tobytes().rstrip(b"\0")
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:

@@ -5,7 +5,9 @@ from flax.nnx import Embed
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.block import TransformerBlock
+from flax_layers.generate import Decoder, Generated, generate
 from flax_layers.gpt2 import GPT2, GPT2Block, GPT2Config
+from flax_layers.kv_cache import KVCache
 from flax_layers.linear import Linear, project
 from flax_layers.llama import Llama, LlamaConfig
 from flax_layers.lm_head import LMHead
@@ -19,10 +21,13 @@ __all__ = [
     "GPT2",
     "MLP",
     "Attention",
+    "Decoder",
     "Embed",
     "GPT2Block",
     "GPT2Config",
     "GatedMLP",
+    "Generated",
+    "KVCache",
     "LMHead",
     "LayerNorm",
     "LayerNormalized",
@@ -34,6 +39,7 @@ __all__ = [
     "RopeScaling",
     "Stream",
     "TransformerBlock",
+    "generate",
     "project",
     "rotary",
     "rotary_angles",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import rotary as rotary
+from flax_layers.attend import Implementation, attend
+from flax_layers.kv_cache import KVCache
 from flax_layers.linear import Linear, default_kernel_init
 from flax_layers.norm import RMSNorm
-from flax_layers.remat import CONTEXT, named
 from flax_layers.rope_scaling import RopeScaling
 from flax_layers.stream import Deferred, Normalized, Stream, in_place_of
 
@@ -51,15 +52,16 @@ class Attention(nnx.Module):
       epsilon: of these two norms.
       use_bias: whether both projections have a bias.
       is_causal: whether a position sees only itself and earlier ones.
+      sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `qkv.kernel` and `out.kernel` (H Dh, D).
       kernel_init: initialiser of both.
       implementation: that of jax.nn.dot_product_attention. Default: cuDNN where JAX runs on a GPU, computes in 16 bits
-        and Dh is a multiple of 8 up to 128; else XLA.
+        and Dh is a multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
       rngs: source of keys.
 
     Raises:
-      ValueError: head counts that do not divide, or an odd head_dim.
+      ValueError: head counts that do not divide, an odd head_dim, or a sliding_window below 1 or without is_causal.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class Attention(nnx.Module):
         epsilon: float = 1e-6,
         use_bias: bool = False,
         is_causal: bool = True,
+        sliding_window: int | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
-        implementation: Literal["xla", "cudnn"] | None = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -92,6 +95,8 @@ class Attention(nnx.Module):
             raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
         if head_dim % 2 and rope_theta is not None:
             raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
+        if sliding_window is not None and (sliding_window < 1 or not is_causal):
+            raise ValueError(f"{sliding_window=} must be at least 1 and wants is_causal=True, got {is_causal=}")
         linear = partial(
             Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -106,6 +111,7 @@ class Attention(nnx.Module):
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling
         self.is_causal = is_causal
+        self.sliding_window = sliding_window
         self.implementation = implementation
 
     def split_kernel(self) -> list[jax.Array]:
@@ -120,6 +126,8 @@ class Attention(nnx.Module):
         residual: Stream,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
     ) -> Stream: ...
     @overload
     def __call__(
@@ -129,7 +137,18 @@ class Attention(nnx.Module):
         residual: jax.Array | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
     ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | Normalized,
+        *,
+        residual: jax.Array | Stream | None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache,
+    ) -> tuple[Any, KVCache]: ...
     def __call__(
         self,
         x: jax.Array | Stream | Deferred,
@@ -137,25 +156,32 @@ class Attention(nnx.Module):
         residual: jax.Array | Stream | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
-    ) -> jax.Array | Stream:
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
         """Applies the layer.
 
         Args:
           x: (B, T, D) or (T, D).
           residual: as in Linear.
-          positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1.
+          positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
+            cache's. Segments need no positions of their own: a rotated query and key depend on the difference.
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
+          segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, as sequences that
+            are packed into one row need it. Padding is a segment of its own.
+          cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
 
         Returns:
-          (B, T, D) or (T, D), as Linear returns it.
+          (B, T, D) or (T, D), as Linear returns it; with a cache that, and the cache that holds x too.
 
         Raises:
-          ValueError: x or positions of another shape.
+          ValueError: x, positions or segment_ids of another shape, or a cache beside mask or segment_ids or without
+            is_causal.
         """
         if len(x.shape) not in (2, 3):
             raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {x.shape}")
         if positions is None:
-            positions = jnp.arange(x.shape[-2])
+            positions = jnp.arange(x.shape[-2]) if cache is None else cache.positions(x.shape[-2])
         if positions.shape not in (x.shape[-2:-1], x.shape[:-1]):
             raise ValueError(
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
@@ -185,18 +211,25 @@ class Attention(nnx.Module):
             if self.rope_theta is not None:
                 cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
                 q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        implementation = self.implementation or self._implementation(q.dtype)
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=self.is_causal, implementation=implementation)
-        if implementation == "xla":  # a policy finds cuDNN's results by its primitive
-            y = named(y, CONTEXT)
-        return self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual=residual)
+        y, cache = attend(
+            q,
+            k,
+            v,
+            is_causal=self.is_causal,
+            sliding_window=self.sliding_window,
+            segment_ids=segment_ids,
+            mask=mask,
+            cache=cache,
+            implementation=self.implementation,
+        )
+        out = self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual=residual)
+        return out if cache is None else (out, cache)
+
+    def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
+        """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""
+        dtype = dtype or self.qkv.dtype or self.qkv.kernel.dtype
+        return KVCache.empty(batch_size, capacity, self.num_kv_heads, self.head_dim, dtype)
 
     def _split(self, y: jax.Array) -> list[jax.Array]:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return jnp.split(y, [queries, queries + keys], axis=-1)
-
-    def _implementation(self, dtype: jnp.dtype) -> Literal["xla", "cudnn"]:
-        # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
-        # allocated.
-        suits = dtype in (jnp.bfloat16, jnp.float16) and self.head_dim % 8 == 0 and self.head_dim <= 128
-        return "cudnn" if suits and jax.default_backend() == "gpu" else "xla"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from flax_layers.activation import Activation
 from flax_layers.attention import Attention
+from flax_layers.kv_cache import KVCache
 from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.norm import RMSNorm
@@ -30,7 +31,7 @@ class TransformerBlock(nnx.Module):
       num_heads: query heads.
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
-      rope_theta, rope_scaling, qk_norm, use_bias: as in Attention.
+      rope_theta, rope_scaling, qk_norm, use_bias, sliding_window: as in Attention.
       activation: of GatedMLP.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
@@ -52,6 +53,7 @@ class TransformerBlock(nnx.Module):
         qk_norm: bool = False,
         use_bias: bool = False,
         activation: str | Activation = "silu",
+        sliding_window: int | None = None,
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -69,6 +71,7 @@ class TransformerBlock(nnx.Module):
             qk_norm=qk_norm,
             epsilon=epsilon,
             use_bias=use_bias,
+            sliding_window=sliding_window,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -86,17 +89,49 @@ class TransformerBlock(nnx.Module):
         )
 
     @overload
-    def __call__(self, x: Stream, *, positions: jax.Array | None = None, mask: jax.Array | None = None) -> Stream: ...
+    def __call__(
+        self,
+        x: Stream,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
+    ) -> Stream: ...
     @overload
     def __call__(
-        self, x: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
     ) -> jax.Array: ...
+    @overload
     def __call__(
-        self, x: jax.Array | Stream, *, positions: jax.Array | None = None, mask: jax.Array | None = None
-    ) -> jax.Array | Stream:
-        """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream."""
+        self, x: jax.Array | Stream, *, positions: jax.Array | None = None, cache: KVCache
+    ) -> tuple[Any, KVCache]: ...
+    def __call__(
+        self,
+        x: jax.Array | Stream,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream.
+
+        positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
+        """
         stream = named(Stream.of(x), LAYER_INPUT)
-        stream = self.attention(self.attention_norm(stream), residual=stream, positions=positions, mask=mask)
+        options: dict[str, Any] = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
+        if cache is None:
+            stream = self.attention(self.attention_norm(stream), residual=stream, **options)
+        else:
+            stream, cache = self.attention(self.attention_norm(stream), residual=stream, cache=cache, **options)
         stream = named(stream, ATTENTION_OUTPUT)
         stream = named(self.mlp(self.mlp_norm(stream), residual=stream), LAYER_OUTPUT)
-        return stream if isinstance(x, Stream) else array(stream)
+        y = stream if isinstance(x, Stream) else array(stream)
+        return y if cache is None else (y, cache)

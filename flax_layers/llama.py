@@ -11,7 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
-from flax_layers.layer_stack import run_layers, stack
+from flax_layers.kv_cache import KVCache
+from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
@@ -25,7 +26,8 @@ class LlamaConfig:
 
     num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads. attention_bias
     gives the query, key, value and output projections biases. qk_norm normalises queries and keys: a Qwen3 is a Llama
-    with qk_norm. hidden_act is a name in `flax_layers.activation`.
+    with qk_norm. hidden_act is a name in `flax_layers.activation`. sliding_window, as Mistral's config
+    names it, is how many tokens a token sees, itself and those before; default all.
     """
 
     vocab_size: int = 32000
@@ -44,6 +46,7 @@ class LlamaConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    sliding_window: int | None = None
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -142,6 +145,7 @@ class Llama(nnx.Module):
                 qk_norm=config.qk_norm,
                 use_bias=config.attention_bias,
                 activation=config.hidden_act,
+                sliding_window=config.sliding_window,
                 epsilon=config.rms_norm_eps,
                 dtype=dtype,
                 param_dtype=param_dtype,
@@ -164,14 +168,19 @@ class Llama(nnx.Module):
         self.config = config
 
     def __call__(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,); `positions` and `mask` as in Attention.
+        """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,); `positions`, `mask`, `segment_ids` as in Attention.
 
         Raises:
           ValueError: more tokens than max_position_embeddings.
         """
-        return self.head(self._features(tokens, positions, mask), embedding=self._embedding())
+        return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
 
     def loss(
         self,
@@ -181,6 +190,7 @@ class Llama(nnx.Module):
         *,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         **options: Any,
     ) -> jax.Array:
         """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
@@ -189,23 +199,68 @@ class Llama(nnx.Module):
           tokens: (B, T) or (T,).
           labels: of the same shape: what follows each token; -100 where nothing is asked for.
           weights: of the same shape; default 1.
-          positions, mask: as in Attention.
+          positions, mask, segment_ids: as in Attention.
           **options: as in `LMHead.loss`.
 
         Raises:
           ValueError: more tokens than max_position_embeddings, or labels or weights of another shape.
         """
-        features = self._features(tokens, positions, mask)
+        features = self._features(tokens, positions, mask, segment_ids)
         return self.head.loss(features, labels, weights=weights, embedding=self._embedding(), **options)[0]
 
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
         return self.embed.embedding[...] if self.config.tie_word_embeddings else None
 
-    def _features(self, tokens: jax.Array, positions: jax.Array | None, mask: jax.Array | None) -> Normalized:
+    def _features(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
+    ) -> Normalized:
         """What the head projects."""
         if tokens.shape[-1] > self.config.max_position_embeddings:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.max_position_embeddings=}")
         stream = Stream.of(self.embed(tokens))
-        stream = run_layers(self.layers, stream, remat=self.remat, positions=positions, mask=mask)
+        options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
+        stream = run_layers(self.layers, stream, remat=self.remat, **options)
         return self.norm(stream)
+
+    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
+        """Empty caches of all layers, for `capacity` tokens a row.
+
+        Raises:
+          ValueError: a capacity beyond max_position_embeddings.
+        """
+        if capacity > self.config.max_position_embeddings:
+            raise ValueError(f"{capacity} tokens exceed {self.config.max_position_embeddings=}")
+        return [layer.attention.init_cache(batch_size, capacity) for layer in self._layers()]
+
+    def decode(
+        self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, list[KVCache]]:
+        """Logits of what follows the tokens, which the cache then holds too.
+
+        Args:
+          tokens: (B, T): a whole prompt, or T more tokens.
+          cache: of the tokens before, as `init_cache` or this returns it.
+          lengths: (B,) int32, 1 to T: how many tokens of each row there are, padding comes after; default T.
+
+        Returns:
+          Logits (B, V) after the last token of each row, and the cache.
+        """
+        stream, longer = Stream.of(self.embed(tokens)), []
+        for layer, layer_cache in zip(self._layers(), cache, strict=True):
+            stream, layer_cache = layer(stream, cache=layer_cache)
+            if lengths is not None:  # forgets the padding
+                assert layer_cache.length is not None
+                layer_cache = dataclasses.replace(layer_cache, length=layer_cache.length - tokens.shape[1] + lengths)
+            longer.append(layer_cache)
+        last = jnp.full(tokens.shape[0], tokens.shape[1] - 1) if lengths is None else lengths - 1
+        stream = jax.tree.map(lambda x: x[jnp.arange(tokens.shape[0]), last][:, None], stream)
+        return self.head(self.norm(stream), embedding=self._embedding())[:, 0], longer
+
+    def _layers(self) -> Any:
+        """The layers one by one, also where they are stacked."""
+        return self.layers if isinstance(self.layers, nnx.List) else unstack(self.layers)

@@ -43,7 +43,10 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return (y * jnp.cos(angles) + turned_by_90 * jnp.sin(angles)).astype(x.dtype)
 
 
-def attention(p: Params, x: jax.Array, heads: int, kv_heads: int, theta: float, positions: Any = None) -> jax.Array:
+def attention(
+    p: Params, x: jax.Array, heads: int, kv_heads: int, theta: float, positions: Any = None, seen: Any = None
+) -> jax.Array:
+    """seen (T, T) or (B, T, T): which keys a query sees; default itself and those before."""
     batch, length, _ = x.shape
     qkv = linear(p["qkv"], x).reshape(batch, length, heads + 2 * kv_heads, -1)
     q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, heads + kv_heads :]
@@ -51,7 +54,8 @@ def attention(p: Params, x: jax.Array, heads: int, kv_heads: int, theta: float, 
     q, k = rotary(q, positions, theta), rotary(k, positions, theta)
     k, v = (jnp.repeat(y, heads // kv_heads, axis=2) for y in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(wide(x.dtype)) / q.shape[-1] ** 0.5
-    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+    seen = jnp.tril(jnp.ones((length, length), bool)) if seen is None else seen
+    scores = jnp.where(seen if seen.ndim == 2 else seen[:, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(x.dtype)
     return linear(p["out"], jnp.einsum("bhts,bshd->bthd", weights, v).reshape(batch, length, -1))

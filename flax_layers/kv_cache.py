@@ -1,0 +1,74 @@
+"""Keys and values of the tokens that attention has seen, kept for the tokens to come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one attention layer, a pytree: `Attention` takes one and returns the next.
+
+    A token's slot is its position. Slots from `length` on hold nothing of meaning: they are not attended to, and the
+    next tokens overwrite them, so a cache of a smaller `length` is the same cache with its last tokens forgotten.
+    Unlike nnx.MultiHeadAttention, which keeps its cache in variables of the module, nothing here is state: a cache is
+    a carry of `lax.while_loop`, may be kept, copied or sharded as any array, and a model serves many of them.
+
+    Attributes:
+      k, v: (B, S, Hkv, Dh) in the compute dtype; keys are rotated.
+      length: (B,) int32, tokens held by each row; None for an empty cache. That it is empty is known while tracing:
+        its first tokens attend to one another, without the cache.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    length: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, batch_size: int, capacity: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
+        """A cache for `capacity` tokens a row."""
+        if batch_size < 1 or capacity < 1:
+            raise ValueError(f"{batch_size=} and {capacity=} of a cache must be at least 1")
+        shape = (batch_size, capacity, num_kv_heads, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    @property
+    def capacity(self) -> int:
+        """S, the most tokens a row can hold."""
+        return self.k.shape[1]
+
+    def positions(self, count: int) -> jax.Array:
+        """Positions of the next `count` tokens: (B, count), or (count,) of an empty cache."""
+        new = jnp.arange(count)
+        return new if self.length is None else self.length[:, None] + new
+
+    def append(self, k: jax.Array, v: jax.Array) -> KVCache:
+        """The cache with the keys and values (B, T, Hkv, Dh) of T more tokens.
+
+        Raises:
+          ValueError: k of another shape or dtype, or more tokens than the capacity. Beyond an empty cache `length` is
+            known only when the program runs, and tokens past the capacity are dropped.
+        """
+        batch, count = k.shape[:2] if k.ndim == 4 else (None, 0)
+        if (batch, *k.shape[2:]) != (self.k.shape[0], *self.k.shape[2:]) or k.dtype != self.k.dtype:
+            raise ValueError(
+                f"new keys {k.dtype}{k.shape} do not fit a cache of {self.k.dtype}{self.k.shape}: (B, T, Hkv, Dh)"
+            )
+        if count > self.capacity:
+            raise ValueError(f"{count} tokens exceed the cache's capacity of {self.capacity}")
+        if self.length is None:
+            k, v = (lax.dynamic_update_slice_in_dim(old, x, 0, axis=1) for old, x in ((self.k, k), (self.v, v)))
+            return KVCache(k, v, jnp.full(self.k.shape[0], count, jnp.int32))
+        # Not dynamic_update_slice, which moves what does not fit onto older tokens.
+        rows, slots = jnp.arange(self.k.shape[0])[:, None], self.positions(count)
+        return KVCache(
+            self.k.at[rows, slots].set(k, mode="drop"),
+            self.v.at[rows, slots].set(v, mode="drop"),
+            self.length + count,
+        )

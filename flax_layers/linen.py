@@ -1,0 +1,55 @@
+"""The layers as linen modules, through `flax.nnx.bridge`.
+
+    from flax import linen as nn
+    from flax_layers import linen as layers
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = layers.TransformerBlock(in_features=512, hidden_features=1408, num_heads=8, dtype=jnp.bfloat16)(x)
+            return layers.RMSNorm(num_features=512)(x)
+
+Arguments are those of the nnx module, all by keyword, without `rngs`; parameters have its names and shapes, so
+`nnx.update(module, variables["params"])` gives them to the nnx module, whose `generate` wants them there. What the
+modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as do caches.
+`init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen module. Remat whole blocks: around one
+`GatedMLP` it hides that norm and residual are the same array, and the fused chain with it. The blocks of a `Llama` are
+numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.nnx.bridge.wrappers import ToLinen, to_linen_class
+
+import flax_layers
+
+__all__ = ["Attention", "GatedMLP", "LMHead", "Linear", "Llama", "RMSNorm", "TransformerBlock"]
+
+
+class _ByKeyword:
+    """Refuses positional arguments: the first of them would be ToLinen's `args`."""
+
+    args: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.args, tuple | list):
+            raise TypeError(f"{type(self).__name__} takes its arguments by keyword, got {self.args!r}")
+        super().__post_init__()  # type: ignore[misc]
+
+
+def _adapter(module: type[nnx.Module]) -> type[ToLinen]:
+    name = module.__name__
+    namespace = {"__module__": __name__, "__qualname__": name, "__doc__": f"`flax_layers.{name}` in linen."}
+    return type(name, (_ByKeyword, to_linen_class(module)), namespace)
+
+
+Attention = _adapter(flax_layers.Attention)
+GatedMLP = _adapter(flax_layers.GatedMLP)
+LMHead = _adapter(flax_layers.LMHead)
+Linear = _adapter(flax_layers.Linear)
+Llama = _adapter(flax_layers.Llama)
+RMSNorm = _adapter(flax_layers.RMSNorm)
+TransformerBlock = _adapter(flax_layers.TransformerBlock)

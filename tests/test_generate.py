@@ -1,0 +1,250 @@
+"""generate against rollouts by whole forward passes, and its sampling against numpy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers as layers
+from flax_layers.generate import candidates
+from flax_layers.hoist import hoist
+
+CONFIG = layers.LlamaConfig(
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=24,
+    initializer_range=0.5,
+)
+PROMPTS = np.array([[5, 1, 7, 2, 30, 8], [9, 9, 4, 0, 0, 0], [3, 0, 0, 0, 0, 0], [11, 12, 13, 14, 15, 0]])
+LENGTHS = np.array([6, 3, 1, 5])
+NEW = 9
+
+
+@functools.cache
+def llama(**options):
+    return layers.Llama(dataclasses.replace(CONFIG, **options), rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def rollout(sliding_window=None):
+    """Greedy continuations (4, NEW) of the ragged prompts, a whole forward pass a token."""
+    model = llama(sliding_window=sliding_window)
+    forward = nnx.jit(lambda m, tokens: m(tokens))
+    rows, tokens = np.arange(len(LENGTHS)), np.zeros((len(LENGTHS), 6 + NEW), int)
+    tokens[:, :6] = PROMPTS
+    for i in range(NEW):  # what stands after a row's end is not seen
+        logits = forward(model, jnp.asarray(tokens))
+        tokens[rows, LENGTHS + i] = np.argmax(logits[rows, LENGTHS + i - 1], axis=1)
+    return np.stack([row[n : n + NEW] for row, n in zip(tokens, LENGTHS, strict=True)])
+
+
+@pytest.mark.parametrize("options, wrap", [({}, nnx.jit), ({"sliding_window": 4}, lambda f: f)], ids=["jit", "window"])
+def test_greedy_is_the_rollout_by_whole_forward_passes(options, wrap):
+    expected = rollout(**options)
+    assert len(np.unique(expected)) > 5
+    run = wrap(functools.partial(layers.generate, max_new_tokens=NEW))
+    tokens, lengths = run(llama(**options), PROMPTS, lengths=jnp.asarray(LENGTHS))
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(lengths, NEW)
+    assert tokens.dtype == lengths.dtype == jnp.int32
+
+
+def test_rows_end_at_an_end_token():
+    expected = rollout()
+    ends = [int(expected[0, 2]), int(expected[1, 4])]
+    tokens, lengths = layers.generate(llama(), PROMPTS, lengths=LENGTHS, max_new_tokens=NEW, eos_token=ends)
+    for row, got, length in zip(expected, np.asarray(tokens), np.asarray(lengths), strict=True):
+        first = np.flatnonzero(np.isin(row, ends))
+        assert length == (first[0] + 1 if len(first) else NEW)
+        np.testing.assert_array_equal(got[:length], row[:length])
+        np.testing.assert_array_equal(got[length:], got[length - 1])
+    assert lengths.min() < NEW
+
+
+class Counted(layers.Llama):
+    """Notes the shape of the tokens of every pass: as it is traced, and as it runs."""
+
+    traced: list = []  # noqa: RUF012
+    ran: list = []  # noqa: RUF012
+
+    def decode(self, tokens, cache, *, lengths=None):
+        self.traced.append(tokens.shape)
+        jax.debug.callback(lambda: self.ran.append(tokens.shape))
+        return super().decode(tokens, cache, lengths=lengths)
+
+
+def test_one_program_that_stops_when_all_rows_have_ended():
+    """Neither another model of the same structure nor another temperature traces it again."""
+    for seed in range(2):
+        model = Counted(dataclasses.replace(CONFIG, num_hidden_layers=1), rngs=nnx.Rngs(seed))
+        run = functools.partial(layers.generate, model, PROMPTS[:1], max_new_tokens=NEW, key=jax.random.key(0))
+        run(temperature=0.5, top_p=0.1)
+        sample = run(temperature=2.0, top_p=0.9).tokens
+    assert Counted.traced == [(1, 6), (1, 1)]
+    jax.effects_barrier()
+    assert sorted(Counted.ran) == [(1, 1)] * 4 * (NEW - 1) + [(1, 6)] * 4
+    np.testing.assert_array_equal(sample, run(temperature=2.0, top_p=0.9).tokens)
+    assert (sample != run(temperature=2.0, top_p=0.9, key=jax.random.key(1)).tokens).any()
+    Counted.ran.clear()
+    row = np.asarray(run().tokens[0])
+    jax.effects_barrier()
+    assert Counted.ran == [(1, 6)] + [(1, 1)] * (NEW - 1)
+    Counted.ran.clear()
+    changed = int(np.flatnonzero(row != row[0])[0])
+    assert run(eos_token=row[changed]).lengths == changed + 1
+    jax.effects_barrier()
+    assert Counted.ran == [(1, 6)] + [(1, 1)] * changed
+
+
+def reference_probabilities(logits, top_k, top_p):
+    """Of one row, token by token, in float64."""
+    order = np.argsort(-logits, kind="stable")[:top_k]
+    weights = np.exp(logits[order] - logits.max())
+    probabilities, kept, total = weights / weights.sum(), [], 0.0
+    for token, p in zip(order, probabilities, strict=True):
+        kept.append((token, p))
+        total += p
+        if top_p is not None and total >= top_p:
+            break
+    out = np.zeros(len(logits))
+    for token, p in kept:
+        out[token] = p / total
+    return out
+
+
+@pytest.mark.parametrize("top_k, top_p", [(5, None), (None, 0.7), (8, 0.5), (100, 1e-6), (1, 0.9)])
+def test_the_tokens_that_may_be_drawn(top_k, top_p):
+    logits = np.random.default_rng(0).normal(0, 2, (3, 40)).astype(np.float32)
+    kept, tokens = candidates(jnp.asarray(logits), top_k, top_p)
+    got = np.zeros(logits.shape)
+    np.put_along_axis(got, np.asarray(tokens), np.asarray(jax.nn.softmax(kept, axis=-1)), axis=1)
+    expected = np.stack([reference_probabilities(row.astype(np.float64), top_k, top_p) for row in logits])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.6}], ids=str)
+def test_first_tokens_have_the_model_s_distribution(options):
+    """Of 4000 draws at temperature 2, each token's share is within five standard deviations."""
+    model, count, temperature = llama(num_hidden_layers=1), 4000, 2.0
+    logits = np.asarray(model(jnp.asarray(PROMPTS[:1, :2])), np.float64)[0, -1] / temperature
+    p = reference_probabilities(logits, options.get("top_k"), options.get("top_p"))
+    prompts = np.repeat(PROMPTS[:1, :2], count, axis=0)
+    key = jax.random.key(1)
+    tokens, _ = layers.generate(model, prompts, max_new_tokens=1, temperature=temperature, key=key, **options)
+    share = np.bincount(tokens[:, 0], minlength=40) / count
+    assert (np.abs(share - p) <= 5 * np.sqrt(p * (1 - p) / count)).all()
+
+
+def test_a_prompt_in_parts_and_a_token_taken_back():
+    """Any number of tokens may follow a cache; one of a smaller length has forgotten its last tokens."""
+    model, tokens = llama(sliding_window=4, num_hidden_layers=1), jnp.asarray(PROMPTS[:, ::-1])
+    decode = nnx.jit(lambda m, tokens, cache: m.decode(tokens, cache))
+    expected, whole = decode(model, tokens, model.init_cache(4, 8))
+    _, cache = decode(model, tokens[:, :2], model.init_cache(4, 8))
+    _, cache = decode(model, tokens[:, 1:3], cache)
+    cache = [dataclasses.replace(layer, length=layer.length - 2) for layer in cache]
+    logits, cache = decode(model, tokens[:, 2:], cache)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def test_what_the_products_of_a_step_are_lowered_to():
+    """The prompt's and, once, a step's, with one row a prompt; a row of 40 logits is a kernel's, one of 41 is not."""
+    tokens = jax.ShapeDtypeStruct(PROMPTS.shape, jnp.int32)
+    for vocab, reason in ((40, None), (41, "a row of 41 bfloat16 is 82 bytes")):
+        model = layers.Llama(dataclasses.replace(CONFIG, vocab_size=vocab), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        found = coda.explain(lambda m, t: layers.generate(m, t, max_new_tokens=NEW), model, tokens, platform="cuda")
+        assert sum(found.products.values()) == 2 * (4 * CONFIG.num_hidden_layers + 1)
+        rows = {(p.epilogue, p.a) for p in found.products}
+        assert {("row_scale_gated", "bfloat16[24,32]"), ("row_scale_gated", "bfloat16[4,32]")} <= rows
+        heads = [p for p in found.products if p.b == f"bfloat16[32,{vocab}]"]
+        assert [p.a for p in heads] == ["bfloat16[4,32]"]  # the prompt's and the step's are the same product
+        assert (heads[0].reason is None) == (reason is None) and (reason or "") in (heads[0].reason or "")
+
+
+def outputs(jaxpr):
+    """Types of the results of all equations, those of nested jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval for v in equation.outvars)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from outputs(inner)
+
+
+def test_no_weight_is_cast_in_the_loop():
+    """Casts and products with a norm's scale are made before it: a step only reads the weights."""
+    model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim == 2} | {(32, 96)}  # gate_up in two axes
+    whole = jax.make_jaxpr(lambda m, t: layers.generate(m, t, max_new_tokens=NEW))(model, PROMPTS).jaxpr
+    (inner,) = (e.params["jaxpr"].jaxpr for e in whole.eqns if e.params.get("name") == "_generate")
+    (loop,) = (e for e in inner.eqns if e.primitive.name == "while")
+    assert kernels <= {x.shape for x in outputs(inner)}
+    assert not kernels & {x.shape for x in outputs(loop.params["body_jaxpr"].jaxpr)}
+
+
+def test_what_is_hoisted():
+    """What reads the invariant and nothing that varies, seen through jit and custom rules; effects stay."""
+    ran = []
+
+    def step(weights, x):
+        scale = jax.nn.relu(weights["w"]) * jnp.arange(3.0)
+        jax.debug.callback(lambda: ran.append(1))
+        return {"y": jax.nn.silu(x) + jnp.sum(scale) + jnp.arange(3.0), "w": weights["w"]}
+
+    weights, x = {"w": jnp.array([-1.0, 2.0, 3.0])}, jnp.ones(3)
+    kept, rest = hoist(step, weights, jax.ShapeDtypeStruct((3,), jnp.float32))
+    assert ran == [] and sorted(k.shape for k in kept) == [(), (3,)]
+    for _ in range(2):
+        got = rest(kept, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, step(weights, x))
+    jax.effects_barrier()
+    assert len(ran) == 4
+    assert "max" not in str(jax.make_jaxpr(rest)(kept, x))
+
+
+generate_all = functools.partial(layers.generate, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=20), "25 tokens exceed .*max_position_embeddings=24"),
+        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
+        (lambda m: generate_all(m, PROMPTS[:, :0]), r"got int64\(4, 0\)|got int32\(4, 0\)"),
+        (lambda m: generate_all(m, PROMPTS[0]), r"prompts are integers \(B, T\).*\(6,\)"),
+        (lambda m: generate_all(m, PROMPTS / 1.0), "prompts are integers .* float32"),
+        (lambda m: generate_all(m, PROMPTS, lengths=[6, 0, 1, 5]), r"1 to 6, got \[6, 0, 1, 5\]"),
+        (lambda m: generate_all(m, PROMPTS, lengths=[6, 7, 1, 5]), "lengths must be 1 to 6"),
+        (lambda m: generate_all(m, PROMPTS, lengths=[6, 3]), r"integers \(4,\) here, got int64\(2,\)"),
+        (lambda m: generate_all(m, PROMPTS, lengths=LENGTHS / 1.0), "float64"),
+        (lambda m: generate_all(m, PROMPTS, temperature=-1.0), "temperature=-1.0 must be 0 or"),
+        (lambda m: generate_all(m, PROMPTS, temperature=float("nan")), "temperature=nan"),
+        (lambda m: generate_all(m, PROMPTS, temperature=1.0), "temperature=1.0 needs a key"),
+        (lambda m: generate_all(m, PROMPTS, top_k=0), "top_k=0 must be at least 1"),
+        (lambda m: generate_all(m, PROMPTS, top_p=0.0), "top_p=0.0 must be above 0"),
+        (lambda m: m.init_cache(0, 4), "batch_size=0 and capacity=4"),
+        (lambda m: m.decode(PROMPTS, m.init_cache(4, 5)), "6 tokens exceed the cache's capacity of 5"),
+        (
+            lambda m: m.decode(PROMPTS, m.init_cache(3, 8)),
+            r"float32\(4, 6, 2, 8\) do not fit a cache of float32\(3, 8, 2, 8\)",
+        ),
+        (
+            lambda m: m.layers[0](jnp.ones((3, 2, 32)), cache=m.init_cache(3, 8)[0], mask=jnp.ones((2, 2), bool)),
+            "without mask and segment_ids",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(llama())

@@ -1,0 +1,148 @@
+"""The layers in linen: values and names of the nnx modules, Streams between them, transformations, training."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers
+from flax_layers import linen as layers
+
+SIZES = {"in_features": 16, "hidden_features": 24, "num_heads": 2}
+CONFIG = flax_layers.LlamaConfig(
+    vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def of_nnx(name, options, variables):
+    """The nnx module with a linen module's parameters."""
+    module = getattr(flax_layers, name)(**options, rngs=nnx.Rngs(5))
+    nnx.update(module, variables["params"])
+    return module
+
+
+@pytest.mark.parametrize(
+    "name, options, x",
+    [
+        ("Linear", {"in_features": 16, "out_features": 24}, normal(0, 2, 5, 16)),
+        ("RMSNorm", {"num_features": 16}, normal(0, 2, 5, 16)),
+        ("GatedMLP", {"in_features": 16, "hidden_features": 24, "activation": jax.nn.gelu}, normal(0, 2, 5, 16)),
+        ("Attention", {"in_features": 16, "num_heads": 2, "sliding_window": 2}, normal(0, 2, 5, 16)),
+        ("TransformerBlock", SIZES, normal(0, 2, 5, 16)),
+        ("LMHead", {"in_features": 16, "vocab_size": 24}, normal(0, 2, 5, 16)),
+    ],
+)
+def test_parameters_have_the_names_and_shapes_of_the_nnx_module(name, options, x):
+    variables = jax.eval_shape(getattr(layers, name)(**options).init, jax.random.key(1), x)
+    module = nnx.eval_shape(lambda: getattr(flax_layers, name)(**options, rngs=nnx.Rngs(5)))
+    expected = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    assert jax.tree.map(np.shape, variables) == {"params": jax.tree.map(np.shape, expected)}
+
+
+def test_a_llama_has_the_values_of_the_nnx_module_and_generates_there():
+    module, tokens = layers.Llama(config=CONFIG), jnp.arange(10).reshape(2, 5)
+    variables = jax.jit(module.init)(jax.random.key(1), tokens)
+    model = of_nnx("Llama", {"config": CONFIG}, variables)
+    logits = jax.jit(module.apply)(variables, tokens)
+    np.testing.assert_allclose(logits, nnx.jit(lambda m, x: m(x))(model, tokens), rtol=1e-5, atol=1e-6)
+    made = flax_layers.generate(model, tokens, max_new_tokens=1).tokens
+    np.testing.assert_array_equal(made[:, 0], jnp.argmax(logits[:, -1], axis=-1))
+
+
+class Block(nn.Module):
+    """Two sub-layers that hand each other Streams and norms not yet applied."""
+
+    @nn.compact
+    def __call__(self, x):
+        stream = flax_layers.Stream.of(x)
+        normalized = layers.RMSNorm(num_features=16, name="attention_norm")(stream)
+        assert isinstance(normalized, flax_layers.Normalized)
+        stream = layers.Attention(in_features=16, num_heads=2, name="attention")(normalized, residual=stream)
+        assert isinstance(stream, flax_layers.Stream) and stream.sumsq is not None
+        normalized = layers.RMSNorm(num_features=16, name="mlp_norm")(stream)
+        return layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized, residual=stream)
+
+
+def test_streams_between_linen_modules():
+    """They are the block of the nnx modules: the same values and gradients, from as many products."""
+    x = normal(0, 2, 5, 16)
+    variables = jax.jit(Block().init)(jax.random.key(1), x)
+    block = of_nnx("TransformerBlock", SIZES, variables)
+    graphdef, params = nnx.split(block)
+
+    def of_linen(variables, x):
+        return jnp.sum(Block().apply(variables, x).x ** 2)
+
+    def of_block(params, x):
+        return jnp.sum(nnx.merge(graphdef, params)(x) ** 2)
+
+    got, dx = jax.jit(jax.grad(of_linen, (0, 1)))(variables, x)
+    expected, expected_dx = jax.jit(jax.grad(of_block, (0, 1)))(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        (got["params"], dx),
+        (nnx.to_pure_dict(expected), expected_dx),
+    )
+    products = [
+        coda.explain(jax.grad(f), p, x, platform="cuda").products
+        for f, p in ((of_linen, variables), (of_block, params))
+    ]
+    assert products[0] == products[1]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, two blocks under nn.scan and nn.remat, norm, head."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        stream = flax_layers.Stream.of(nn.Embed(24, 16)(tokens)).with_statistic()
+
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, stream, _):
+                return nn.remat(layers.TransformerBlock)(**SIZES, name="block")(stream), None
+
+        blocks = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        stream, _ = blocks(name="layers")(stream, None)
+        return layers.LMHead(in_features=16, vocab_size=24)(layers.RMSNorm(num_features=16)(stream))
+
+
+def test_a_linen_model_under_scan_and_remat_trains():
+    model, tokens = LanguageModel(), jax.random.randint(jax.random.key(0), (4, 9), 0, 24)
+    params = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
+    kernels = params["params"]["layers"]["block"]["attention"]["qkv"]["kernel"]
+    assert kernels.shape == (2, 16, 48) and (kernels[0] != kernels[1]).all()
+    optimizer = optax.adamw(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            logits = model.apply(params, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, losses = optimizer.init(params), []
+    for _ in range(30):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_arguments_are_given_by_keyword():
+    with pytest.raises(TypeError, match="GatedMLP takes its arguments by keyword, got 16"):
+        layers.GatedMLP(16, hidden_features=24)
+    assert pickle.loads(pickle.dumps(layers.GatedMLP)) is layers.GatedMLP
+    assert "flax_layers.GatedMLP" in layers.GatedMLP.__doc__
