@@ -56,43 +56,42 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Passes that may be there: all that they read is made by `after`, all that they make is read by `before`.
+    """Passes that may be there: those of `only` that read what kernels of `after` make, for kernels of `before`.
 
-    needs_maker: whether they must read an activation at all.
+    None stands for all kernels.
     """
 
     why: str
-    after: frozenset[str]
-    before: frozenset[str]
-    only: Callable[[Pass], bool] = lambda one: True
-    needs_maker: bool = True
+    after: frozenset[str] | None
+    before: frozenset[str] | None
+    only: Callable[[Pass], bool]
 
     def __call__(self, one: Pass) -> bool:
-        made = bool(one.after) or not self.needs_maker
-        return made and one.after <= self.after and one.before <= self.before and self.only(one)
+        in_place = (self.after is None or one.after <= self.after) and (
+            self.before is None or one.before <= self.before
+        )
+        return in_place and self.only(one)
 
 
-def allowed(why: str, after: str, before: str, only: Callable[[Pass], bool] = lambda one: True) -> Allowed:
-    return Allowed(why, frozenset(after.split()), frozenset(before.split()), only)
+def allowed(
+    why: str, after: str | None, before: str | None, only: Callable[[Pass], bool] = lambda one: bool(one.after)
+) -> Allowed:
+    """One with the kernels' names in a line; by default of passes that read an activation that a kernel made."""
+    places = [None if names is None else frozenset(names.split()) for names in (after, before)]
+    return Allowed(why, *places, only)
 
 
 NORM_BACKWARD = "norm_backward scale_backward"  # dx and dW of a product that a norm went into
 BLOCK = (
     allowed(
-        "rotary embedding of q and k, and the split of q, k, v, kept for the backward pass",
-        "row_scale",
-        f"attention attention_backward {NORM_BACKWARD} output",
-        lambda one: bool(one.before & {hlo.ATTENTION, hlo.ATTENTION_BACKWARD}),
-    ),
-    allowed(
         "rotary embedding's backward pass, the packing of dq, dk, dv, and the row sums of q dq + k dk + v dv",
-        "row_scale attention_backward input",
+        "row_scale_rotary attention_backward input",
         NORM_BACKWARD,
         lambda one: hlo.ATTENTION_BACKWARD in one.after,
     ),
     allowed(
         "q, k, v in float32 for the same row sums",
-        "row_scale input",
+        "row_scale_rotary input",
         NORM_BACKWARD,
         lambda one: one.operation == "convert",
     ),
@@ -104,8 +103,8 @@ BLOCK = (
     ),
     allowed(
         "in StableHLO, what is kept under remat rounded to the precision that it has, which XLA drops",
-        "row_scale attention add_residual_sumsq",
-        f"output add_residual_sumsq row_scale row_scale_gated attention_backward gated_backward gemm {NORM_BACKWARD}",
+        "row_scale_rotary attention add_residual_sumsq",
+        None,
         lambda one: one.operation == "reduce_precision",
     ),
 )
@@ -113,42 +112,31 @@ BLOCK = (
 
 def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
     """What a whole training step may have besides what its blocks have."""
-    anything = "input output loop attention attention_backward row_scale row_scale_gated gemm add_residual_sumsq "
-    anything += f"gated_backward {NORM_BACKWARD}"
+
+    def named(*names: str) -> Callable[[Pass], bool]:
+        return lambda one: bool(re.search("|".join(names), f"{one.operation} {one.scope}"))
+
     return (
         *BLOCK,
-        Allowed(
-            "the loss over logits",
-            frozenset(anything.split()),
-            frozenset(anything.split()),
-            lambda one: any(vocab_size in shape for shape in one.shapes),
-            needs_maker=False,
-        ),
+        allowed("the loss over logits", None, None, lambda one: any(vocab_size in shape for shape in one.shapes)),
+        allowed("the final norm, formed for the loss", "add_residual_sumsq loop", "sums gemm loop"),
         allowed(
             "the final norm's backward pass",
             "add_residual_sumsq gemm loop",
             f"gated_backward gemm {NORM_BACKWARD} loop",
         ),
-        Allowed(
+        allowed(
             "the embedding's rows, and their squares for the first norm",
-            frozenset({hlo.INPUT}),
-            frozenset(anything.split()),
-            lambda one: bool(
-                re.search(r"gather|take|select|convert|square|reduce_sum", f"{one.operation} {one.scope}")
-            ),
-            needs_maker=False,
+            "input",
+            None,
+            named("gather", "take", "select", "convert", "square", "reduce_sum"),
         ),
+        allowed("the embedding's gradient", "norm_backward loop", "output", named("scatter")),
         allowed(
-            "the embedding's gradient",
-            "norm_backward loop",
-            "output",
-            lambda one: "scatter" in f"{one.operation} {one.scope}",
-        ),
-        allowed(
-            "a scan's arrays of all layers, read and written",
-            anything,
-            anything,
-            lambda one: bool(re.search(r"dynamic_(update_)?(slice|index)", f"{one.operation} {one.scope}")),
+            "arrays of all layers, or of chunks, read and written by a loop",
+            None,
+            None,
+            named(r"dynamic_\w*(slice|index)"),
         ),
     )
 

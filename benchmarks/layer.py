@@ -27,7 +27,7 @@ from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.
 SHAPES = [(2048, 8192, 32, 8), (4096, 14336, 32, 8)]
-TINY = [(64, 96, 4, 2)]
+TINY = [(128, 192, 2, 1)]
 Params = dict[str, jax.Array]
 
 

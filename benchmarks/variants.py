@@ -31,8 +31,9 @@ TINY = dataclasses.replace(
     hidden_size=64,
     intermediate_size=96,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
 )
 
 
@@ -109,13 +110,6 @@ class Parameters:
         return plain_llama.from_fused(tree, self.config)
 
 
-def loss_of(model: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross-entropy: the model's own where it has one, else that of its logits."""
-    if hasattr(model, "loss"):
-        return model.loss(tokens, labels)
-    return plain_llama.cross_entropy(model(tokens), labels)
-
-
 def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dtype: Any) -> Callable[..., Any]:
     """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
     if variant.fused:
@@ -123,7 +117,7 @@ def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dty
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-            return loss_of(nnx.merge(graphdef, params), tokens, labels)
+            return nnx.merge(graphdef, params).loss(tokens, labels)
     else:
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:

@@ -18,7 +18,9 @@ def found(call):
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
     dtype = jnp.bfloat16
-    block = layers.TransformerBlock(64, 96, 4, num_kv_heads=2, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    block = layers.TransformerBlock(
+        64, 96, 2, num_kv_heads=1, head_dim=64, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
+    )
     passes = between_kernels.block_passes(call, block, BATCH, LENGTH, dtype)
     wrong = between_kernels.not_allowed(passes, between_kernels.BLOCK)
     return [one for one in passes if one not in wrong], wrong
