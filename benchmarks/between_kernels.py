@@ -119,7 +119,7 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
     return (
         *BLOCK,
         allowed("the loss over logits", None, None, lambda one: any(vocab_size in shape for shape in one.shapes)),
-        allowed("the final norm, formed for the loss", "add_residual_sumsq loop", "sums gemm loop"),
+        allowed("the final norm, formed for the loss", "add_residual_sumsq loop", "loss_sums gemm loop"),
         allowed(
             "the final norm's backward pass",
             "add_residual_sumsq gemm loop",

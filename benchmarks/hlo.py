@@ -127,8 +127,11 @@ def _array(type_: Any) -> Array:
 # --- optimised HLO
 
 
-def hlo_computations(text: str) -> list[Computation]:
-    """The computations of `compiled.as_text()` whose operations are executed one by one; not the inside of fusions."""
+def hlo_computations(text: str, *, inside_fusions: bool = False) -> list[Computation]:
+    """The computations of `compiled.as_text()` whose operations are executed one by one; not the inside of fusions.
+
+    With `inside_fusions` these too: XLA puts a custom call and the slice that it reads or writes into one.
+    """
     bodies: dict[str, list[str]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -146,7 +149,7 @@ def hlo_computations(text: str) -> list[Computation]:
         found.append(_hlo_computation(lines))
         for line in lines:
             # Loops and branches, and what is started to run asynchronously; fusions and reductions have kernels.
-            if not re.search(
+            if inside_fusions or not re.search(
                 r"[\s)]fusion\(|[\s)](all-)?reduce\w*(-start)?\(|[\s)](sort|scatter|reduce-window)\(", line
             ):
                 for callee in re.findall(r"(?:body|calls|to_apply|\w+_computation)=%?([\w.\-]+)", line):

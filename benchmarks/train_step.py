@@ -122,7 +122,9 @@ def compile_all(names: Sequence[str], parameters: Parameters, tokens: jax.Array,
         for name, arguments, future in waiting:
             function, seconds = future.result()
             operations = {
-                one.name: one for computation in hlo.hlo_computations(function.as_text()) for one in computation
+                one.name: one
+                for computation in hlo.hlo_computations(function.as_text(), inside_fusions=True)
+                for one in computation
             }
             call = lambda f=function, a=arguments: f(*a)  # noqa: E731
             found.append(Measured(name, VARIANTS[name], function, seconds, operations, call))

@@ -114,7 +114,8 @@ def _inlined(eqn: Any) -> Any:
     # From 0.12 on JAX makes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a kernel's
     # exp does not have.
     operations = [inner.primitive.name for inner in _parts(callee)[0].eqns]
-    if "bitcast_convert_type" in operations and str(callee) == _erf_derivative(eqn.invars[0].aval):
+    of_floats = eqn.invars and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+    if "bitcast_convert_type" in operations and of_floats and str(callee) == _erf_derivative(eqn.invars[0].aval):
         return jax.make_jaxpr(lambda x: lax.exp(-(x * x)))(eqn.invars[0].aval)
     return callee
 

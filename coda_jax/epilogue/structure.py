@@ -88,6 +88,8 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
                 f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns "
                 "become (heads, columns of a head) or these columns again"
             )
+        if found == [CHANNEL] and analysis.head == analysis.n:
+            found = [COLUMN]  # the one head is all columns
         for axis, tag in zip(new, found, strict=True):
             tags[axis] = tag
     return [_placed(analysis, value, tuple(tags), after)]
@@ -184,8 +186,10 @@ def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
     return replace(value, tags=tags, nodes=(value.nodes[way],))
 
 
-def _side(analysis: Analysis, value: Local, axis: int, side: int) -> Local:
-    """The even (0) or the odd (1) columns of each head."""
+def _side(analysis: Analysis, value: Local, axis: int, side: int, size: int) -> Local:
+    """The even (0) or the odd (1) columns of each head, along an axis of that size."""
+    if value.tags[axis] == COLUMN:
+        analysis.heads(size)  # of which there is one
     analysis.neighbours()
     tag = None if value.tags[axis] == SIDE else HALF_CHANNEL
     return replace(value, tags=(*value.tags[:axis], tag, *value.tags[axis + 1 :]), nodes=(value.nodes[side],))
@@ -220,8 +224,9 @@ def _take(
         first = same_size(start, 0) and same_size(limit, half)
         second = same_size(start, half) and same_size(limit, before[axis])
         static = all(isinstance(x, int | np.integer) for x in (start, limit))
-        if tag == SIDE or (tag == CHANNEL and stride == 2 and same_size((limit - start + 1) // 2, half)):
-            value = _side(analysis, value, axis, int(start))
+        every_second = static and stride == 2 and same_size((limit - start + 1) // 2, before[axis] // 2)
+        if tag == SIDE or (tag in (CHANNEL, COLUMN) and every_second):
+            value = _side(analysis, value, axis, int(start), int(before[axis]))
             continue
         if stride == 1 and (first or second):
             value = _half(analysis, value, axis, int(second))

@@ -60,7 +60,7 @@ def test_memory_of_the_loss_head(parameters):
     ]
 
     def loss(*arguments):
-        return loss_cases.loss(*arguments, dtype=jnp.bfloat16, implementation="cuda", chunk_bytes=2**28)[0]
+        return loss_cases.loss(*arguments, dtype=jnp.bfloat16, implementation="cuda")[0]
 
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*types).compile()
     accumulator = 4 * width * vocabulary
