@@ -132,6 +132,7 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
             named("gather", "take", "select", "convert", "square", "reduce_sum"),
         ),
         allowed("the embedding's gradient", "norm_backward loop", "output", named("scatter")),
+        allowed("the zeros that the loss head's loop puts its dx into", "", "loop", lambda one: not one.after),
         allowed(
             "arrays of all layers, or of chunks, read and written by a loop",
             None,

@@ -44,6 +44,7 @@ class Variant:
     fused: bool
     scan: bool = False
     remat: str | None = None
+    remat_layers: int | None = None
     compiler_options: Mapping[str, Any] | None = None
 
 
@@ -51,6 +52,8 @@ VARIANTS = {
     "coda": Variant(fused=True),
     "coda_scan": Variant(fused=True, scan=True),
     "coda_recompute": Variant(fused=True, remat="save_attention"),
+    # In no more memory than a plain scan with remat takes.
+    "coda_recompute_3": Variant(fused=True, remat="save_attention", remat_layers=3),
     "xla": Variant(fused=False),
     "xla_scan": Variant(fused=False, scan=True),
     "xla_scan_remat": Variant(fused=False, scan=True, remat="full"),
@@ -60,7 +63,7 @@ VARIANTS = {
     # XLA may then write a product's result into its slice of the stacked array at once.
     "coda_scan_slices": Variant(fused=True, scan=True, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": True}),
 }
-DEFAULTS = list(VARIANTS)[:6]
+DEFAULTS = list(VARIANTS)[:7]
 
 
 class Parameters:
@@ -113,7 +116,13 @@ class Parameters:
 def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dtype: Any) -> Callable[..., Any]:
     """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
     if variant.fused:
-        options = {"scan_layers": variant.scan, "remat": variant.remat, "dtype": dtype, "param_dtype": param_dtype}
+        options = {
+            "scan_layers": variant.scan,
+            "remat": variant.remat,
+            "remat_layers": variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+        }
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:

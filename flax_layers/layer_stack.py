@@ -40,7 +40,9 @@ def unstack(layers: nnx.Module) -> nnx.List:
     return nnx.List(nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
 
 
-def run_layers(layers: Any, stream: Stream, *, remat: Remat = None, **options: Any) -> Stream:
+def run_layers(
+    layers: Any, stream: Stream, *, remat: Remat = None, remat_layers: int | None = None, **options: Any
+) -> Stream:
     """The stream after all layers.
 
     Args:
@@ -48,14 +50,11 @@ def run_layers(layers: Any, stream: Stream, *, remat: Remat = None, **options: A
         scanned. What the layers write into variables of their own is lost under remat and under a scan.
       stream: what enters.
       remat: as in `flax_layers.remat.policy_of`, applied to each layer.
+      remat_layers: to how many of them, the first; default all. Only of a list.
       options: for every layer.
     """
     policy = policy_of(remat)
     scanned = not isinstance(layers, nnx.List)
-    if policy is None and not scanned:
-        for layer in layers:
-            stream = layer(stream, **options)
-        return stream
 
     def call(graphdef: Any, state: Any, stream: Stream, options: dict[str, Any]) -> Stream:
         out: Stream = nnx.merge(graphdef, state)(stream, **options)
@@ -67,9 +66,12 @@ def run_layers(layers: Any, stream: Stream, *, remat: Remat = None, **options: A
         return function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
 
     if not scanned:
-        for layer in layers:
-            graphdef, state = nnx.split(layer)
-            stream = layer_function(graphdef)(state, stream, options)
+        for i, layer in enumerate(layers):
+            if policy is None or (remat_layers is not None and i >= remat_layers):
+                stream = layer(stream, **options)
+            else:
+                graphdef, state = nnx.split(layer)
+                stream = layer_function(graphdef)(state, stream, options)
         return stream
     graphdef, states = nnx.split(layers)
     function = layer_function(graphdef)

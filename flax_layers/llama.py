@@ -108,12 +108,14 @@ class Llama(nnx.Module):
         are the same ones, layers[i].attention.qkv.kernel being layers.attention.qkv.kernel[i].
       remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
+      remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
 
     Raises:
-      ValueError: an unknown remat, or scan_layers without layers.
+      ValueError: an unknown remat, scan_layers without layers, or remat_layers out of range, beside scan_layers or
+        without remat.
     """
 
     def __init__(
@@ -122,12 +124,21 @@ class Llama(nnx.Module):
         *,
         scan_layers: bool = False,
         remat: Remat = None,
+        remat_layers: int | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         policy_of(remat)  # refuses what is unknown, now
         self.remat = remat if remat is None or isinstance(remat, str) or callable(remat) else tuple(remat)
+        if remat_layers is not None:
+            if remat is None or scan_layers:
+                raise ValueError(
+                    f"{remat_layers=} wants remat, and layers that are not scanned; {remat=}, {scan_layers=}"
+                )
+            if not 0 <= remat_layers <= config.num_hidden_layers:
+                raise ValueError(f"{remat_layers=} of {config.num_hidden_layers} layers")
+        self.remat_layers = remat_layers
         width = config.hidden_size
         kernel_init = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(
@@ -224,7 +235,7 @@ class Llama(nnx.Module):
             raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.max_position_embeddings=}")
         stream = Stream.of(self.embed(tokens))
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
-        stream = run_layers(self.layers, stream, remat=self.remat, **options)
+        stream = run_layers(self.layers, stream, remat=self.remat, remat_layers=self.remat_layers, **options)
         return self.norm(stream)
 
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:

@@ -76,6 +76,11 @@ def test_values_and_gradients_are_those_of_the_plain_stack(scan_layers, remat):
             np.testing.assert_allclose(x, y, rtol=0, atol=rtol * scale, err_msg=jax.tree_util.keystr(path))
 
 
+def test_the_first_layers_alone():
+    found = coda.explain(*value_and_gradient(llama(remat="full", remat_layers=1)))
+    assert sum(found.products.values()) == PRODUCTS["full"] + PRODUCTS[None] + 3
+
+
 @pytest.mark.parametrize("remat", PRODUCTS)
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scan"])
 def test_products_of_a_training_step(scan_layers, remat):
@@ -123,6 +128,9 @@ def test_stack_and_unstack():
 @pytest.mark.parametrize(
     "call, message",
     [
+        (lambda: llama(remat="full", remat_layers=3), "remat_layers=3 of 2 layers"),
+        (lambda: llama(remat_layers=1), "remat_layers=1 wants remat"),
+        (lambda: llama(remat="full", remat_layers=1, scan_layers=True), "layers that are not scanned"),
         (lambda: llama(remat="everything"), r"remat='everything' is not a policy: full, save_qkv, save_attention"),
         (lambda: llama(remat=("mlp",)), r"no array is named 'mlp'; names are context, decoder_layer_input"),
         (lambda: llama(dataclasses.replace(CONFIG, num_hidden_layers=0), scan_layers=True), "at least one layer"),
