@@ -46,7 +46,7 @@ gpu-sanitize: $(STAMPS)/test
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/train # train_step, layer, between_kernels
+bench-%: $(STAMPS)/train # train_step, layer, loss_curve, between_kernels
 	$(RUN) -m benchmarks.$* $(ARGS)
 
 lint: $(STAMPS)/dev

@@ -96,7 +96,7 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
 
 def layer(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> jax.Array:
     q, k, v = qkv(x, p, cos, sin, config)
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    implementation = "cudnn" if jax.default_backend() == "gpu" and x.dtype != jnp.float32 else "xla"
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     x = x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype)
     return mlp(x, p, config.rms_norm_eps)

@@ -2,7 +2,8 @@
 
 Sizes of Llama-3-1B by default. The variants run interleaved in one process on the same parameters; their losses and
 gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
-wall clock's. Writes benchmarks/results/<device>_train_step.csv: a row a variant, and a row a class of kernels.
+wall clock's. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row
+a class of kernels.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             one.executions = executed[one.name][1:]  # the first round warms the chip
     rows = report(measured, about, tokens.size)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    results.write("_train_step", columns, rows, folder=options.out, commit=options.commit)
+    suffix = "_train_step" if options.param_dtype == "bfloat16" else f"_train_step_{options.param_dtype}"
+    results.write(suffix, columns, rows, folder=options.out, commit=options.commit)
     return int(any(one.failure.startswith("wrong") for one in measured))
 
 

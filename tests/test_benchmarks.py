@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo, layer, timing, train_step
+from benchmarks import hlo, layer, loss_curve, timing, train_step
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
 
@@ -41,6 +41,17 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert "gradients differ" in steps["xla_scan"]["failure"] and not steps["xla_scan"]["ms"]
     shown = capsys.readouterr().out
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
+
+
+def test_loss_curve(tmp_path, capsys, quick_to_compile):
+    """Fused in bfloat16 the model learns what plain JAX in float32 learns."""
+    assert loss_curve.main(["--tiny", "--steps=12", f"--out={tmp_path}", "--commit=none"]) == 0
+    with next(tmp_path.glob("*.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    first, last = (float(rows[i]["plain"]) for i in (0, -1))
+    assert len(rows) == 12 and last < first - 0.3
+    assert max(abs(float(row["fused"]) - float(row["plain"])) for row in rows) < 0.01
+    assert "largest gap" in capsys.readouterr().out and next(tmp_path.glob("*.png")).stat().st_size > 5000
 
 
 def halved(function, name):
