@@ -143,10 +143,12 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Normalized,
+        x: jax.Array | Stream | Deferred,
         *,
         residual: jax.Array | Stream | None = None,
         positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         cache: KVCache,
     ) -> tuple[Any, KVCache]: ...
     def __call__(

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.attention import Attention
+from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.lm_head import LMHead
 from flax_layers.mlp import MLP
 from flax_layers.norm import LayerNorm
@@ -80,11 +81,26 @@ class GPT2Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """Applies the block to x (B, T, D); `mask` as in Attention."""
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Applies the block to x (B, T, D).
+
+        mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
+        """
         # The residuals are plain arrays: nobody needs the row sums of their squares.
-        x = self.attention(self.attention_norm(Stream.of(x)), residual=x, mask=mask)
-        return self.mlp(self.mlp_norm(Stream.of(x)), residual=x)
+        options: dict[str, Any] = {"residual": x, "mask": mask, "segment_ids": segment_ids}
+        if cache is None:
+            x = self.attention(self.attention_norm(Stream.of(x)), **options)
+        else:
+            x, cache = self.attention(self.attention_norm(Stream.of(x)), cache=cache, **options)
+        y = self.mlp(self.mlp_norm(Stream.of(x)), residual=x)
+        return y if cache is None else (y, cache)
 
 
 class GPT2(nnx.Module):
@@ -115,23 +131,85 @@ class GPT2(nnx.Module):
         self.config = config
 
     def __call__(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, mask: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,).
 
         Args:
           tokens: integers.
-          positions: (T,) or (B, T) integers below n_positions; default 0 to T - 1.
-          mask: as in Attention.
+          positions: (T,) or (B, T) integers below n_positions; default 0 to T - 1. Those of packed sequences begin
+            anew with each, which segment_ids alone do not bring about.
+          mask, segment_ids: as in Attention.
 
         Raises:
           ValueError: more tokens than n_positions.
         """
+        features = self._features(tokens, positions, mask, segment_ids)
+        return self.head(features, embedding=self.embed.embedding[...])
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+        *,
+        positions: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
+
+        Args:
+          tokens: (B, T) or (T,).
+          labels: of the same shape: what follows each token; -100 where nothing is asked for.
+          weights: of the same shape; default 1.
+          positions, mask, segment_ids: as in `__call__`.
+          **options: as in `LMHead.loss`.
+
+        Raises:
+          ValueError: more tokens than n_positions, or labels or weights of another shape.
+        """
+        features = self._features(tokens, positions, mask, segment_ids)
+        embedding = self.embed.embedding[...]
+        return self.head.loss(features, labels, weights=weights, embedding=embedding, **options)[0]
+
+    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
+        """Empty caches of all layers, for `capacity` tokens a row.
+
+        Raises:
+          ValueError: a capacity beyond n_positions.
+        """
+        if capacity > self.config.n_positions:
+            raise ValueError(f"{capacity} tokens exceed {self.config.n_positions=}")
+        return [layer.attention.init_cache(batch_size, capacity) for layer in self.layers]
+
+    def decode(
+        self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, list[KVCache]]:
+        """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
+        x = self.embed(tokens) + self.position_embed(cache[0].positions(tokens.shape[1]))
+        x, longer = decode_layers(self.layers, x, cache, lengths)
+        return self.head(self.norm(x), embedding=self.embed.embedding[...])[:, 0], longer
+
+    def _features(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
+    ) -> jax.Array:
+        """What the head projects."""
         if tokens.shape[-1] > self.config.n_positions:
             raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.n_positions=}")
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
         x = self.embed(tokens) + self.position_embed(positions)
         for layer in self.layers:
-            x = layer(x, mask=mask)
-        return self.head(self.norm(x), embedding=self.embed.embedding[...])
+            x = layer(x, mask=mask, segment_ids=segment_ids)
+        return self.norm(x)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,3 +74,26 @@ class KVCache:
             self.v.at[rows, slots].set(v, mode="drop"),
             self.length + count,
         )
+
+
+def decode_layers(
+    layers: Iterable[Callable[..., Any]], x: Any, cache: Sequence[KVCache], lengths: jax.Array | None
+) -> tuple[Any, list[KVCache]]:
+    """What the layers make of each row's last token, a pytree of arrays (B, 1, ...), and the longer caches.
+
+    Args:
+      layers: each called as layer(x, cache=...) -> (x, cache).
+      x: a pytree of arrays (B, T, ...), the embedded tokens.
+      cache: one for each layer.
+      lengths: (B,), how many of the T tokens of each row there are; None: all.
+    """
+    batch, count = jax.tree.leaves(x)[0].shape[:2]
+    longer = []
+    for layer, layer_cache in zip(layers, cache, strict=True):
+        x, layer_cache = layer(x, cache=layer_cache)
+        if lengths is not None:  # forgets the padding
+            assert layer_cache.length is not None
+            layer_cache = dataclasses.replace(layer_cache, length=layer_cache.length - count + lengths)
+        longer.append(layer_cache)
+    last = jnp.full(batch, count - 1) if lengths is None else lengths - 1
+    return jax.tree.map(lambda y: y[jnp.arange(batch), last][:, None], x), longer

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
-from flax_layers.kv_cache import KVCache
+from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
@@ -261,15 +261,7 @@ class Llama(nnx.Module):
         Returns:
           Logits (B, V) after the last token of each row, and the cache.
         """
-        stream, longer = Stream.of(self.embed(tokens)), []
-        for layer, layer_cache in zip(self._layers(), cache, strict=True):
-            stream, layer_cache = layer(stream, cache=layer_cache)
-            if lengths is not None:  # forgets the padding
-                assert layer_cache.length is not None
-                layer_cache = dataclasses.replace(layer_cache, length=layer_cache.length - tokens.shape[1] + lengths)
-            longer.append(layer_cache)
-        last = jnp.full(tokens.shape[0], tokens.shape[1] - 1) if lengths is None else lengths - 1
-        stream = jax.tree.map(lambda x: x[jnp.arange(tokens.shape[0]), last][:, None], stream)
+        stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
         return self.head(self.norm(stream), embedding=self._embedding())[:, 0], longer
 
     def _layers(self) -> Any:

@@ -162,6 +162,10 @@ def test_gpt2(dtype=jnp.bfloat16):
 
     tokens = jax.random.randint(jax.random.key(0), (2, 23), 0, 71)
     check_module(model, lambda m, tokens: m(tokens), plain, tokens)
+    labels = jnp.roll(tokens, -1, axis=1)
+    logits = model(tokens).astype(jnp.float32)
+    exact = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0])
+    np.testing.assert_allclose(model.loss(tokens, labels), exact, rtol=1e-2)
 
 
 def test_stock_nnx_modules_with_the_same_parameters():
