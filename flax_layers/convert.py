@@ -93,11 +93,14 @@ def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> 
     """The inverse of `from_hf`: name -> array in the parameters' own dtype.
 
     Args:
-      model: a model, or a state with its structure, as a gradient is.
+      model: a model, or a state with its structure, as a gradient is. Its layers may be stacked for a scan.
       config: its sizes.
     """
     state = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
     params = nnx.to_pure_dict(state)
+    if 0 not in params["layers"]:
+        count = config.n_layer if isinstance(config, GPT2Config) else config.num_hidden_layers
+        params["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)}
     arrays: dict[str, np.ndarray] = {}
     for entry in entries(config):
         parts = entry.split(np.asarray(_at(params, entry.path)))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from flax_layers import Llama, LlamaConfig
 from flax_layers.convert import from_hf, to_hf
+from flax_layers.layer_stack import stack
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -88,6 +89,16 @@ def test_there_and_back(config):
     for name, array in arrays.items():
         assert back[name].flags.c_contiguous
         np.testing.assert_array_equal(back[name], array)
+
+
+def test_stacked_layers():
+    """Of a model whose layers are scanned, and stacked into one."""
+    arrays = checkpoint(CONFIG)
+    model = from_hf(arrays, CONFIG)
+    model.layers = stack(list(model.layers))
+    for name, array in to_hf(model, CONFIG).items():
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+    np.testing.assert_allclose(model(TOKENS), from_hf(arrays, CONFIG)(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 def test_dtypes_and_gradients():
