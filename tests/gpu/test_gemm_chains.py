@@ -9,6 +9,7 @@ import pytest
 
 from tests import loss_cases
 from tests.chain_cases import compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments
+from tests.test_norm_chains import CHAINS
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -25,6 +26,13 @@ def test_gated_mlp(activation, dtype, rows, width, hidden):
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 128])
 def test_qkv_projection(dtype, lead, width, head_dim):
     compare(functools.partial(qkv, implementation="cuda"), plain_qkv, qkv_arguments(dtype, lead, width, head_dim))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("lead", [(33,), (4, 301)])
+@pytest.mark.parametrize("chain, plain, make", CHAINS.values(), ids=CHAINS)
+def test_layer_norm_and_biases(chain, plain, make, lead, dtype):
+    compare(functools.partial(chain, implementation="cuda"), plain, make(dtype, lead))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
