@@ -32,9 +32,36 @@ def test_gated_mlp(activation, dtype):
 
 @pytest.mark.parametrize("head_dim", [8, 32])  # turned by XLA, and in the epilogue
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("arguments", [qkv_arguments, qk_norm_arguments], ids=["plain", "qk_norm"])
-def test_qkv_projection(dtype, head_dim, arguments):
-    compare(qkv, plain_qkv, arguments(dtype, head_dim=head_dim))
+def test_qkv_projection(dtype, head_dim):
+    compare(qkv, plain_qkv, qkv_arguments(dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_qk_norm(dtype, head_dim):
+    compare(qkv, plain_qkv, qk_norm_arguments(dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim, stored", [(8, 3), (32, 5)])
+def test_what_the_product_with_qk_norm_stores(head_dim, stored):
+    """For the backward pass also q and k before their norms, which XLA has where it makes the norms itself."""
+    arguments = qk_norm_arguments(jnp.bfloat16, head_dim=head_dim)
+
+    def products(f):
+        return [e for e in jax.make_jaxpr(f)(*arguments).eqns for e in _inner(e) if e.primitive.name == "coda_gemm"]
+
+    (forward,) = products(qkv)
+    assert len(forward.outvars) == 3
+    kept, *_ = products(lambda *a: jax.vjp(qkv, *a)[0])
+    assert len(kept.outvars) == stored
+
+
+def _inner(equation):
+    """The equation, and those of the programs that it holds."""
+    yield equation
+    for value in equation.params.values():
+        for inner in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+            yield from _inner(inner)
 
 
 def test_the_statistic_of_the_result():
