@@ -139,9 +139,9 @@ def _mean_square(acc):
     return acc, jnp.mean(acc * acc, axis=1, keepdims=True)
 
 
-def _rotary(x, cos, sin):
-    """Heads of 64, turned by tables (M, 32)."""
-    a, b = jnp.split(x.reshape(x.shape[0], x.shape[1] // 64, 64), 2, axis=-1)
+def _rotary(x, cos, sin, dim=64):
+    """Heads of `dim`, turned by tables (M, dim / 2)."""
+    a, b = jnp.split(x.reshape(x.shape[0], x.shape[1] // dim, dim), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
 
@@ -149,6 +149,46 @@ def _rotary(x, cos, sin):
 def _rotary_qkv(acc, rstd, cos, sin):
     q, k, v = jnp.split(acc * rstd, 3, axis=1)
     return _rotary(q, cos, sin), _rotary(k, cos, sin), v
+
+
+def _rms_norm(x, scale, dim):
+    heads = x.reshape(x.shape[0], x.shape[1] // dim, dim)
+    rstd = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + 1e-6)
+    return (heads * rstd * scale).reshape(x.shape)
+
+
+def _qk_norm_rotary(dim):
+    """Queries and keys normalised over each head, with scales (Dh,), and turned."""
+
+    def qk_norm_rotary(acc, rstd, q_scale, k_scale, cos, sin):
+        q, k, v = jnp.split(acc * rstd, 3, axis=1)
+        q, k = (_rotary(_rms_norm(x, scale, dim), cos, sin, dim) for x, scale in ((q, q_scale), (k, k_scale)))
+        return q, k, v
+
+    return Program(
+        qk_norm_rotary,
+        lambda m, n: (
+            *(_type(shape, jnp.float32) for shape in ((m, 1), (dim,), (dim,))),
+            *(_type((m, dim // 2), jnp.float32) for _ in range(2)),
+        ),
+        (jnp.bfloat16,) * 3,
+        multiple=3 * dim,
+    )
+
+
+def _softmax_of_heads(acc, bias):
+    """Heads of 32: a maximum, and then a sum of what it was subtracted from."""
+    heads = (acc + bias).reshape(acc.shape[0], acc.shape[1] // 32, 32)
+    y = jax.nn.softmax(heads, axis=-1).reshape(acc.shape)
+    return y, jnp.sum(y * acc, axis=1), jnp.max(y, axis=0)
+
+
+def _layer_norm_of_neighbours(acc, scale, bias):
+    """LayerNorm of heads of 64, whose even and odd columns then change places."""
+    heads = acc.reshape(acc.shape[0], acc.shape[1] // 64, 64)
+    centred = heads - jnp.mean(heads, axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-6) * scale + bias
+    return jnp.stack([y[..., 1::2], y[..., 0::2]], axis=-1).reshape(acc.shape)
 
 
 def _rotary_whole_tables(acc, cos, sin, bias):
@@ -218,6 +258,12 @@ PROGRAMS: dict[str, Program] = {
         lambda m, n: (_type((m, 1), jnp.float32), _type((m, 32), jnp.float32), _type((m, 32), jnp.float32)),
         (jnp.bfloat16,) * 3,
         multiple=192,
+    ),
+    "qk_norm_rotary": _qk_norm_rotary(128),
+    "qk_norm_rotary_64": _qk_norm_rotary(64),
+    "softmax_of_heads": Program(_softmax_of_heads, lambda m, n: (_type((n,), jnp.float32),), multiple=32),
+    "layer_norm_of_neighbours": Program(
+        _layer_norm_of_neighbours, lambda m, n: (_type((64,)), _type((1, 64), jnp.float32)), multiple=64
     ),
     "rotary_whole_tables": Program(
         _rotary_whole_tables,

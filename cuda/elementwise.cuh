@@ -38,7 +38,8 @@ struct TileAccess {
   bool batched;
 };
 
-/// A row vector, column vector, scalar or head table: its pointer, the way, and how many of them the array spans.
+/// A row vector, column vector, scalar, head table or head vector: its pointer, the way, and how many of them the array
+/// spans.
 struct VectorAccess {
   int pointer;
   int way;

@@ -35,6 +35,7 @@ struct EpilogueLayout {
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = columns / subtile_n;
   static constexpr int blocks = Config::tile_m / 64;
+  static constexpr int head_subtiles = head > 0 ? head / 2 * spread / subtile_n : subtiles;  // of one head
   static_assert(columns % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is a whole number of subtiles of 16 columns or more");
   static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % subtile_n == 0),
@@ -189,6 +190,13 @@ struct EpilogueVisitor {
   __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
 
  private:
+  /// Vectors over the columns of a subtile, and a block's head tables.
+  struct OfColumns {
+    Word row_vector[at_least_one(Epilogue::row_vectors)][groups][2];
+    Word head_vector[at_least_one(Epilogue::head_vectors)][groups][2];
+  };
+  using HeadTables = Word[at_least_one(Epilogue::head_tables)][groups][2][2];
+
   template <int program>
   __device__ __forceinline__ static bool runs(const Tile& tile) {
     bool found = false;
@@ -202,6 +210,7 @@ struct EpilogueVisitor {
   template <int program>
   __device__ __forceinline__ void run(const Tile& tile,
                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
+    float head_value[Layout::blocks][2][at_least_one(Epilogue::head_values)];  // of the head that a subtile is in
     RowTotal row_total[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
     static_for<Epilogue::row_reductions>([&](auto index) {
 #pragma unroll
@@ -214,8 +223,11 @@ struct EpilogueVisitor {
 
 #pragma unroll
     for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
-      Word row_vector[at_least_one(Epilogue::row_vectors)][groups][2];
-      load_row_vectors(tile, subtile, row_vector);
+      if constexpr (Epilogue::head_values > 0)
+        if (subtile % Layout::head_subtiles == 0) reduce_heads<program>(tile, accumulator, subtile, head_value);
+      OfColumns of_columns;
+      load_row_vectors(tile, subtile, of_columns.row_vector);
+      load_head_vectors(tile, subtile, of_columns.head_vector);
       float column_result[at_least_one(Epilogue::column_reductions)][groups][2];
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
@@ -231,7 +243,7 @@ struct EpilogueVisitor {
         Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
         float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
         load_tiles(loads);
-        Word head_table[at_least_one(Epilogue::head_tables)][groups][2][2];
+        HeadTables head_table;
         load_head_tables(tile, subtile, block, head_table);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
@@ -241,33 +253,11 @@ struct EpilogueVisitor {
             for (int c = 0; c < 2; c += Layout::spread) {
               typename Epilogue::Element element;
               typename Epilogue::Result result;
-              element.row = row(tile, block, r);
-#pragma unroll
-              for (int way = 0; way < Epilogue::acc_ways; ++way) {
-                const int group = Layout::fragment_column(way, subtile * Layout::subtile_n) / 8 + j;
-                element.acc[way] = accumulator.registers[block][4 * group + 2 * r + Layout::side(way, c)];
-              }
-#pragma unroll
-              for (int way = 0; way < Epilogue::ways; ++way)
-                element.column[way] =
-                    (Layout::head > 0 ? 0 : way * n) + column(tile, way, subtile, j) + Layout::side(way, c);
+              fill(element, tile, accumulator, subtile, block, j, r, c, of_columns, head_table, head_value[block][r]);
               const bool row_is_inside = element.row < params.m, column_is_inside = element.column[0] < tile.column_end;
               static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
                 constexpr int i = decltype(index)::value;
                 element.tile[i].f = loads[i / Layout::spread].value[j][r][Layout::side(i, c)];
-              });
-              static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
-                constexpr int i = decltype(index)::value;
-                element.row_vector[i] = row_vector[i / Layout::spread][j][Layout::side(i, c)];
-              });
-              static_for<Epilogue::column_vectors>([&](auto index) {
-                element.column_vector[decltype(index)::value] = column_vector[decltype(index)::value][block][r];
-              });
-              static_for<Epilogue::scalars>(
-                  [&](auto index) { element.scalar[decltype(index)::value] = scalar[decltype(index)::value]; });
-              static_for<Epilogue::head_tables * Layout::spread>([&](auto index) {
-                constexpr int i = decltype(index)::value;
-                element.head_table[i] = head_table[i / Layout::spread][j][r][Layout::side(i, c)];
               });
 
               Epilogue::template evaluate<program>(element, result);
@@ -308,6 +298,112 @@ struct EpilogueVisitor {
     write_columns(tile);
   }
 
+  /// All that an element's program reads but tile operands.
+  __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Tile& tile,
+                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int subtile,
+                                       int block, int j, int r, int c, const OfColumns& of_columns,
+                                       const HeadTables& head_table,
+                                       const float (&head_value)[at_least_one(Epilogue::head_values)]) const {
+    element.row = row(tile, block, r);
+#pragma unroll
+    for (int way = 0; way < Epilogue::acc_ways; ++way) {
+      const int group = Layout::fragment_column(way, subtile * Layout::subtile_n) / 8 + j;
+      element.acc[way] = accumulator.registers[block][4 * group + 2 * r + Layout::side(way, c)];
+    }
+#pragma unroll
+    for (int way = 0; way < Epilogue::ways; ++way)
+      element.column[way] = (Layout::head > 0 ? 0 : way * n) + column(tile, way, subtile, j) + Layout::side(way, c);
+    static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      element.row_vector[i] = of_columns.row_vector[i / Layout::spread][j][Layout::side(i, c)];
+    });
+    static_for<Epilogue::column_vectors>([&](auto index) {
+      element.column_vector[decltype(index)::value] = column_vector[decltype(index)::value][block][r];
+    });
+    static_for<Epilogue::scalars>(
+        [&](auto index) { element.scalar[decltype(index)::value] = scalar[decltype(index)::value]; });
+    static_for<Epilogue::head_tables * Layout::spread>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      element.head_table[i] = head_table[i / Layout::spread][j][r][Layout::side(i, c)];
+    });
+    static_for<Epilogue::head_vectors * Layout::spread>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      element.head_vector[i] = of_columns.head_vector[i / Layout::spread][j][Layout::side(i, c)];
+    });
+    static_for<Epilogue::head_values>(
+        [&](auto index) { element.head_value[decltype(index)::value] = head_value[decltype(index)::value]; });
+  }
+
+  /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
+  /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
+  __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
+  /// The values of the head that begins at `first_subtile`, for this thread's rows: one pass over its columns for all
+  /// that need no other value of the head, one for all that need only these, and so on.
+  template <int program>
+  __device__ __forceinline__ void reduce_heads(
+      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int first_subtile,
+      float (&head_value)[Layout::blocks][2][at_least_one(Epilogue::head_values)]) const {
+    Word of_all[at_least_one(Epilogue::scalars)];
+    static_for<Epilogue::scalars>(
+        [&](auto index) { of_all[decltype(index)::value].i = hidden(scalar[decltype(index)::value].i); });
+    static_for<Epilogue::head_passes>([&](auto level) {
+      constexpr int pass = decltype(level)::value;
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block) {
+        Word of_row[2][at_least_one(Epilogue::column_vectors)];
+        static_for<Epilogue::column_vectors>([&](auto index) {
+          constexpr int i = decltype(index)::value;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) of_row[r][i].i = hidden(column_vector[i][block][r].i);
+        });
+        float total[2][at_least_one(Epilogue::head_values)];
+        static_for<Epilogue::head_values>([&](auto index) {
+          constexpr int i = decltype(index)::value;
+          total[0][i] = total[1][i] = neutral<Epilogue::head_op[i]>();
+        });
+#pragma unroll
+        for (int of_head = 0; of_head < Layout::head_subtiles; ++of_head) {
+          const int subtile = first_subtile + of_head;
+          OfColumns of_columns;
+          load_row_vectors(tile, subtile, of_columns.row_vector);
+          load_head_vectors(tile, subtile, of_columns.head_vector);
+          HeadTables head_table;
+          load_head_tables(tile, subtile, block, head_table);
+#pragma unroll
+          for (int j = 0; j < groups; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+              for (int c = 0; c < 2; c += Layout::spread) {
+                typename Epilogue::Element element;
+                float value[at_least_one(Epilogue::head_values)];
+                fill(element, tile, accumulator, subtile, block, j, r, c, of_columns, head_table, head_value[block][r]);
+                static_for<Epilogue::column_vectors>([&](auto index) {
+                  element.column_vector[decltype(index)::value] = of_row[r][decltype(index)::value];
+                });
+                static_for<Epilogue::scalars>(
+                    [&](auto index) { element.scalar[decltype(index)::value] = of_all[decltype(index)::value]; });
+                Epilogue::template evaluate_heads<pass>(element, value);
+                static_for<Epilogue::head_values>([&](auto index) {
+                  constexpr int i = decltype(index)::value;
+                  if constexpr (Epilogue::head_pass[program][i] == pass)
+                    total[r][i] = combine<Epilogue::head_op[i]>(total[r][i], value[i]);
+                });
+              }
+        }
+        static_for<Epilogue::head_values>([&](auto index) {
+          constexpr int i = decltype(index)::value;
+          if constexpr (Epilogue::head_pass[program][i] == pass) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+              head_value[block][r][i] = combine_lanes<Epilogue::head_op[i], 1 | 2>(total[r][i]);
+          }
+        });
+      }
+    });
+  }
+
   __device__ __forceinline__ void load_row_vectors(
       const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
     static_for<Epilogue::row_vectors>([&](auto index) {
@@ -324,6 +420,37 @@ struct EpilogueVisitor {
     });
   }
 
+  /// First column, within an array over heads, of this thread's pair in a subtile. `shared`: see load_pair.
+  template <int way, int shared>
+  __device__ __forceinline__ int column_of_head(int subtile) const {
+    constexpr int half = Layout::head / 2;
+    const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
+    return way * half + (subtile * Layout::subtile_n % (half * Layout::spread) + 2 * pair) / shared;
+  }
+  /// A pair of columns; an array of half a head has one word for two neighbours, in the first (`shared` is 2).
+  template <DType dtype, int shared>
+  __device__ __forceinline__ static void load_pair(const void* base, long long at, Word (&pair)[2]) {
+    if constexpr (shared == 1) {
+      load_words<dtype>(base, at, pair);
+    } else {
+      pair[0] = load_word<dtype>(base, at);
+    }
+  }
+
+  __device__ __forceinline__ void load_head_vectors(
+      const Tile& tile, int subtile, Word (&vector)[at_least_one(Epilogue::head_vectors)][groups][2]) const {
+    static_for<Epilogue::head_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
+      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
+      const int first = (access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0) +
+                        column_of_head<access.way, shared>(subtile);
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+        load_pair<access.dtype, shared>(params.pointer[access.pointer], first + 8 * j / shared,
+                                        vector[decltype(index)::value][j]);
+    });
+  }
+
   /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
   /// words, which the first brings into L1.
   __device__ __forceinline__ void load_head_tables(
@@ -331,25 +458,17 @@ struct EpilogueVisitor {
       Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
-      constexpr int half = Layout::head / 2, width = access.ways * half;
-      // A table of half a head has one word for two neighbours.
+      constexpr int width = access.ways * (Layout::head / 2);
       constexpr int shared = access.ways == 1 ? Layout::spread : 1;
-      const int first =
-          access.way * half + (subtile * Layout::subtile_n % (half * Layout::spread) + 2 * (lane & 3)) / shared;
+      const int first = column_of_head<access.way, shared>(subtile);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
                              min(row(tile, block, r), params.m - 1);
 #pragma unroll
-        for (int j = 0; j < groups; ++j) {
-          Word(&pair)[2] = table[decltype(index)::value][j][r];
-          const long long word = at * width + first + 8 * j / shared;
-          if constexpr (shared == 1) {
-            load_words<access.dtype>(params.pointer[access.pointer], word, pair);
-          } else {
-            pair[0] = load_word<access.dtype>(params.pointer[access.pointer], word);
-          }
-        }
+        for (int j = 0; j < groups; ++j)
+          load_pair<access.dtype, shared>(params.pointer[access.pointer], at * width + first + 8 * j / shared,
+                                          table[decltype(index)::value][j][r]);
       }
     });
   }

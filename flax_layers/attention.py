@@ -188,8 +188,11 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
-        is_plain = self.q_norm is None and self.qkv.bias is None
-        if isinstance(x, Normalized) and is_plain and self.rope_theta is not None:
+        if isinstance(x, Normalized) and self.qkv.bias is None and self.rope_theta is not None:
+            norms: dict[str, Any] = {}
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = {"q_scale": self.q_norm.whole_scale(), "k_scale": self.k_norm.whole_scale()}
+                norms["qk_epsilon"] = self.q_norm.epsilon
             q, k, v, passed = coda.qkv_projection(
                 x.x,
                 x.sumsq,
@@ -200,6 +203,7 @@ class Attention(nnx.Module):
                 num_kv_heads=self.num_kv_heads,
                 epsilon=x.epsilon,
                 dtype=self.qkv.dtype,
+                **norms,
             )
             residual = in_place_of(residual, x, passed)
         else:

@@ -49,6 +49,11 @@ class RMSNorm(nnx.Module):
         self.scale_offset = scale_offset
         self.dtype = dtype
 
+    def whole_scale(self) -> jax.Array:
+        """scale_offset + scale, (D,)."""
+        scale = self.scale[...]
+        return scale.astype(jnp.float32) + self.scale_offset if self.scale_offset else scale
+
     @overload
     def __call__(self, x: Stream) -> Normalized: ...
     @overload
@@ -63,10 +68,7 @@ class RMSNorm(nnx.Module):
         _check("RMSNorm", x, self.num_features)
         stream = Stream.of(x).with_statistic()
         assert stream.sumsq is not None
-        scale = self.scale[...]
-        if self.scale_offset:
-            scale = scale.astype(jnp.float32) + self.scale_offset
-        y = Normalized(stream.x, stream.sumsq, scale, self.epsilon)
+        y = Normalized(stream.x, stream.sumsq, self.whole_scale(), self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)

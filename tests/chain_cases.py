@@ -52,9 +52,16 @@ def angles(x, kernel, dtype=jnp.float32):
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def plain_qkv(x, scale, kernel):
+def qk_norm_arguments(dtype, lead=(3, 11), width=WIDTH, head_dim=HEAD_DIM):
+    scales = [(1 + 0.3 * normal(seed, head_dim)).astype(dtype) for seed in (4, 5)]
+    return [*qkv_arguments(dtype, lead, width, head_dim), *scales]
+
+
+def plain_qkv(x, scale, kernel, q_scale=None, k_scale=None):
     z = (rms_norm(x, scale) @ kernel).reshape(*x.shape[:-1], HEADS + 2 * KV_HEADS, -1)
     q, k, v = jnp.split(z, [HEADS, HEADS + KV_HEADS], axis=-2)
+    if q_scale is not None:
+        q, k = rms_norm(q, q_scale), rms_norm(k, k_scale)
     cos, sin = (y[:, None, :] for y in angles(x, kernel, jnp.promote_types(x.dtype, jnp.float32)))
 
     def turned(y):
@@ -64,8 +71,8 @@ def plain_qkv(x, scale, kernel):
     return turned(q), turned(k), v, x
 
 
-def qkv(x, scale, kernel, **options):
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+def qkv(x, scale, kernel, q_scale=None, k_scale=None, **options):
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "q_scale": q_scale, "k_scale": k_scale}
     return coda.qkv_projection(x, squares(x), scale, kernel, *angles(x, kernel), **heads, epsilon=EPS, **options)
 
 

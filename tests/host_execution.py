@@ -59,41 +59,97 @@ static int memory_column(int way, int column, int n) {
   return way * n + column;
 }
 
-// columns[i]: row pitch of map i. Reductions start from their neutral element; `n` is the columns of one way.
+// What one element reads, but for the values of its head. columns[i]: row pitch of map i.
+template <class E>
+static void fill(typename E::Element& in, int row, int column, int n, const float* acc, void** map, const int* columns,
+                 void** pointer) {
+  const int spread = E::neighbours ? 2 : 1;  // values of an entry
+  in.row = row;
+  for (int way = 0; way < E::ways; ++way) in.column[way] = memory_column<E>(way, column, n);
+  for (int way = 0; way < E::acc_ways; ++way)
+    in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + memory_column<E>(way, column, n)];
+  for (int i = 0; i < E::tile_loads * spread; ++i) {
+    const TileAccess t = E::tile_load[i / spread];
+    const int at = memory_column<E>(t.way + i % spread, column, n);
+    in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + at, t.dtype);
+  }
+  for (int i = 0; i < E::row_vectors * spread; ++i) {
+    const VectorAccess v = E::row_vector[i / spread];
+    in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way + i % spread, column, n), v.dtype);
+  }
+  for (int i = 0; i < E::head_tables * spread; ++i) {
+    const VectorAccess t = E::head_table[i / spread];
+    const int half = E::head > 1 ? E::head / 2 : 1;
+    int at = t.way * half + column % half;
+    if (E::neighbours && t.ways == 2) at = 2 * (column % half) + i % spread;
+    in.head_table[i] = load(pointer[t.pointer], row * t.ways * half + at, t.dtype);
+  }
+  for (int i = 0; i < E::head_vectors * spread; ++i) {
+    const VectorAccess v = E::head_vector[i / spread];
+    const int half = E::head > 1 ? E::head / 2 : 1;
+    int at = v.way * half + column % half;
+    if (E::neighbours && v.ways == 2) at = 2 * (column % half) + i % spread;
+    in.head_vector[i] = load(pointer[v.pointer], at, v.dtype);
+  }
+  for (int i = 0; i < E::column_vectors; ++i)
+    in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
+  for (int i = 0; i < E::scalars; ++i) in.scalar[i] = load(pointer[E::scalar[i].pointer], 0, E::scalar[i].dtype);
+}
+
+template <class E>
+static int section_of(int first_column) {
+  int section = 0;
+  while (E::section[section].end && first_column >= E::section[section].end) ++section;
+  return section;
+}
+
+template <class E>
+static void evaluate_heads(int pass, const typename E::Element& in, float* out) {
+  if (pass == 0) E::template evaluate_heads<0>(in, out);
+  if (pass == 1) E::template evaluate_heads<1>(in, out);
+  if (pass == 2) E::template evaluate_heads<2>(in, out);
+}
+
+// The values of all heads of a row, [head][value], in as many passes over the row as the kernel makes over a head.
+template <class E>
+static std::vector<float> values_of_heads(int row, int n, const float* acc, void** map, const int* columns,
+                                          void** pointer) {
+  const int half = E::head > 1 ? E::head / 2 : 1, count = E::head_values;
+  std::vector<float> heads(n / half * count + 1);
+  for (int pass = 0; pass < E::head_passes; ++pass) {
+    std::vector<bool> begun(heads.size());
+    for (int column = 0; column < n; ++column) {
+      typename E::Element in;
+      float out[count + 1];
+      fill<E>(in, row, column, n, acc, map, columns, pointer);
+      for (int i = 0; i < count; ++i) in.head_value[i] = heads[column / half * count + i];
+      evaluate_heads<E>(pass, in, out);
+      const int program = E::section[section_of<E>(in.column[0])].program;
+      for (int i = 0; i < count; ++i) {
+        const int at = column / half * count + i;
+        if (E::head_pass[program][i] != pass) continue;
+        heads[at] = begun[at] ? combine(E::head_op[i], heads[at], out[i]) : out[i];
+        begun[at] = true;
+      }
+    }
+  }
+  return heads;
+}
+
+// Reductions start from their neutral element; `n` is the columns of one way.
 template <class E>
 static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
   const int spread = E::neighbours ? 2 : 1;  // values of an entry
   for (int row = 0; row < m; ++row) {
+    const std::vector<float> heads = values_of_heads<E>(row, n, acc, map, columns, pointer);
     std::vector<float> exponents[E::row_reductions + 1];
     for (int column = 0; column < n; ++column) {
       typename E::Element in;
       typename E::Result out;
-      in.row = row;
-      for (int way = 0; way < E::ways; ++way) in.column[way] = memory_column<E>(way, column, n);
-      for (int way = 0; way < E::acc_ways; ++way)
-        in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + memory_column<E>(way, column, n)];
-      for (int i = 0; i < E::tile_loads * spread; ++i) {
-        const TileAccess t = E::tile_load[i / spread];
-        const int at = memory_column<E>(t.way + i % spread, column, n);
-        in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + at, t.dtype);
-      }
-      for (int i = 0; i < E::row_vectors * spread; ++i) {
-        const VectorAccess v = E::row_vector[i / spread];
-        in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way + i % spread, column, n), v.dtype);
-      }
-      for (int i = 0; i < E::head_tables * spread; ++i) {
-        const VectorAccess t = E::head_table[i / spread];
-        const int half = E::head > 1 ? E::head / 2 : 1;
-        int at = t.way * half + column % half;
-        if (E::neighbours && t.ways == 2) at = 2 * (column % half) + i % spread;
-        in.head_table[i] = load(pointer[t.pointer], row * t.ways * half + at, t.dtype);
-      }
-      for (int i = 0; i < E::column_vectors; ++i)
-        in.column_vector[i] = load(pointer[E::column_vector[i].pointer], row, E::column_vector[i].dtype);
-      for (int i = 0; i < E::scalars; ++i) in.scalar[i] = load(pointer[E::scalar[i].pointer], 0, E::scalar[i].dtype);
-      int section = 0;
-      while (E::section[section].end && in.column[0] >= E::section[section].end) ++section;
-      const int program = E::section[section].program;
+      fill<E>(in, row, column, n, acc, map, columns, pointer);
+      for (int i = 0; i < E::head_values; ++i)
+        in.head_value[i] = heads[column / (E::head > 1 ? E::head / 2 : 1) * E::head_values + i];
+      const int section = section_of<E>(in.column[0]), program = E::section[section].program;
       if (program == 0) E::template evaluate<0>(in, out);
       if constexpr (E::programs > 1)
         if (program == 1) E::template evaluate<1>(in, out);

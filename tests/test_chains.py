@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from tests.chain_cases import EPS, compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments, squares
+from tests.chain_cases import (
+    EPS,
+    compare,
+    mlp,
+    mlp_arguments,
+    plain_mlp,
+    plain_qkv,
+    qk_norm_arguments,
+    qkv,
+    qkv_arguments,
+    squares,
+)
 from tests.gemm_cases import assert_close, total
 
 
@@ -23,6 +34,34 @@ def test_gated_mlp(activation, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_qkv_projection(dtype, head_dim):
     compare(qkv, plain_qkv, qkv_arguments(dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_qk_norm(dtype, head_dim):
+    compare(qkv, plain_qkv, qk_norm_arguments(dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim, stored", [(8, 3), (32, 5)])
+def test_what_the_product_with_qk_norm_stores(head_dim, stored):
+    """For the backward pass also q and k before their norms, which XLA has where it makes the norms itself."""
+    arguments = qk_norm_arguments(jnp.bfloat16, head_dim=head_dim)
+
+    def products(f):
+        return [e for e in jax.make_jaxpr(f)(*arguments).eqns for e in _inner(e) if e.primitive.name == "coda_gemm"]
+
+    (forward,) = products(qkv)
+    assert len(forward.outvars) == 3
+    kept, *_ = products(lambda *a: jax.vjp(qkv, *a)[0])
+    assert len(kept.outvars) == stored
+
+
+def _inner(equation):
+    """The equation, and those of the programs that it holds."""
+    yield equation
+    for value in equation.params.values():
+        for inner in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+            yield from _inner(inner)
 
 
 def test_the_statistic_of_the_result():
@@ -49,6 +88,7 @@ CHAINS = {
     "mlp": (mlp, plain_mlp, mlp_arguments),
     "qkv": (qkv, plain_qkv, qkv_arguments),
     "qkv_in_epilogue": (qkv, plain_qkv, functools.partial(qkv_arguments, head_dim=32)),
+    "qk_norm": (qkv, plain_qkv, functools.partial(qk_norm_arguments, head_dim=32)),
 }
 
 
@@ -125,6 +165,14 @@ def test_explicit_mesh(chain, plain, arguments):
                 *map(jnp.ones, [(4, 8), (4,), (8,), (8, 13), (4, 2), (4, 2)]), num_heads=1, num_kv_heads=1, epsilon=EPS
             ),
             r"qkv_projection: kernel has shape \(8, 13\); .* it must be \(8, 12\)",
+        ),
+        (
+            lambda: qkv(*qk_norm_arguments(jnp.float32)[:4]),
+            "k_scale is None; q and k are both normalised over their heads, or neither",
+        ),
+        (
+            lambda: qkv(*qkv_arguments(jnp.float32), jnp.ones(8), jnp.ones(4)),
+            r"k_scale has shape \(4,\); with heads of 8 it must be \(8,\)",
         ),
     ],
 )

@@ -82,7 +82,7 @@ REFUSED = {
     ),
     "concatenate_rows": (lambda a: jnp.concatenate([a, a], axis=0), "joins 8 and 8|joins 6 and 6"),
     "pad_more": (lambda a: jnp.pad(a, 1), "pads axis 0 by 1 and 1"),
-    "sum_within_heads": (lambda a: a.reshape(M, 2, 4).sum(-1), "reduction.*within heads"),
+    "sum_within_heads": (lambda a: a.reshape(M, 2, 4).sum(-1), r"\(6, 2\), a value for each head.*not returned"),
     "flatten": (lambda a: a.reshape(-1), "reshapes"),
     "row_index_of_product": (lambda a: a.reshape(2, 3, N), "reshapes"),
     "softmax": (lambda a: jax.nn.softmax(a, axis=-1), "with the reduction 'reduce_max'.*only after all tiles"),

@@ -131,8 +131,9 @@ def test_mlp_of_an_rms_norm_with_offset(dtype=jnp.bfloat16):
         ({"use_bias": True, "rope_theta": None}, beside_an_array, jnp.bfloat16),
         ({"use_bias": True}, through_stream, jnp.float32),
         ({"qk_norm": True}, through_stream, jnp.bfloat16),
+        ({"qk_norm": True, "use_bias": True}, through_stream, jnp.float32),
     ],
-    ids=["gpt2", "bias", "qk_norm"],
+    ids=["gpt2", "bias", "qk_norm", "qk_norm_bias"],
 )
 def test_attention(options, call, dtype):
     then = layers.Attention(48, 4, head_dim=16, dtype=dtype, rngs=nnx.Rngs(1), **options)

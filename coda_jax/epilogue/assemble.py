@@ -1,6 +1,5 @@
 """From an analysed epilogue to its Program: stores and reductions, in canonical numbering."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,15 @@ from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.finishing import finishing
 from coda_jax.epilogue.flatten import Atom
 from coda_jax.epilogue.locality import Analysis
-from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width
+from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width, needed_nodes
 from coda_jax.epilogue.simplify import halved_tanh_to_logistic
 from coda_jax.epilogue.values import (
     ALLOWED,
     CHANNEL,
     COLUMN,
+    COLUMNS,
     HALF,
+    HEAD,
     ROW,
     Finished,
     NotTileLocalError,
@@ -63,6 +64,11 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} is a stack of arrays; return them one by one. {ALLOWED}"
         )
+    if value.tile and HEAD in value.tags and COLUMNS.intersection(value.tags) == {HEAD}:
+        raise NotTileLocalError(
+            f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, a value for each head; such values "
+            f"can be used in the epilogue but not returned. {ALLOWED}"
+        )
     first, end = value.part or (0, analysis.n)
     whole = same_shape(aval.shape, (analysis.m, end - first))
     halved = analysis.ways == 2 and not analysis.head
@@ -97,8 +103,8 @@ def _compact(
     """Drops nodes that neither a store nor a reduction needs, and numbers the rest in the order of f."""
     roots = {value for store in stores for value in store.values}
     roots.update(value for reduction in reductions for value in reduction.values)
-    simplified, at = halved_tanh_to_logistic(analysis.nodes, _needed(analysis.nodes, roots))
-    needed = _needed(simplified, {at[value] for value in roots})
+    simplified, at = halved_tanh_to_logistic(analysis.nodes, needed_nodes(analysis.nodes, roots))
+    needed = needed_nodes(simplified, {at[value] for value in roots})
     numbers = {old: new for new, old in enumerate(sorted(needed))}
 
     def renumbered(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,12 +115,3 @@ def _compact(
         tuple(replace(store, values=renumbered(store.values)) for store in stores),
         tuple(replace(reduction, values=renumbered(reduction.values)) for reduction in reductions),
     )
-
-
-def _needed(nodes: Sequence[Node], roots: set[int]) -> set[int]:
-    """`roots` and everything that they are computed from."""
-    needed = set(roots)
-    for number in range(len(nodes) - 1, -1, -1):  # inputs come before users
-        if number in needed:
-            needed.update(nodes[number].inputs)
-    return needed

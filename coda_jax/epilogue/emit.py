@@ -1,11 +1,11 @@
 """CUDA text of a program: `struct Epilogue`, straight-line code for one element of the accumulator fragment."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
-from coda_jax.epilogue.program import Axis, Kind, Node, Program, Reduction, ReductionOp
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program, Reduction, ReductionOp
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
 # Entries of the struct: array name (its count has an s) and type, with what stands in an array without entries.
@@ -15,6 +15,7 @@ _ACCESS = {
     "column_vector": "VectorAccess",
     "scalar": "VectorAccess",
     "head_table": "VectorAccess",
+    "head_vector": "VectorAccess",
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
@@ -23,13 +24,14 @@ _EMPTY = {
     "VectorAccess": "-1, 0, 1, coda::DType::f32, false",
     "ReductionAccess": "-1, 0, 1, coda::Op::sum",
 }
-_OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "column_reduction")
+_OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "head_vector", "column_reduction")
 _LOADS = {
     Kind.TILE: ("tile_load", "tile"),
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
     Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
     Kind.SCALAR: ("scalar", "scalar"),
     Kind.HEAD_TABLE: ("head_table", "head_table"),
+    Kind.HEAD_VECTOR: ("head_vector", "head_vector"),
 }
 _COMBINE = {
     ReductionOp.SUM: "{} + {}",
@@ -61,6 +63,7 @@ class _Emitter:
         self.spread = 2 if program.neighbours else 1  # values of an entry that lies over columns
         self.slots: dict[tuple[int, int], str] = {}
         self.results: list[str] = []
+        self.head_values = {number: position for position, number in enumerate(program.head_levels)}
         tiles = program.tile_operands
         others = [i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
         for index, batched in zip(range(len(program.operands)), batched_operands, strict=True):
@@ -89,6 +92,8 @@ class _Emitter:
         self.sections: list[str] = []
         self.tile_stores: list[list[str]] = []  # of each section
         self.tile_results: list[list[str]] = []  # of each program
+        self.needed: list[frozenset[int]] = []  # by each program
+        reduced = [value for reduction in self.program.reductions for value in reduction.values]
         for section in self.program.sections:
             chosen = self.program.stores_of(section)
             entries: list[str] = []
@@ -101,6 +106,8 @@ class _Emitter:
                     results.append(f"out.tile[{len(results)}] = {self.name(value)};  // {dtype}")
             if results not in self.tile_results:
                 self.tile_results.append(results)
+                stored = [value for i in chosen for value in self.program.stores[i].values]
+                self.needed.append(self.program.needed([*reduced, *stored]))
             self.sections.append(f"{self.tile_results.index(results)}, {section[0]}, {section[1]}")
             self.tile_stores.append(entries)
 
@@ -113,7 +120,7 @@ class _Emitter:
         ways, op = self.program.ways_of(reduction.width), f"coda::Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
         if reduction.axis is Axis.ROW:
-            combined = values[0] if len(values) == 1 else _COMBINE[reduction.op].format(*values)
+            combined = _combined(reduction.op, values)
             self.result("row_reduction", len(self.entries["row_reduction"]), f"{pointer}, 0, 1, {op}", combined)
             return
         first = len(self.entries["column_reduction"]) * self.spread
@@ -142,9 +149,11 @@ class _Emitter:
             + "};",
             *(f"  static constexpr int {name}s = {len(entries)};" for name, entries in self.entries.items()),
             *map(self.array, self.entries),
+            *self.head_tables(),
             "  struct Element {",
             f"    float acc[{acc_ways}];",
             *(f"    coda::Word {member}[{size[array]}];" for array, member in _LOADS.values()),
+            f"    float head_value[{max(1, len(self.head_values))}];",
             "    int row;",
             f"    int column[{ways}];",
             "  };",
@@ -153,13 +162,10 @@ class _Emitter:
             f"    float row[{size['row_reduction']}];",
             f"    float column[{size['column_reduction']}];",
             "  };",
+            *self.heads_of_levels(),
             "  template <int program>",
             "  CODA_DEVICE static void evaluate(const Element& in, Result& out) {",
-            *(
-                f"    const {_type(node)} v{i} = {self.expression(node)};"
-                for i, node in enumerate(self.program.nodes)
-                if node.op != "literal"
-            ),
+            *self.statements(range(len(self.program.nodes))),
             *(f"    {result}" for result in self.results),
             *(
                 f"    if constexpr (program == {number}) {result}"
@@ -171,6 +177,44 @@ class _Emitter:
         ]
         return "\n".join(lines) + "\n"
 
+    def head_tables(self) -> list[str]:
+        """The values of heads: their operations, and where each program needs them the pass that makes them."""
+        levels = self.program.head_levels
+        ops = [f"coda::Op::{HEAD_REDUCTIONS[self.program.nodes[number].op].value}" for number in levels]
+        passes = [
+            ", ".join(str(level if number in needed else -1) for number, level in levels.items()) or "-1"
+            for needed in self.needed
+        ]
+        return [
+            f"  static constexpr int head_values = {len(ops)}, head_passes = {max(levels.values(), default=-1) + 1};",
+            f"  static constexpr coda::Op head_op[] = {{{', '.join(ops) or 'coda::Op::sum'}}};",
+            f"  static constexpr int head_pass[][{max(1, len(ops))}] = {_list(passes)};",
+        ]
+
+    def heads_of_levels(self) -> list[str]:
+        """A function for each pass: what an element adds to the values of its head."""
+        levels = self.program.head_levels
+        lines = ["  template <int pass>", "  CODA_DEVICE static void evaluate_heads(const Element& in, float* out) {"]
+        for level in sorted(set(levels.values())):
+            nodes = [number for number in levels if levels[number] == level]
+            lines += [f"    if constexpr (pass == {level}) {{"]
+            inputs = {number: self.program.nodes[number].inputs for number in nodes}
+            roots = [value for values in inputs.values() for value in values]
+            lines += [f"  {line}" for line in self.statements(sorted(self.program.needed(roots)))]
+            for number, values in inputs.items():
+                op = HEAD_REDUCTIONS[self.program.nodes[number].op]
+                lines.append(f"      out[{self.head_values[number]}] = {_combined(op, list(map(self.name, values)))};")
+            lines.append("    }")
+        return [*lines, "  }"]
+
+    def statements(self, numbers: Iterable[int]) -> list[str]:
+        nodes = ((number, self.program.nodes[number]) for number in numbers)
+        return [
+            f"    const {_type(node)} v{number} = {self.expression(number)};"
+            for number, node in nodes
+            if node.op != "literal"
+        ]
+
     def array(self, name: str) -> str:
         kind = _ACCESS[name]
         return f"  static constexpr coda::{kind} {name}[] = {_list(self.entries[name] or [_EMPTY[kind]])};"
@@ -180,7 +224,10 @@ class _Emitter:
         node = self.program.nodes[number]
         return _literal(node["value"], node.dtype) if node.op == "literal" else f"v{number}"
 
-    def expression(self, node: Node) -> str:
+    def expression(self, number: int) -> str:
+        node = self.program.nodes[number]
+        if number in self.head_values:
+            return f"in.head_value[{self.head_values[number]}]"
         match node.op:
             case "acc":
                 return f"in.acc[{node['way']}]"
@@ -195,6 +242,11 @@ class _Emitter:
         inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
         text = operation.expression(inputs, dtypes, dict(node.attributes))
         return text if operation.exact or node.dtype not in ROUND else f"{ROUND[node.dtype]}({text})"
+
+
+def _combined(op: ReductionOp, values: Sequence[str]) -> str:
+    """The values of the ways as one."""
+    return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
 
 
 def _list(entries: Sequence[str]) -> str:

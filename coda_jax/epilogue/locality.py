@@ -134,6 +134,8 @@ class Analysis:
         nodes = tuple(map(load, range(self.ways))) if operand.width is Width.FULL else (load(0),)
         if operand.kind is Kind.HEAD_TABLE:
             return Local((ROW, CHANNEL if operand.width is Width.FULL else HALF_CHANNEL), nodes, True)
+        if operand.kind is Kind.HEAD_VECTOR:
+            column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
         if operand.kind is Kind.TILE:
             return Local((ROW, column), nodes, True)
         return Local((None, column) if len(aval.shape) == 2 else (column,), nodes, False)

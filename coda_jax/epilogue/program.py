@@ -1,7 +1,7 @@
 """The data model: what a checked epilogue is, independent of the sizes M and N, and how XLA evaluates it."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,12 +23,14 @@ class Kind(enum.Enum):
     COLUMN_VECTOR = "(M, 1)"
     TILE = "(M, N)"
     HEAD_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same
+    HEAD_VECTOR = "(Dh,), (1, Dh), (Dh/2,) or (1, Dh/2)"  # for every row and head the same
 
 
 class Width(enum.Enum):
     """Whether an array has all columns of the program's widest arrays or half of them.
 
-    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`). A head table's are those of a head.
+    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`). Those of head tables and head
+    vectors are those of a head.
     """
 
     FULL = "full"
@@ -75,6 +77,9 @@ class ReductionOp(enum.Enum):
                 return jnp.logaddexp(x, y)
 
 
+HEAD_REDUCTIONS = {"head_sum": ReductionOp.SUM, "head_max": ReductionOp.MAX, "head_min": ReductionOp.MIN}
+
+
 @dataclass(frozen=True)
 class Operand:
     """An array beside acc.
@@ -82,7 +87,7 @@ class Operand:
     Attributes:
       dtype: as stored.
       traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
-      width: of a row vector, a tile or a head table.
+      width: of a row vector, a tile, a head table or a head vector.
     """
 
     kind: Kind
@@ -93,7 +98,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Node:
-    """One value per element. Leaves: acc (way), operand (index, way), row, column (way), literal (value)."""
+    """One value per element. Leaves: acc (way), operand (index, way), row, column (way), literal (value).
+
+    Those of HEAD_REDUCTIONS reduce a head: the columns of all their inputs, each of which is a way.
+    """
 
     op: str
     inputs: tuple[int, ...]
@@ -280,6 +288,29 @@ class Program:
         """Indices of the tile operands that the elementwise program reads."""
         return tuple(i for i, o in enumerate(self.operands) if o.kind is Kind.TILE and self.loads(i))
 
+    @cached_property
+    def head_levels(self) -> dict[int, int]:
+        """The nodes that reduce heads, and how many such reductions each needs one after the other before it."""
+        below = [0] * len(self.nodes)
+        levels: dict[int, int] = {}
+        for number, node in enumerate(self.nodes):
+            below[number] = max((below[i] for i in node.inputs), default=0)
+            if node.op in HEAD_REDUCTIONS:
+                levels[number] = below[number]
+                below[number] += 1
+        return levels
+
+    @cached_property
+    def tiles_of_heads(self) -> tuple[int, ...]:
+        """Indices of the tile operands that reductions of heads depend on."""
+        nodes = [self.nodes[number] for number in self.needed(self.head_levels)]
+        read = {node["index"] for node in nodes if node.op == "operand"}
+        return tuple(i for i in self.tile_operands if i in read)
+
+    def needed(self, roots: Iterable[int]) -> frozenset[int]:
+        """`roots` and all nodes that they are computed from."""
+        return needed_nodes(self.nodes, roots)
+
     def loads(self, index: int) -> tuple[int, ...]:
         """The ways of operand `index` that the elementwise program reads."""
         ways = {node["way"] for node in self.nodes if node.op == "operand" and node["index"] == index}
@@ -339,7 +370,8 @@ class Program:
                 return half(acc, node["way"])
             case "operand":
                 operand, x = self.operands[node["index"]], operands[node["index"]]
-                if operand.kind is Kind.HEAD_TABLE:
+                if operand.kind in (Kind.HEAD_TABLE, Kind.HEAD_VECTOR):
+                    x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
                     return over_heads(x.astype(operand.traced_dtype), node["way"])
                 shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
                 return half(x.astype(operand.traced_dtype).reshape(shape[operand.kind]), node["way"])
@@ -349,6 +381,11 @@ class Program:
                 return half(lax.broadcasted_iota(jnp.int32, (1, columns * self.ways), 1), node["way"])
             case "literal":
                 return jnp.full((1, 1), node["value"], node.dtype)
+        if node.op in HEAD_REDUCTIONS:
+            op, width = HEAD_REDUCTIONS[node.op], self.head // 2
+            ways = [jnp.broadcast_to(values[i], (acc.shape[0], columns)) for i in node.inputs]
+            total = _combine(op, [op.reduce(x.reshape(acc.shape[0], -1, width), axis=2) for x in ways])
+            return jnp.repeat(total, width, axis=1, total_repeat_length=columns)
         inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
         return elementwise.apply(node.op, list(inputs), dict(node.attributes))
 
@@ -388,6 +425,15 @@ class Program:
             inputs = [read(atom) for atom in equation.inputs]
             values.update(zip(equation.outputs, bind_equation(equation, inputs), strict=True))
         return {output: read(atom) for output, atom in self.finishing.outputs}
+
+
+def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> frozenset[int]:
+    """`roots` and everything that they are computed from."""
+    needed = set(roots)
+    for number in range(len(nodes) - 1, -1, -1):  # inputs come before users
+        if number in needed:
+            needed.update(nodes[number].inputs)
+    return frozenset(needed)
 
 
 def _combine(op: ReductionOp, parts: Sequence[jax.Array]) -> jax.Array:

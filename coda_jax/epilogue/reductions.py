@@ -19,6 +19,7 @@ from coda_jax.epilogue.values import (
     HALF_CHANNEL,
     HEAD,
     ROW,
+    SIDE,
     Finished,
     Local,
     NotElementwise,
@@ -51,13 +52,35 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
     if all(tag is None for tag in reduced):
         kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
         return [replace(value, tags=kept)]
+    if (within := _within_heads(analysis, REDUCTIONS[equation.name], value, aval, reduced)) is not None:
+        kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
+        return [Local(kept, (analysis.convert(within, np.dtype(aval.dtype).name),), True, value.part)]
     in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
     if value.part is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
-        raise NotElementwise("is a reduction of a part of the columns or within heads; reduce whole rows or columns")
+        raise NotElementwise("is a reduction of a part of the columns; reduce whole rows, whole columns or each head")
     _check_dtype(analysis, value, aval)
     index = _number(analysis, _reduction(analysis, REDUCTIONS[equation.name], value, reduced))
     _complete(analysis, equation, index, ROW in reduced)
     return [Finished(f"the reduction {equation.where()}", from_reduction=True)]
+
+
+def _within_heads(analysis: Analysis, op: ReductionOp, value: Local, aval: Any, reduced: list[Tag]) -> int | None:
+    """The node that reduces each head, or the same half of each, to one value; None for another reduction."""
+    over = set(reduced) - {None}
+    if over not in ({CHANNEL}, {HALF_CHANNEL}, {HALF_CHANNEL, SIDE}) or (SIDE in value.tags and SIDE not in over):
+        return None
+    _check_dtype(analysis, value, aval)
+    nodes = analysis.converted(value.nodes, "float32")
+    if op is not ReductionOp.LOGSUMEXP:
+        return analysis.node(f"head_{op.value}", nodes, "float32")
+    largest = analysis.node("head_max", nodes, "float32")
+    zero = analysis.literal(0, "float32")
+    finite = analysis.node("is_finite", (largest,), "bool")
+    shift = analysis.node("select_n", (finite, zero, largest), "float32")
+    shifted = [analysis.node("sub", (node, shift), "float32") for node in nodes]
+    exponentials = tuple(analysis.node("exp", (node,), "float32") for node in shifted)
+    total = analysis.node("head_sum", exponentials, "float32")
+    return analysis.node("add", (shift, analysis.node("log", (total,), "float32")), "float32")
 
 
 def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:

@@ -83,6 +83,8 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
             found = _taken_apart(analysis, given[0], [after[axis] for axis in new])
         elif len(new) == 1:
             found = _JOINED.get(tuple(given))
+            if given == [HEAD, None] and same_size(before[old[1]], analysis.head):  # a value for each head, repeated
+                value, found = replace(value, nodes=value.nodes * analysis.ways), [COLUMN]
         if found is None:
             raise NotElementwise(
                 f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns "

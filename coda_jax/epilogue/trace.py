@@ -70,7 +70,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
       operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
-        (M, Dh) or (M, Dh/2) where f works on heads of Dh columns. f sees floating ones as float32.
+        (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns. f sees floating ones as float32.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
@@ -192,25 +192,29 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     if layout.head:
         candidates.append(((m, layout.head), Kind.HEAD_TABLE, Width.FULL))
         candidates.append(((m, layout.head // 2), Kind.HEAD_TABLE, Width.HALF))
-    elif not is_final and not layout.acc_is_half and len(shape) == 2 and _divides(shape[1], n):
-        candidates.append(((m, shape[1]), Kind.HEAD_TABLE, Width.FULL))
+        for size, width in ((layout.head, Width.FULL), (layout.head // 2, Width.HALF)):
+            candidates += [((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
+    elif not is_final and not layout.acc_is_half and len(shape) in (1, 2) and _divides(shape[-1], n):
+        candidates.append(((m, shape[-1]), Kind.HEAD_TABLE, Width.FULL))
+        candidates += [((shape[-1],), Kind.HEAD_VECTOR, Width.FULL), ((1, shape[-1]), Kind.HEAD_VECTOR, Width.FULL)]
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
         advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "
             f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N)"
-            f"{f', nor against heads of Dh = {layout.head} as (M, Dh) or (M, Dh/2)' if layout.head else ''}.{advice}"
+            + (f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,)" if layout.head else "")
+            + f".{advice}"
         )
     kind, width = found
-    in_tiles = kind in (Kind.TILE, Kind.HEAD_TABLE)
-    allowed = FLOATS if in_tiles else (*FLOATS, "int32", "bool")
+    is_float = kind in (Kind.TILE, Kind.HEAD_TABLE) or (kind is Kind.HEAD_VECTOR and bool(layout.head))
+    allowed = FLOATS if is_float else (*FLOATS, "int32", "bool")
     if dtype.name not in allowed:
         raise NotTileLocalError(
             f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
             + (
-                "tiles are float32, bfloat16 or float16."
-                if in_tiles
+                "tiles and arrays over heads are float32, bfloat16 or float16."
+                if is_float
                 else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
             )
         )

@@ -24,7 +24,8 @@ ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
     "minima along rows or columns and log-sum-exps along rows as outputs, two halves (jnp.split(x, 2, axis=1), "
     "jnp.concatenate back) of N or of 2N columns, or of each head (acc.reshape(M, H, Dh)), or its even and odd columns "
-    "(x[..., 0::2], jnp.stack back), parts of the columns as outputs of their own, row and column indices from iota."
+    "(x[..., 0::2], jnp.stack back), reductions of each head that are used beside it, parts of the columns as outputs "
+    "of their own, row and column indices from iota."
 )
 
 HINTS = {

@@ -193,6 +193,11 @@ def unsupported_reason(
 
     if program.head and not takes_heads(program.head):
         return f"heads of {program.head} columns; the kernel's tile of {Tiling.tile_n} takes heads of 32, 64 and 128"
+    if program.tiles_of_heads:
+        return (
+            f"operand {program.tiles_of_heads[0]}: a reduction of each head depends on this tile, which the kernel "
+            "reads once; it reduces heads of what follows from acc and vectors"
+        )
     split = program.splits
     rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
     rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]

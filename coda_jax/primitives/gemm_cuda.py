@@ -119,7 +119,7 @@ def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool
 
 
 def _fold(x: jax.Array, kind: Kind, batch: Any, rows: Any) -> jax.Array:
-    if kind in (Kind.SCALAR, Kind.ROW_VECTOR):
+    if kind in (Kind.SCALAR, Kind.ROW_VECTOR, Kind.HEAD_VECTOR):
         return x
     columns = x.shape[-1]
     if x.ndim == 2:  # a column vector that the batch shares
