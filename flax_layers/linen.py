@@ -12,6 +12,7 @@
 Arguments are those of the nnx module, all by keyword, without `rngs`; parameters have its names and shapes, so
 `nnx.update(module, variables["params"])` gives them to the nnx module, whose `generate` wants them there. What the
 modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as do caches.
+Other methods of the nnx module are called by name: `model.apply(variables, tokens, labels, nnx_method="loss")`.
 `init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen module. Remat whole blocks: around one
 `GatedMLP` it hides that norm and residual are the same array, and the fused chain with it. The blocks of a `Llama` are
 numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.

@@ -144,6 +144,59 @@ CASES = {
 }
 
 
+def qkv_of_pairs(heads, kv_heads, dim):
+    def rotary_qkv(acc, rstd, cos, sin):
+        q, k, v = jnp.split(acc * rstd, [heads * dim, (heads + kv_heads) * dim], axis=1)
+        return turned_pairs(q, cos, sin, dim), turned_pairs(k, cos, sin, dim) + k, v
+
+    return rotary_qkv
+
+
+def table_first(acc, table):
+    cos, sin = jnp.split(table, 2, axis=1)
+    return turned(acc, cos, sin, 8)
+
+
+CASES |= {
+    "one_kv_head_of_pairs": (4 * 8, qkv_of_pairs(2, 1, 8), qkv_operands(8)),
+    "one_head_of_pairs": (16, lambda acc, c, s: turned_pairs(acc, c, s, 16), angles(M, 8)),
+    "two_parts_of_one_head": (16, lambda acc, c, s: (turned(acc[:, :8], c, s, 8), acc[:, 8:] * 2), angles(M, 4)),
+    "table_first": (24, table_first, (jnp.concatenate(angles(M, 4), axis=1),)),
+}
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda acc: tuple(jnp.split(acc - acc[:, :1], [8], axis=1)),
+        lambda acc: (x := acc.reshape(M, 3, 8)) + x[:, 2:3],
+        lambda acc: tuple(jnp.split(jax.nn.sigmoid(acc[:, -1:]) * acc, [8], axis=1)),
+        lambda acc: tuple(jnp.split(acc * acc[:, 0][:, None], [8], axis=1)),
+    ],
+    ids=["first", "head", "last", "squeezed"],
+)
+def test_one_column_does_not_meet_all(f):
+    """What is broadcast from a part of the columns is in no other tile."""
+    with pytest.raises(NotTileLocalError, match="combines columns"):
+        trace(f, acc_of(24), ())
+
+
+def test_a_subtile_is_within_half_a_head():
+    a, b = jnp.ones((M, 16), jnp.bfloat16), jnp.ones((16, 128), jnp.bfloat16)
+    call = jax.jit(
+        lambda *x: coda.gemm(
+            *x,
+            epilogue=lambda acc, c, s: turned(acc, c, s, 64),
+            config=coda.GemmConfig(subtile_n=64),
+            implementation="cuda",
+        )
+    )
+    with pytest.raises(
+        (ValueError, NotImplementedError), match=r"subtile_n = 64 does not divide half a head of 64|NVRTC"
+    ):
+        call.trace(a, b, *angles(M, 32)).lower(lowering_platforms=("cuda",))
+
+
 def acc_of(n):
     return jax.random.normal(jax.random.key(n), (M, n))
 

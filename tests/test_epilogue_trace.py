@@ -53,6 +53,8 @@ REFUSED = {
         "joins 2 and 2 and 2 and 2.*one by one",
     ),
     "two_parts": (lambda a: a[:, :3] * a[:, 3:6], "combines columns 0:3 with columns 3:6"),
+    "repeated_rows": (lambda a: jnp.sum(jnp.broadcast_to(a[:, :1], (M, 5)), axis=0), "of repeated rows or columns|of a part of the columns"),
+    "no_columns": (lambda a: a[:, :0], "takes columns 0:0 of 8"),
     "sum_of_a_part": (lambda a: a[:, :3].sum(1), "reduction of a part of the columns"),
     "odd_heads": (lambda a: a[:, :6].reshape(M, 2, 3), "heads of 3 of 8 columns"),
     "two_head_sizes": (
@@ -72,7 +74,6 @@ REFUSED = {
         lambda a: (a.reshape(M, 2, 4) + jnp.arange(4.0)).reshape(M, N),
         "neither the rows nor the columns",
     ),
-    "half_of_half": (lambda a: jnp.split(a[:, :4], 2, axis=1)[0], "half column"),
     "rows_apart": (lambda a: jnp.split(a, 2, axis=0)[0], r"split.*rows apart into \(3, 3\)"),
     "uneven_concatenate": (lambda a: jnp.concatenate([a, a[:, :4]], axis=1), "joins 8 and 4 elements along axis 1"),
     "three_times": (lambda a: jnp.concatenate([a, a, a], axis=1), "joins 8 and 8 and 8 elements along axis 1"),

@@ -18,6 +18,7 @@ from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width
 from coda_jax.epilogue.values import (
     ALLOWED,
     BOTH_WAYS,
+    BY_PARTS,
     CHANNEL,
     COLUMN,
     COLUMNS,
@@ -278,6 +279,10 @@ class Analysis:
         if len(parts) > 1:
             one, other = (f"{start}:{stop}" for start, stop in sorted(parts)[:2])
             raise NotElementwise(f"combines columns {one} with columns {other}")
+        for value in inputs:
+            if parts and value.part is None and not BY_PARTS.isdisjoint(value.tags):
+                start, stop = next(iter(parts))
+                raise NotElementwise(f"combines columns {start}:{stop} with all columns")
         tile = any(value.tile for value in inputs) or (ROW in tags and not COLUMNS.isdisjoint(tags))
         return Local(tags, nodes, tile, parts.pop() if parts else None)
 
@@ -362,6 +367,8 @@ class Analysis:
         if not self.layout.parts:
             raise NeedsLayout(replace(self.layout, ways=2 if self.head else 1, parts=True))
         first, end = value.part or (0, self.n)
+        if not 0 <= start < stop <= end - first:
+            raise NotElementwise(f"takes columns {start}:{stop} of {end - first}")
         if self.head and (start % self.head or stop % self.head):
             raise NotElementwise(f"takes columns {start}:{stop}, which are no whole heads of {self.head}")
         return (first + start, first + stop) if (first + start, first + stop) != (0, self.n) else (first, end)

@@ -58,6 +58,10 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
     in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
     if value.part is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
         raise NotElementwise("is a reduction of a part of the columns; reduce whole rows, whole columns or each head")
+    if any(
+        tag is None and axis not in axes and not same_size(aval.shape[axis], 1) for axis, tag in enumerate(value.tags)
+    ):
+        raise NotElementwise("is a reduction of repeated rows or columns")
     _check_dtype(analysis, value, aval)
     index = _number(analysis, _reduction(analysis, REDUCTIONS[equation.name], value, reduced))
     _complete(analysis, equation, index, ROW in reduced)

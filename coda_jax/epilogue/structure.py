@@ -80,17 +80,20 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
                 analysis.heads(int(before[old[0]]))
                 found = [CHANNEL]
         elif len(old) == 1:
-            found = _taken_apart(analysis, given[0], [after[axis] for axis in new])
+            pairs = len(new) == 2 and after[new[1]] == 2 and len(after) > len(before) + 1
+            one_head = pairs and new[0] > 0 and same_size(after[new[0] - 1], 1)
+            found = _taken_apart(analysis, given[0], [1] * one_head + [after[axis] for axis in new])[one_head:]
         elif len(new) == 1:
             found = _JOINED.get(tuple(given))
             if given == [HEAD, None] and same_size(before[old[1]], analysis.head):  # a value for each head, repeated
                 value, found = replace(value, nodes=value.nodes * analysis.ways), [COLUMN]
-        if found is None:
+        if not found:
             raise NotElementwise(
                 f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns "
                 "become (heads, columns of a head) or these columns again"
             )
-        if found == [CHANNEL] and analysis.head == analysis.n:
+        columns = analysis.n if value.part is None else value.part[1] - value.part[0]
+        if found == [CHANNEL] and len(after) < len(before) and same_size(columns, analysis.head):
             found = [COLUMN]  # the one head is all columns
         for axis, tag in zip(new, found, strict=True):
             tags[axis] = tag
@@ -104,8 +107,8 @@ _JOINED: dict[tuple[Tag, ...], list[Tag]] = {
 }
 
 
-def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag] | None:
-    """Tags of the axes that an axis becomes, or None."""
+def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag]:
+    """Tags of the axes that an axis becomes; none if it cannot."""
     if tag == HALF:
         raise NeedsLayout(Layout(parts=True))
     if tag == COLUMN and len(sizes) == 2:
@@ -118,7 +121,7 @@ def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag
     if tag == CHANNEL and len(sizes) == 2 and sizes[1] == 2:
         analysis.neighbours()
         return [HALF_CHANNEL, SIDE]
-    return None
+    return []
 
 
 def _regrouped(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
@@ -177,9 +180,11 @@ def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
     return size // 2 if is_head else analysis.half if is_whole else None
 
 
-def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
-    """Half `way` of a value along `axis`: of all columns, or of each head."""
+def _half(analysis: Analysis, value: Local, axis: int, way: int, size: Any) -> Local:
+    """Half `way` of a value along `axis`, which has that size: of all columns, or of each head."""
     in_head = value.tags[axis] == CHANNEL or value.part is not None
+    if in_head and way >= len(value.nodes):  # of a table, met before acc is seen as heads
+        analysis.heads(size)
     if in_head:
         analysis.halves_of_heads()
     else:
@@ -190,8 +195,8 @@ def _half(analysis: Analysis, value: Local, axis: int, way: int) -> Local:
 
 def _side(analysis: Analysis, value: Local, axis: int, side: int, size: int) -> Local:
     """The even (0) or the odd (1) columns of each head, along an axis of that size."""
-    if value.tags[axis] == COLUMN:
-        analysis.heads(size)  # of which there is one
+    if value.tags[axis] == COLUMN or side >= len(value.nodes):
+        analysis.heads(size)  # of which there is one, or of a table
     analysis.neighbours()
     tag = None if value.tags[axis] == SIDE else HALF_CHANNEL
     return replace(value, tags=(*value.tags[:axis], tag, *value.tags[axis + 1 :]), nodes=(value.nodes[side],))
@@ -222,6 +227,8 @@ def _take(
         if tag == INDEX and isinstance(start, int | np.integer):
             value = _offset(analysis, value, int(start), int(stride))
             continue
+        if tag == HALF and not analysis.layout.acc_is_half:  # not one of two halves, then, but a part
+            raise NeedsLayout(Layout(parts=True))
         half = _half_size(analysis, value, axis, before[axis])
         first = same_size(start, 0) and same_size(limit, half)
         second = same_size(start, half) and same_size(limit, before[axis])
@@ -231,7 +238,7 @@ def _take(
             value = _side(analysis, value, axis, int(start), int(before[axis]))
             continue
         if stride == 1 and (first or second):
-            value = _half(analysis, value, axis, int(second))
+            value = _half(analysis, value, axis, int(second), before[axis])
         elif stride == 1 and static and tag in (COLUMN, HEAD):
             value = _part(analysis, value, axis, int(start), int(limit))
         else:
@@ -287,9 +294,12 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
     (value,), axis, sizes = inputs, int(equation.params["axis"]), equation.params["sizes"]
     if value.tags[axis] is None or len(sizes) == 1:
         return [value] * len(sizes)
-    half = _half_size(analysis, value, axis, _shapes(analysis, equation)[0][axis])
+    if value.tags[axis] == HALF and not analysis.layout.acc_is_half:
+        raise NeedsLayout(Layout(parts=True))
+    size = _shapes(analysis, equation)[0][axis]
+    half = _half_size(analysis, value, axis, size)
     if len(sizes) == 2 and all(same_size(int(size), half) for size in sizes):
-        return [_half(analysis, value, axis, way) for way in range(2)]
+        return [_half(analysis, value, axis, way, size) for way in range(2)]
     if value.tags[axis] not in (COLUMN, HEAD):
         raise NotElementwise(f"takes the {value.tags[axis]}s apart into {tuple(int(s) for s in sizes)}")
     ends = list(itertools.accumulate(map(int, sizes)))

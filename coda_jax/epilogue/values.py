@@ -18,6 +18,7 @@ SIDE = "side of a pair"  # of neighbouring columns
 INDEX = "index"
 Tag = str | None
 COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})
+BY_PARTS = frozenset({COLUMN, HALF, HEAD})  # axes whose index says which part of the columns it is in
 BOTH_WAYS = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans all ways
 
 ALLOWED = (

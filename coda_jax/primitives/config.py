@@ -124,6 +124,10 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
             f"GemmConfig: subtile_n = {given.subtile_n} makes rows of {given.subtile_n * traffic.widest_bytes} bytes "
             f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
+    if given.subtile_n is not None and program.head and program.head // 2 % given.subtile_n:
+        raise ValueError(
+            f"GemmConfig: subtile_n = {given.subtile_n} does not divide half a head of {program.head} columns"
+        )
     cluster_m = given.cluster_m or (1 if isinstance(m, int) and m <= Tiling.tile_m else 2)
     for stages, (subtile_n, load_slots, store_slots) in _preferred(program, traffic):
         tiling = Tiling(

@@ -112,7 +112,7 @@ def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool
         and all(reduction.axis is Axis.ROW for reduction in program.reductions)
         and not any(node.op == "row" for node in program.nodes)
         and all(
-            flag if kind is Kind.TILE else kind is Kind.COLUMN_VECTOR or not flag
+            flag if kind is Kind.TILE else kind in (Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) or not flag
             for kind, flag in zip(_kinds(program), flags, strict=True)
         )
     )

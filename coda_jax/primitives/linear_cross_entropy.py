@@ -62,7 +62,7 @@ def linear_cross_entropy(
       weights: (...), of the tokens; default 1. They receive their gradient.
       reduction: "mean": sum(weights * loss) / sum(weights), and 0 where nothing has weight; "sum": sum(weights * loss);
         "none": weights * loss.
-      ignore_index: tokens with this label have weight 0; None: there is none.
+      ignore_index: tokens with this label have weight 0 (their x must be finite all the same); None: there is none.
       label_smoothing: in [0, 1), the part of the target distribution that is spread over all of the vocabulary.
       z_loss: coefficient of lse^2, which keeps the logits from drifting.
       soft_cap: bound of the logits, as in Gemma 2; None: none.
