@@ -53,7 +53,10 @@ REFUSED = {
         "joins 2 and 2 and 2 and 2.*one by one",
     ),
     "two_parts": (lambda a: a[:, :3] * a[:, 3:6], "combines columns 0:3 with columns 3:6"),
-    "repeated_rows": (lambda a: jnp.sum(jnp.broadcast_to(a[:, :1], (M, 5)), axis=0), "of repeated rows or columns|of a part of the columns"),
+    "repeated_rows": (
+        lambda a: jnp.sum(jnp.broadcast_to(a[:, :1], (M, 5)), axis=0),
+        "of repeated rows or columns|of a part of the columns",
+    ),
     "no_columns": (lambda a: a[:, :0], "takes columns 0:0 of 8"),
     "sum_of_a_part": (lambda a: a[:, :3].sum(1), "reduction of a part of the columns"),
     "odd_heads": (lambda a: a[:, :6].reshape(M, 2, 3), "heads of 3 of 8 columns"),
