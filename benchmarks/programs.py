@@ -261,9 +261,10 @@ PROGRAMS: dict[str, Program] = {
     ),
     "qk_norm_rotary": _qk_norm_rotary(128),
     "qk_norm_rotary_64": _qk_norm_rotary(64),
-    "softmax_of_heads": Program(_softmax_of_heads, lambda m, n: (_type((n,), jnp.float32),), multiple=32),
+    # Two heads at least: of one that is all columns, a reduction is one of whole rows.
+    "softmax_of_heads": Program(_softmax_of_heads, lambda m, n: (_type((n,), jnp.float32),), multiple=64),
     "layer_norm_of_neighbours": Program(
-        _layer_norm_of_neighbours, lambda m, n: (_type((64,)), _type((1, 64), jnp.float32)), multiple=64
+        _layer_norm_of_neighbours, lambda m, n: (_type((64,)), _type((1, 64), jnp.float32)), multiple=128
     ),
     "rotary_whole_tables": Program(
         _rotary_whole_tables,
