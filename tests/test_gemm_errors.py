@@ -65,7 +65,11 @@ TYPES = {
         TypeError,
         "operand 0 has dtype int8",
     ),
-    "bool tile": (lambda: coda.gemm(A, B, X > 0, epilogue=first), coda.NotTileLocalError, "tiles are float32"),
+    "bool tile": (
+        lambda: coda.gemm(A, B, X > 0, epilogue=first),
+        coda.NotTileLocalError,
+        "tiles and arrays over heads are float32",
+    ),
     "None operand": (lambda: coda.gemm(A, B, None, epilogue=first), TypeError, "operand 0 is NoneType"),
     "key": (lambda: coda.gemm(A, B, jax.random.key(0), epilogue=first), TypeError, "operand 0 has dtype key"),
     "integer tile out": (

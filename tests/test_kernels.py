@@ -8,7 +8,7 @@ from coda_jax import ffi
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: a reduction's total, or an address, that waits
 # for the end of the tile while a long elementwise program needs the registers.
-SPILLED = {"swiglu_backward": 48, "gelu_erf": 8, "exp_sum": 8, "rotary_whole_tables": 24, "softmax_of_heads": 8}
+SPILLED = {"swiglu_backward": 8, "gelu_erf": 8, "exp_sum": 8, "rotary_whole_tables": 24, "softmax_of_heads": 8}
 
 
 @pytest.fixture(autouse=True)
