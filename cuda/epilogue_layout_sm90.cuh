@@ -1,0 +1,102 @@
+// Where the columns lie that a generated Epilogue works on together, and what shared memory it needs.
+#pragma once
+
+#include "operands.cuh"
+#include "scheduler.cuh"
+
+namespace coda {
+
+__host__ __device__ constexpr int at_least_one(int count) {
+  return count > 0 ? count : 1;
+}
+
+/// Kernel parameters: tensor maps (a, b, tile operands, stores), pointers (vectors and scalars, partial reductions),
+/// sizes.
+template <int maps, int pointers>
+struct Params {
+  ptx::TensorMap map[maps];
+  void* pointer[at_least_one(pointers)];
+  int m, n, k, batch;
+};
+
+/// Geometry and shared memory of an Epilogue on a tile.
+template <class Config, class Epilogue>
+struct EpilogueLayout {
+  // The ways of a program's values are the halves of N, which lie in two splits of every array, the halves of heads, or
+  // neighbouring columns: these lie in one thread, which works on both (`spread`) where it otherwise works on one.
+  static constexpr int head = Epilogue::head;
+  static constexpr int spread = Epilogue::neighbours ? 2 : 1;
+  static constexpr int splits = head > 0 ? 1 : Epilogue::acc_ways;
+  static constexpr int columns = Config::tile_n * spread / Epilogue::acc_ways;  // columns of a tile within a way
+  static constexpr int subtile_n = Config::subtile_n;
+  static constexpr int subtiles = columns / subtile_n;
+  static constexpr int blocks = Config::tile_m / 64;
+  static constexpr int head_subtiles = head > 0 ? head / 2 * spread / subtile_n : subtiles;  // of one head
+  static_assert(columns % subtile_n == 0 && subtile_n % 16 == 0,
+                "a tile is a whole number of subtiles of 16 columns or more");
+  static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % subtile_n == 0),
+                "a tile has whole heads, and half a head whole subtiles");
+
+  /// Of the pair of columns that a thread has in each group of 8: value i of an Element or Result belongs to entry
+  /// i / spread, and to this one of the pair.
+  __host__ __device__ static constexpr int side(int i, int c) { return spread > 1 ? i % spread : c; }
+
+  /// From the tile's first column, where column `at` of a way lies in memory (within the way's split).
+  __host__ __device__ static constexpr int memory_column(int way, int at) {
+    if constexpr (head > 0 && spread == 1) return at / (head / 2) * head + way * (head / 2) + at % (head / 2);
+    return at;
+  }
+  /// The same in the accumulator.
+  __host__ __device__ static constexpr int fragment_column(int way, int at) {
+    return (head > 0 ? 0 : way * columns) + memory_column(way, at);
+  }
+
+  /// The first section that runs a program, to stand for all of them: their stores differ in place alone.
+  __host__ __device__ static constexpr int section_of(int program) {
+    int section = 0;
+    while (Epilogue::section[section].program != program) ++section;
+    return section;
+  }
+
+  /// Bytes of the tile operands (or results) before the i-th, for one row of a subtile.
+  __host__ __device__ static constexpr int load_row_bytes(int before) {
+    int bytes = 0;
+    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_load[i].dtype);
+    return bytes;
+  }
+  __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
+    int bytes = 0;
+    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_store[section_of(program)][i].dtype);
+    return bytes;
+  }
+  __host__ __device__ static constexpr int widest_store_row_bytes() {
+    int widest = 0;
+    for (int program = 0; program < Epilogue::programs; ++program) {
+      const int bytes = store_row_bytes(program, Epilogue::tile_stores[program]);
+      widest = bytes > widest ? bytes : widest;
+    }
+    return widest;
+  }
+  static constexpr int load_slot_bytes = 64 * load_row_bytes(Epilogue::tile_loads);  // one a warpgroup
+  static constexpr int store_slot_bytes = 16 * widest_store_row_bytes();             // one a warp
+  static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
+  static constexpr int store_slots = Config::store_slots;
+
+  // Of one consumer warpgroup, from its base: load ring, store rings of its four warps, column reductions.
+  static constexpr int load_offset = 0;
+  static constexpr int store_offset = load_offset + (Epilogue::tile_loads > 0 ? load_slots * load_slot_bytes : 0);
+  static constexpr int column_offset = store_offset + 4 * store_slots * store_slot_bytes;
+  static constexpr int column_bytes = Epilogue::column_reductions * 4 * columns * 4;
+  static constexpr int bytes = (column_offset + column_bytes + 1023) / 1024 * 1024;
+
+  /// Row within the output of a thread's rows; the fragment's r-th half is 8 rows further down.
+  __device__ __forceinline__ static int row(const Tile& tile, int warp, int lane, int block, int r) {
+    return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
+  }
+  /// Column within a way's split; the pair's second element is the next one.
+  __device__ __forceinline__ static int column(const Tile& tile, int lane, int way, int subtile, int j) {
+    return tile.column + memory_column(way, subtile * subtile_n) + 8 * j + 2 * (lane & 3);
+  }
+};
+
+}  // namespace coda

@@ -1,0 +1,172 @@
+// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, all else from global memory.
+#pragma once
+
+#include "epilogue_layout_sm90.cuh"
+#include "pipeline.cuh"
+
+namespace coda {
+
+/// Producer's side: loads the tile operands of one warpgroup's tile, subtile by subtile, in the order in which they are
+/// visited.
+template <class Config, class Epilogue, class Params>
+__device__ __forceinline__ void prefetch_operands(const Params& params, const Tile& tile, ptx::uint32 base,
+                                                  Ring<EpilogueLayout<Config, Epilogue>::load_slots> ring,
+                                                  RingPosition<EpilogueLayout<Config, Epilogue>::load_slots>& at) {
+  using Layout = EpilogueLayout<Config, Epilogue>;
+  for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
+    for (int block = 0; block < Layout::blocks; ++block) {
+      ring.wait_empty(at);
+      ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::load_slot_bytes);
+      const ptx::uint32 slot = base + Layout::load_offset + at.slot * Layout::load_slot_bytes;
+      static_for<Epilogue::tile_loads>([&](auto index) {
+        constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
+        ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
+                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+                      Layout::head > 0 ? 0 : access.way, tile.row + 64 * block, access.batched ? tile.batch : 0);
+      });
+      at.advance();
+    }
+  }
+}
+
+/// Consumer's side: what a thread has read. One object a thread; `begin` before the tile's products.
+template <class Config, class Epilogue, class Params>
+struct EpilogueOperands {
+  using Layout = EpilogueLayout<Config, Epilogue>;
+  using Subtile = Fragment<Layout::subtile_n>;
+  static constexpr int groups = Subtile::groups;
+  /// Vectors over the columns of a subtile, and a block's head tables.
+  struct OfColumns {
+    Word row_vector[at_least_one(Epilogue::row_vectors)][groups][2];
+    Word head_vector[at_least_one(Epilogue::head_vectors)][groups][2];
+  };
+  using HeadTables = Word[at_least_one(Epilogue::head_tables)][groups][2][2];
+
+  const Params& params;
+  const ptx::uint32 base;  // this warpgroup's shared memory
+  const int warp, lane;
+  const int n;  // within a split
+  const Ring<Layout::load_slots> ring;
+  RingPosition<Layout::load_slots> loaded;
+  Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
+  Word scalar[at_least_one(Epilogue::scalars)];
+
+  __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
+                                              int warp, int lane)
+      : params(params), base(base), warp(warp), lane(lane), n(params.n / Layout::splits), ring(ring) {}
+
+  /// Loads what does not depend on the column, early enough to hide the latency under the products.
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    static_for<Epilogue::scalars>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::scalar[decltype(index)::value];
+      scalar[decltype(index)::value] =
+          load_word<access.dtype>(params.pointer[access.pointer], access.batched ? tile.batch : 0);
+    });
+    static_for<Epilogue::column_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::column_vector[decltype(index)::value];
+      const long long offset = access.batched ? static_cast<long long>(tile.batch) * params.m : 0;
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int at = Layout::row(tile, warp, lane, block, r);
+          column_vector[decltype(index)::value][block][r] =
+              load_word<access.dtype>(params.pointer[access.pointer], offset + min(at, params.m - 1));
+        }
+    });
+  }
+
+  /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
+  /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
+  __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
+  __device__ __forceinline__ void load_row_vectors(
+      const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
+    static_for<Epilogue::row_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
+      const int width = Layout::head > 0 ? n : access.ways * n;
+      const long long offset =
+          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          row_vector[decltype(index)::value][j][c] =
+              load_word<access.dtype>(params.pointer[access.pointer],
+                                      offset + min(Layout::column(tile, lane, access.way, subtile, j) + c, n - 1));
+    });
+  }
+
+  /// First column, within an array over heads, of this thread's pair in a subtile. `shared`: see load_pair.
+  template <int way, int shared>
+  __device__ __forceinline__ int column_of_head(int subtile) const {
+    constexpr int half = Layout::head / 2;
+    const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
+    return way * half + (subtile * Layout::subtile_n % (half * Layout::spread) + 2 * pair) / shared;
+  }
+  /// A pair of columns; an array of half a head has one word for two neighbours, in the first (`shared` is 2).
+  template <DType dtype, int shared>
+  __device__ __forceinline__ static void load_pair(const void* base, long long at, Word (&pair)[2]) {
+    if constexpr (shared == 1) {
+      load_words<dtype>(base, at, pair);
+    } else {
+      pair[0] = load_word<dtype>(base, at);
+    }
+  }
+
+  __device__ __forceinline__ void load_head_vectors(
+      const Tile& tile, int subtile, Word (&vector)[at_least_one(Epilogue::head_vectors)][groups][2]) const {
+    static_for<Epilogue::head_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
+      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
+      const int first = (access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0) +
+                        column_of_head<access.way, shared>(subtile);
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+        load_pair<access.dtype, shared>(params.pointer[access.pointer], first + 8 * j / shared,
+                                        vector[decltype(index)::value][j]);
+    });
+  }
+
+  /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
+  /// words, which the first brings into L1.
+  __device__ __forceinline__ void load_head_tables(
+      const Tile& tile, int subtile, int block,
+      Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
+    static_for<Epilogue::head_tables>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
+      constexpr int width = access.ways * (Layout::head / 2);
+      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
+      const int first = column_of_head<access.way, shared>(subtile);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
+                             min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+#pragma unroll
+        for (int j = 0; j < groups; ++j)
+          load_pair<access.dtype, shared>(params.pointer[access.pointer], at * width + first + 8 * j / shared,
+                                          table[decltype(index)::value][j][r]);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void load_tiles(Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) {
+    if constexpr (Epilogue::tile_loads > 0) {
+      ring.wait_full(loaded);
+      const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;
+      static_for<Epilogue::tile_loads>([&](auto index) {
+        using Operand = Box<Epilogue::tile_load[decltype(index)::value].dtype, Layout::subtile_n>;
+        Operand::load(slot + 64 * Layout::load_row_bytes(decltype(index)::value) + 16 * warp * Operand::row_bytes, lane,
+                      loads[decltype(index)::value]);
+      });
+      // Without the fence the copy engine may overwrite the slot before it has been read: in 10 of 300 launches at
+      // 4096 x 4096 x 256, and in none at smaller sizes.
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));
+      loaded.advance();
+    }
+  }
+};
+
+}  // namespace coda

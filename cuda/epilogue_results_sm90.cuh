@@ -1,0 +1,140 @@
+// A generated Epilogue's results on their way to memory: tiles by TMA, warp by warp; one partial a tile of reductions.
+#pragma once
+
+#include "epilogue_layout_sm90.cuh"
+
+namespace coda {
+
+/// One object a thread; `finish` before the kernel ends.
+template <class Config, class Epilogue, class Params>
+struct EpilogueResults {
+  using Layout = EpilogueLayout<Config, Epilogue>;
+  using Subtile = Fragment<Layout::subtile_n>;
+  static constexpr int groups = Subtile::groups;
+
+  const Params& params;
+  const ptx::uint32 base;  // this warpgroup's shared memory
+  const int warpgroup, warp, lane;
+  const int n;  // within a split
+  int store_slot = 0;
+
+  __device__ __forceinline__ EpilogueResults(const Params& params, ptx::uint32 base, int warpgroup, int warp, int lane)
+      : params(params), base(base), warpgroup(warpgroup), warp(warp), lane(lane), n(params.n / Layout::splits) {}
+
+  /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
+  __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
+
+  /// Where a store of `program` goes, in the tile's section.
+  template <int program, int store>
+  __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
+    constexpr TileAccess of_first = Epilogue::tile_store[Layout::section_of(program)][store];
+    TileAccess access = of_first;
+    if constexpr (Epilogue::sections > 1) {
+      static_for<Epilogue::sections>([&](auto index) {
+        constexpr int section = decltype(index)::value;
+        if constexpr (Epilogue::section[section].program == program) {
+          constexpr TileAccess of_section = Epilogue::tile_store[section][store];
+          if (tile.section == section) access = of_section;
+        }
+      });
+    }
+    return access;
+  }
+
+  /// Each warp stores its own 16 rows: no barrier across warps.
+  template <int program>
+  __device__ __forceinline__ void store_tiles(const Tile& tile, int subtile, int block,
+                                              const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) {
+    if constexpr (Epilogue::tile_stores[program] > 0) {
+      const ptx::uint32 slot =
+          base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
+      if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
+      __syncwarp();
+      static_for<Epilogue::tile_stores[program]>([&](auto index) {
+        constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
+        Box<access.dtype, Layout::subtile_n>::store(
+            slot + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane, stores[decltype(index)::value]);
+      });
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        static_for<Epilogue::tile_stores[program]>([&](auto index) {
+          const TileAccess access = store_access<program, decltype(index)::value>(tile);
+          ptx::tma_store(params.map[access.map], slot + 16 * Layout::store_row_bytes(program, decltype(index)::value),
+                         tile.column - access.first + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+                         Layout::head > 0 ? 0 : access.way, tile.row + 64 * block + 16 * warp, tile.batch);
+        });
+        ptx::tma_store_commit();
+      }
+      store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
+    }
+  }
+
+  __device__ __forceinline__ void write_rows(
+      const Tile& tile, const RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
+    static_for<Epilogue::row_reductions>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
+      const int tiles_n =
+          Scheduler<Config::tile_m, Config::tile_n / Layout::splits, Config::cluster_m, Epilogue>::tiles_along_n(n);
+      float* partial = static_cast<float*>(params.pointer[access.pointer]) +
+                       (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float total = row_total[decltype(index)::value][block][r].template over_quad<access.op>();
+          const int at = Layout::row(tile, warp, lane, block, r);
+          if ((lane & 3) == 0 && at < params.m) partial[at] = total;
+        }
+    });
+  }
+
+  /// Address of this warpgroup's column results: [reduction][warp][column].
+  __device__ __forceinline__ float* columns_of(int reduction, int of_warp) const {
+    extern __shared__ unsigned char shared[];
+    return reinterpret_cast<float*>(shared + (base - ptx::shared_address(shared)) + Layout::column_offset) +
+           (reduction * 4 + of_warp) * Layout::columns;
+  }
+
+  __device__ __forceinline__ void share_columns(
+      int subtile, const float (&column_result)[at_least_one(Epilogue::column_reductions)][groups][2]) const {
+    static_for<Epilogue::column_reductions>([&](auto index) {
+      constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
+#pragma unroll
+      for (int j = 0; j < groups; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float total = combine_lanes<op, 4 | 8 | 16>(column_result[decltype(index)::value][j][c]);
+          if (lane < 4)
+            columns_of(decltype(index)::value, warp)[subtile * Layout::subtile_n + 8 * j + 2 * lane + c] = total;
+        }
+    });
+  }
+
+  __device__ __forceinline__ void write_columns(const Tile& tile) const {
+    if constexpr (Epilogue::column_reductions > 0) {
+      const int barrier = 3 + warpgroup;
+      ptx::named_barrier_sync(barrier, 128);
+      const int at = 32 * warp + lane;
+      static_for<Epilogue::column_reductions>([&](auto index) {
+        constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
+        const int width = Layout::head > 0 ? n : access.ways * n;
+        const int tiles_m = (params.m + Config::tile_m - 1) / Config::tile_m;
+        float* partial = static_cast<float*>(params.pointer[access.pointer]) +
+                         (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width +
+                         (Layout::head > 0 ? 0 : access.way * n);
+        const int column = tile.column + Layout::memory_column(access.way, at);
+        if (at < Layout::columns && column < tile.column_end && tile.row < params.m) {
+          float total = columns_of(decltype(index)::value, 0)[at];
+#pragma unroll
+          for (int other = 1; other < 4; ++other)
+            total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
+          partial[column] = total;
+        }
+      });
+      ptx::named_barrier_sync(barrier, 128);
+    }
+  }
+};
+
+}  // namespace coda
