@@ -13,7 +13,7 @@ The pass over rows that the norm's gradient is known for happens in the epilogue
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,13 @@ def _rms_rstd_bwd(eps: float, saved: tuple[jax.Array, jax.Array], drstd: jax.Arr
 
 
 rms_rstd.defvjp(_rms_rstd_fwd, _rms_rstd_bwd)
+
+
+def check_shapes(name: str, x: jax.Array, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
+    """Raises ValueError where an array that is given has another shape than the one beside it."""
+    for argument, (array, shape) in arrays.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {x.shape} it must be {shape}")
 
 
 def fold(scale: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:

@@ -54,14 +54,16 @@ def gated_mlp(
       ValueError: shapes that do not fit.
     """
     width, features = x.shape[-1], down.shape[0]
-    for name, array, shape in (
-        ("sumsq", sumsq, x.shape[:-1]),
-        ("scale", scale, (width,)),
-        ("gate_up", gate_up, (width, 2 * features)),
-        ("down", down, (features, width)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"gated_mlp: {name} has shape {array.shape}; beside x {x.shape} it must be {shape}")
+    deferred_norm.check_shapes(
+        "gated_mlp",
+        x,
+        {
+            "sumsq": (sumsq, x.shape[:-1]),
+            "scale": (scale, (width,)),
+            "gate_up": (gate_up, (width, 2 * features)),
+            "down": (down, (features, width)),
+        },
+    )
     dtype = jnp.dtype(dtype or jnp.result_type(x, gate_up))
 
     def multiply(*arrays: jax.Array, **options: Any) -> list[jax.Array]:

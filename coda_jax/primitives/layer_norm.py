@@ -75,10 +75,8 @@ def layer_statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def check_shapes(
     name: str, x: jax.Array, arrays: dict[str, tuple[jax.Array | None, tuple[int, ...]]], *, has_mean: bool
 ) -> None:
-    """Raises ValueError where an array that is given has another shape than the one beside it."""
-    for argument, (array, shape) in arrays.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {x.shape} it must be {shape}")
+    """As `deferred_norm.check_shapes`; and a norm_bias without a mean is refused."""
+    deferred_norm.check_shapes(name, x, arrays)
     if not has_mean and arrays["norm_bias"][0] is not None:
         raise ValueError(f"{name}: norm_bias is LayerNorm's, which also needs mean=; without mean the norm is RMSNorm")
 

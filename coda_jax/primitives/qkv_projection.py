@@ -97,13 +97,15 @@ def qkv_projection(
     """
     width, heads = x.shape[-1], num_heads + 2 * num_kv_heads
     head_dim = kernel.shape[-1] // heads
-    for name, array, shape in (
-        ("sumsq", sumsq, x.shape[:-1]),
-        ("scale", scale, (width,)),
-        ("kernel", kernel, (width, heads * head_dim)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"qkv_projection: {name} has shape {array.shape}; beside x {x.shape} it must be {shape}")
+    deferred_norm.check_shapes(
+        "qkv_projection",
+        x,
+        {
+            "sumsq": (sumsq, x.shape[:-1]),
+            "scale": (scale, (width,)),
+            "kernel": (kernel, (width, heads * head_dim)),
+        },
+    )
     if (q_scale is None) != (k_scale is None):
         missing = "q_scale" if q_scale is None else "k_scale"
         raise ValueError(f"qkv_projection: {missing} is None; q and k are both normalised over their heads, or neither")
