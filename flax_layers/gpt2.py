@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from flax_layers.attention import Attention
 from flax_layers.kv_cache import KVCache, decode_layers
+from flax_layers.language_model import LanguageModel
 from flax_layers.lm_head import LMHead
 from flax_layers.mlp import MLP
 from flax_layers.norm import LayerNorm
@@ -103,7 +104,7 @@ class GPT2Block(nnx.Module):
         return y if cache is None else (y, cache)
 
 
-class GPT2(nnx.Module):
+class GPT2(LanguageModel):
     """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding.
 
     Args:
@@ -149,35 +150,10 @@ class GPT2(nnx.Module):
         Raises:
           ValueError: more tokens than n_positions.
         """
-        features = self._features(tokens, positions, mask, segment_ids)
-        return self.head(features, embedding=self.embed.embedding[...])
+        return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
 
-    def loss(
-        self,
-        tokens: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None = None,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
-
-        Args:
-          tokens: (B, T) or (T,).
-          labels: of the same shape: what follows each token; -100 where nothing is asked for.
-          weights: of the same shape; default 1.
-          positions, mask, segment_ids: as in `__call__`.
-          **options: as in `LMHead.loss`.
-
-        Raises:
-          ValueError: more tokens than n_positions, or labels or weights of another shape.
-        """
-        features = self._features(tokens, positions, mask, segment_ids)
-        embedding = self.embed.embedding[...]
-        return self.head.loss(features, labels, weights=weights, embedding=embedding, **options)[0]
+    def _embedding(self) -> jax.Array:
+        return self.embed.embedding[...]
 
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens a row.
@@ -195,7 +171,7 @@ class GPT2(nnx.Module):
         """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
         x = self.embed(tokens) + self.position_embed(cache[0].positions(tokens.shape[1]))
         x, longer = decode_layers(self.layers, x, cache, lengths)
-        return self.head(self.norm(x), embedding=self.embed.embedding[...])[:, 0], longer
+        return self.head(self.norm(x), embedding=self._embedding())[:, 0], longer
 
     def _features(
         self,

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
 from flax_layers.kv_cache import KVCache, decode_layers
+from flax_layers.language_model import LanguageModel
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead
 from flax_layers.norm import RMSNorm
@@ -98,7 +99,7 @@ class LlamaConfig:
         )
 
 
-class Llama(nnx.Module):
+class Llama(LanguageModel):
     """Llama: token embedding, pre-norm blocks, final norm, language-model head.
 
     Args:
@@ -192,32 +193,6 @@ class Llama(nnx.Module):
           ValueError: more tokens than max_position_embeddings.
         """
         return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
-
-    def loss(
-        self,
-        tokens: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None = None,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        **options: Any,
-    ) -> jax.Array:
-        """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
-
-        Args:
-          tokens: (B, T) or (T,).
-          labels: of the same shape: what follows each token; -100 where nothing is asked for.
-          weights: of the same shape; default 1.
-          positions, mask, segment_ids: as in Attention.
-          **options: as in `LMHead.loss`.
-
-        Raises:
-          ValueError: more tokens than max_position_embeddings, or labels or weights of another shape.
-        """
-        features = self._features(tokens, positions, mask, segment_ids)
-        return self.head.loss(features, labels, weights=weights, embedding=self._embedding(), **options)[0]
 
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
