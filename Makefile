@@ -39,7 +39,7 @@ gpu-test: $(STAMPS)/test
 
 gpu-sanitize: $(STAMPS)/test
 	for tool in memcheck racecheck; do \
-	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 \
+	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --target-processes application-only --tool $$tool --error-exitcode 1 \
 	    --kernel-name kernel_substring=coda_gemm $(RUN) -m tests.gpu.sanitized || exit 1; \
 	done
 

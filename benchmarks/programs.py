@@ -13,7 +13,7 @@ import numpy as np
 
 from coda_jax.epilogue import logsumexp, trace
 from coda_jax.primitives import deferred_norm, kernel
-from coda_jax.primitives.config import choose_tiling
+from coda_jax.primitives.config import GemmConfig, Product, choose_tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +294,7 @@ def kernel_source(
     *,
     transpose_a: bool = False,
     transpose_b: bool = True,
+    config: GemmConfig | None = None,
 ) -> str:
     """The CUDA source of the program's kernel, for a (M, K) and b (N, K) unless the flags say otherwise."""
     operands = program.operand_types(m, n)
@@ -310,7 +311,7 @@ def kernel_source(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         batched=(False,) * (2 + len(operands)),
-        tiling=choose_tiling(m, epilogue.program, out_dtypes),
+        tiling=choose_tiling(Product(m, n, k, transpose_b=transpose_b), epilogue.program, out_dtypes, config),
         name=epilogue.name,
     ).source
 

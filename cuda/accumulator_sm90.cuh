@@ -44,40 +44,73 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
          swizzle_128 << 62;
 }
 
-// Registers 4 i .. 4 i + 3 of an accumulator as asm operands.
+// Sixteen registers of an accumulator: as operands of an asm statement, and by their numbers in its text.
 #define CODA_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CODA_OPERANDS_16(d, i) \
   CODA_OPERANDS_4(d, i), CODA_OPERANDS_4(d, i + 4), CODA_OPERANDS_4(d, i + 8), CODA_OPERANDS_4(d, i + 12)
-#define CODA_OPERANDS_64(d, i) \
-  CODA_OPERANDS_16(d, i), CODA_OPERANDS_16(d, i + 16), CODA_OPERANDS_16(d, i + 32), CODA_OPERANDS_16(d, i + 48)
+#define CODA_OPERANDS_64(d) \
+  CODA_OPERANDS_16(d, 0), CODA_OPERANDS_16(d, 16), CODA_OPERANDS_16(d, 32), CODA_OPERANDS_16(d, 48)
+#define CODA_OPERANDS_96(d) CODA_OPERANDS_64(d), CODA_OPERANDS_16(d, 64), CODA_OPERANDS_16(d, 80)
+#define CODA_OPERANDS_128(d) CODA_OPERANDS_96(d), CODA_OPERANDS_16(d, 96), CODA_OPERANDS_16(d, 112)
+#define CODA_NUMBERS_64                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CODA_NUMBERS_96                                                                    \
+  CODA_NUMBERS_64                                                                          \
+      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define CODA_NUMBERS_128                                                                               \
+  CODA_NUMBERS_96                                                                                      \
+      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define CODA_WGMMA_M64N128K16(type)                                                      \
-  asm volatile(                                                                          \
-      "{\n"                                                                              \
-      ".reg .pred accumulate;\n"                                                         \
-      "setp.ne.b32 accumulate, %66, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                       \
-      " {"                                                                               \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
-      "}, %64, %65, accumulate, 1, 1, %67, %68;\n"                                       \
-      "}\n"                                                                              \
-      : CODA_OPERANDS_64(d, 0)                                                           \
+// The operands after the accumulator: descriptors of a and b, whether to add, majorness of a and b.
+#define CODA_WGMMA(shape, type, numbers, operands, a_at, b_at, add_at, a_major_at, b_major_at)         \
+  asm volatile(                                                                                        \
+      "{\n"                                                                                            \
+      ".reg .pred accumulate;\n"                                                                       \
+      "setp.ne.b32 accumulate, " add_at                                                                \
+      ", 0;\n"                                                                                         \
+      "wgmma.mma_async.sync.aligned." shape "k16.f32." type "." type " {" numbers "}, " a_at ", " b_at \
+      ", accumulate, 1, 1, " a_major_at ", " b_major_at                                                \
+      ";\n"                                                                                            \
+      "}\n"                                                                                            \
+      : operands                                                                                       \
       : "l"(a), "l"(b), "r"(accumulate), "n"(a_is_mn_major), "n"(b_is_mn_major))
+#define CODA_WGMMA_N128(type) \
+  CODA_WGMMA("m64n128", type, CODA_NUMBERS_64, CODA_OPERANDS_64(d), "%64", "%65", "%66", "%67", "%68")
+#define CODA_WGMMA_N192(type) \
+  CODA_WGMMA("m64n192", type, CODA_NUMBERS_96, CODA_OPERANDS_96(d), "%96", "%97", "%98", "%99", "%100")
+#define CODA_WGMMA_N256(type) \
+  CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
-/// d (64 x 128) = a (64 x 16) b (16 x 128) + (accumulate ? d : 0), a and b through descriptors. Asynchronous.
-template <DType input, int a_is_mn_major, int b_is_mn_major>
-__device__ __forceinline__ void multiply(float (&d)[64], ptx::uint64 a, ptx::uint64 b, int accumulate) {
+/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a and b through descriptors; N is 128, 192 or 256.
+/// Asynchronous.
+template <DType input, int a_is_mn_major, int b_is_mn_major, int registers>
+__device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
+  static_assert(registers == 64 || registers == 96 || registers == 128, "products of 128, 192 or 256 columns");
   if constexpr (input == DType::bf16) {
-    CODA_WGMMA_M64N128K16("bf16");
+    if constexpr (registers == 64) CODA_WGMMA_N128("bf16");
+    if constexpr (registers == 96) CODA_WGMMA_N192("bf16");
+    if constexpr (registers == 128) CODA_WGMMA_N256("bf16");
   } else {
-    CODA_WGMMA_M64N128K16("f16");
+    if constexpr (registers == 64) CODA_WGMMA_N128("f16");
+    if constexpr (registers == 96) CODA_WGMMA_N192("f16");
+    if constexpr (registers == 128) CODA_WGMMA_N256("f16");
   }
 }
 
-#undef CODA_WGMMA_M64N128K16
+#undef CODA_WGMMA_N256
+#undef CODA_WGMMA_N192
+#undef CODA_WGMMA_N128
+#undef CODA_WGMMA
+#undef CODA_NUMBERS_128
+#undef CODA_NUMBERS_96
+#undef CODA_NUMBERS_64
+#undef CODA_OPERANDS_128
+#undef CODA_OPERANDS_96
 #undef CODA_OPERANDS_64
 #undef CODA_OPERANDS_16
 #undef CODA_OPERANDS_4

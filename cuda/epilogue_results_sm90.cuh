@@ -115,7 +115,6 @@ struct EpilogueResults {
     if constexpr (Epilogue::column_reductions > 0) {
       const int barrier = 3 + warpgroup;
       ptx::named_barrier_sync(barrier, 128);
-      const int at = 32 * warp + lane;
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
         const int width = Layout::head > 0 ? n : access.ways * n;
@@ -123,13 +122,15 @@ struct EpilogueResults {
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                          (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width +
                          (Layout::head > 0 ? 0 : access.way * n);
-        const int column = tile.column + Layout::memory_column(access.way, at);
-        if (at < Layout::columns && column < tile.column_end && tile.row < params.m) {
-          float total = columns_of(decltype(index)::value, 0)[at];
+        for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
+          const int column = tile.column + Layout::memory_column(access.way, at);
+          if (column < tile.column_end && tile.row < params.m) {
+            float total = columns_of(decltype(index)::value, 0)[at];
 #pragma unroll
-          for (int other = 1; other < 4; ++other)
-            total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
-          partial[column] = total;
+            for (int other = 1; other < 4; ++other)
+              total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
+            partial[column] = total;
+          }
         }
       });
       ptx::named_barrier_sync(barrier, 128);

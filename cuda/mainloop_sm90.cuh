@@ -33,7 +33,8 @@ struct Gemm {
   using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Epilogue>;
   static constexpr int consumers = 2;
   static constexpr int threads = 128 * (1 + consumers);
-  static_assert(Config::tile_m == 128 && Config::tile_n == 128 && Config::tile_k == 64, "tile sizes of this mainloop");
+  static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
+                "a tile is whole operand chunks");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
 
   const Params& params;
@@ -119,23 +120,42 @@ struct Gemm {
     }
   }
 
-  /// The CTAs of a cluster share b: each loads every cluster_m-th chunk for all of them. Chunks of the second half of a
-  /// tile belong to the second half of N when its columns come from both.
+  /// The CTAs of a cluster share b: each loads a part of every stage for all of them.
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
-    constexpr int chunks = Config::tile_n / 64, chunks_per_way = chunks / splits;
-    const int batch = Config::b_batched ? tile.batch : 0;
+    constexpr int columns = Config::tile_n / splits;  // of a split
+    if constexpr (Config::transpose_b) {
+      // Rows of k; a box has those of one CTA's part, or of one split.
+      constexpr int boxes = Config::cluster_m > splits ? Config::cluster_m : splits;
+      constexpr int rows = Config::tile_n / boxes, boxes_per_split = boxes / splits;
 #pragma unroll
-    for (int i = 0; i < chunks / Config::cluster_m; ++i) {
-      const int chunk = i * Config::cluster_m + rank;
-      const int way = chunk / chunks_per_way, column = tile.column + 64 * (chunk % chunks_per_way);
-      const int inner = Config::transpose_b ? k : column, outer = Config::transpose_b ? column : k;
-      if constexpr (Config::cluster_m > 1) {
-        constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
-        ptx::tma_load_multicast(target + chunk * chunk_bytes, params.map[1], barrier, inner, way, outer, batch,
-                                everyone);
-      } else {
-        ptx::tma_load(target + chunk * chunk_bytes, params.map[1], barrier, inner, way, outer, batch);
+      for (int i = 0; i < boxes / Config::cluster_m; ++i) {
+        const int box = i * Config::cluster_m + rank;
+        load_b_box(target + box * rows * 128, barrier, k, box / boxes_per_split,
+                   tile.column + box % boxes_per_split * rows, tile.batch);
       }
+    } else {
+      // Chunks of 64 columns: an equal number of them for each CTA, or else of each chunk an equal number of its rows.
+      constexpr int chunks = Config::tile_n / 64, chunks_per_split = columns / 64;
+      static_assert(columns % 64 == 0, "a split is whole chunks");
+      constexpr bool by_chunk = chunks % Config::cluster_m == 0;
+      constexpr int rows = by_chunk ? 64 : 64 / Config::cluster_m;
+#pragma unroll
+      for (int i = 0; i < chunks / (by_chunk ? Config::cluster_m : 1); ++i) {
+        const int chunk = by_chunk ? i * Config::cluster_m + rank : i, row = by_chunk ? 0 : rank * rows;
+        load_b_box(target + chunk * chunk_bytes + row * 128, barrier, tile.column + 64 * (chunk % chunks_per_split),
+                   chunk / chunks_per_split, k + row, tile.batch);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int split, int outer,
+                                             int batch) const {
+    const int of_b = Config::b_batched ? batch : 0;
+    if constexpr (Config::cluster_m > 1) {
+      constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
+      ptx::tma_load_multicast(target, params.map[1], barrier, inner, split, outer, of_b, everyone);
+    } else {
+      ptx::tma_load(target, params.map[1], barrier, inner, split, outer, of_b);
     }
   }
 

@@ -1,22 +1,19 @@
-"""How a kernel is cut: tile sizes, pipeline depths, what fits, and which products the kernel can address at all."""
+"""How a kernel is cut: tile sizes, pipeline depths, and what fits into shared memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program
 
 _LIGHT_NODES = 7  # values an element's program computes, below which registers are plenty
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
-_MAX_BUFFERS, _MAX_PARAMETER_BYTES = 64, 4096  # as in ffi/handler.cc
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
 
@@ -26,13 +23,16 @@ class GemmConfig:
     """Tile and pipeline sizes of one kernel. `None` where the library shall choose.
 
     Attributes:
-      stages: depth of the ring of operand tiles (each 128 x 64 of a and 64 x 128 of b), 2 to 6.
+      tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, one of `TILES`.
+      stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 8.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       subtile_n: columns that the epilogue works on at a time, 16, 32 or 64; a row of it is at most 128 bytes.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in subtiles of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in subtiles of 16 rows.
     """
 
+    tile_m: int | None = None
+    tile_n: int | None = None
     stages: int | None = None
     cluster_m: int | None = None
     subtile_n: int | None = None
@@ -41,7 +41,9 @@ class GemmConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("stages", range(2, 7)),
+            ("tile_m", sorted({m for m, _ in TILES})),
+            ("tile_n", sorted({n for _, n in TILES})),
+            ("stages", range(2, 9)),
             ("cluster_m", (1, 2)),
             ("subtile_n", (16, 32, 64)),
             ("load_slots", range(1, 17)),
@@ -54,16 +56,16 @@ class GemmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one kernel is cut: a `GemmConfig` with everything chosen, and the tile that all kernels share."""
+    """How one kernel is cut: a `GemmConfig` with everything chosen."""
 
+    tile_m: int
+    tile_n: int
     stages: int
     cluster_m: int
     subtile_n: int
     load_slots: int
     store_slots: int
 
-    tile_m: ClassVar[int] = 128
-    tile_n: ClassVar[int] = 128
     tile_k: ClassVar[int] = 64
 
 
@@ -105,17 +107,53 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     return operands + CONSUMERS * epilogue + barriers
 
 
-def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None) -> Tiling:
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Sizes of a product, of which the best tile depends.
+
+    Attributes:
+      m: rows (an int, or a symbolic dimension, which is taken as large).
+      n, k: columns, and the length of the sums.
+      batch: how many such products one launch makes.
+      transpose_b: whether b is stored as (N, K).
+    """
+
+    m: Any
+    n: int
+    k: int
+    batch: Any = 1
+    transpose_b: bool = False
+
+
+def takes_heads(columns: int) -> bool:
+    """Whether some tile has whole heads of so many columns, and half a head whole subtiles."""
+    return columns % 32 == 0 and any(tile_n % columns == 0 for _, tile_n in TILES)
+
+
+def tiles_for(product: Product, program: Program) -> list[tuple[int, int]]:
+    """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns."""
+    return [
+        (tile_m, tile_n)
+        for tile_m, tile_n in TILES
+        if (not program.head or tile_n % program.head == 0)
+        and (product.transpose_b or tile_n // program.splits % 64 == 0)
+    ]
+
+
+def choose_tiling(
+    product: Product, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None
+) -> Tiling:
     """Completes `given`: the deepest pipeline that fits beside what the epilogue needs.
 
     Args:
-      m: rows of the product (an int, or a symbolic dimension, which is taken as large).
+      product: its sizes.
       program: the epilogue's program.
       out_dtypes: dtypes of the program's stores.
       given: fields that are not None are kept.
 
     Raises:
-      ValueError: nothing that keeps `given` fits into shared memory, or a subtile's row is wider than 128 bytes.
+      ValueError: nothing that keeps `given` fits into shared memory, no tile takes the program's heads or halves, or a
+        subtile's row is wider than 128 bytes.
     """
     given = given or GemmConfig()
     traffic = EpilogueTraffic.of(program, out_dtypes)
@@ -128,16 +166,33 @@ def choose_tiling(m: Any, program: Program, out_dtypes: Sequence[np.dtype], give
         raise ValueError(
             f"GemmConfig: subtile_n = {given.subtile_n} does not divide half a head of {program.head} columns"
         )
-    cluster_m = given.cluster_m or (1 if isinstance(m, int) and m <= Tiling.tile_m else 2)
-    for stages, (subtile_n, load_slots, store_slots) in _preferred(program, traffic):
+    tiles = [
+        (tile_m, tile_n)
+        for tile_m, tile_n in tiles_for(product, program)
+        if tile_m == (given.tile_m or tile_m) and tile_n == (given.tile_n or tile_n)
+    ]
+    if not tiles:
+        raise ValueError(
+            f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
+            + (f" tile_m = {given.tile_m}" if given.tile_m else "")
+            + (f" tile_n = {given.tile_n}" if given.tile_n else "")
+            + (f" whole heads of {program.head} columns" if program.head else "")
+            + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
+        )
+    for (tile_m, tile_n), (stages, (subtile_n, load_slots, store_slots)) in itertools.product(
+        tiles, _preferred(program, traffic)
+    ):
         tiling = Tiling(
+            tile_m=tile_m,
+            tile_n=tile_n,
             stages=given.stages or stages,
-            cluster_m=cluster_m,
+            cluster_m=given.cluster_m or (1 if isinstance(product.m, int) and product.m <= tile_m else 2),
             subtile_n=given.subtile_n or subtile_n,
             load_slots=given.load_slots or load_slots,
             store_slots=given.store_slots or store_slots,
         )
-        if shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+        whole = tile_n // program.entries(program.acc_width) % tiling.subtile_n == 0
+        if whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
             return tiling
     raise ValueError(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
@@ -158,82 +213,11 @@ def _preferred(program: Program, traffic: EpilogueTraffic) -> Iterator[tuple[int
         if traffic.load_bytes and traffic.widest_bytes == 2:
             wide = [(64, 1, 1), *wide]
     elif program.ways == 2 and traffic.load_bytes and not program.head:
-        yield from itertools.product((6, 5), [(32, 1, 1)])
+        yield from itertools.product((8, 7, 6, 5), [(32, 1, 1)])
         wide = []
     elif not (program.head and program.head % 64 == 0 and not program.reductions):
         wide = []
-    yield from itertools.product(range(6, 1, -1), [*wide, *narrow])
-
-
-def takes_heads(columns: int) -> bool:
-    """Whether a tile has whole heads of so many columns, and half a head whole subtiles."""
-    return columns % 32 == 0 and Tiling.tile_n % columns == 0
-
-
-def unsupported_reason(
-    a: jax.ShapeDtypeStruct,
-    b: jax.ShapeDtypeStruct,
-    program: Program,
-    out_dtypes: Sequence[np.dtype],
-    transpose_a: bool,
-    transpose_b: bool,
-) -> str | None:
-    """The rule that keeps the kernel from computing this product, with the value that breaks it; None if none does.
-
-    Shapes are those of the product itself: (M, K) or (K, M), (K, N) or (N, K), with or without a leading batch axis.
-    """
-    for name, array in (("a", a), ("b", b)):
-        if array.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies bfloat16 and float16"
-    if a.dtype != b.dtype:
-        return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
-    k, m = a.shape[-2:] if transpose_a else a.shape[::-1][:2]
-    n = b.shape[-2] if transpose_b else b.shape[-1]
-    for name, size in (("n", n), ("k", k)):
-        if not isinstance(size, int):
-            return f"{name} = {size} is symbolic; only m may be"
-    if 0 in (m, n, k) or 0 in a.shape or 0 in b.shape:
-        return f"m, n, k = {m}, {n}, {k}; an empty product needs no kernel"
-
-    if program.head and not takes_heads(program.head):
-        return f"heads of {program.head} columns; the kernel's tile of {Tiling.tile_n} takes heads of 32, 64 and 128"
-    if program.tiles_of_heads:
-        return (
-            f"operand {program.tiles_of_heads[0]}: a reduction of each head depends on this tile, which the kernel "
-            "reads once; it reduces heads of what follows from acc and vectors"
-        )
-    split = program.splits
-    rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
-    rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]
-    rows += [
-        (f"output {store.output}", store.part[1] - store.part[0] if store.part else n // split, dtype)
-        for store, dtype in zip(program.stores, out_dtypes, strict=True)
-    ]
-    for name, size, dtype in rows:
-        if not isinstance(size, int):
-            return f"{name}: its rows have the symbolic length {size}"
-        row_bytes = size * np.dtype(dtype).itemsize
-        if row_bytes % 16:
-            return (
-                f"{name}: a row{' of a half' if split > 1 and name != 'a' else ''} of {size} {np.dtype(dtype).name} is "
-                f"{row_bytes} bytes; TMA addresses multiples of 16"
-            )
-    for name, array in (("a", a), ("b", b)):
-        known = [size for size in array.shape if isinstance(size, int)]
-        if math.prod(known) >= 2**40 or math.prod(known[:-1]) >= 2**31 or known[-1] >= 2**31:
-            return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
-    buffers = 2 + len(program.operands) + len(program.stores) + len(program.reductions)
-    maps = 2 + len(program.tile_operands) + len(program.stores)
-    if buffers > _MAX_BUFFERS or 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
-        return (
-            f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes {_MAX_BUFFERS}, and "
-            f"{_MAX_PARAMETER_BYTES - 16} bytes at 128 a matrix and 8 an array"
-        )
-    try:
-        choose_tiling(m, program, out_dtypes)
-    except ValueError as error:
-        return str(error)
-    return None
+    yield from itertools.product(range(8, 1, -1), [*wide, *narrow])
 
 
 def _round_up(value: int, multiple: int) -> int:

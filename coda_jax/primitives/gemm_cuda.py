@@ -15,7 +15,8 @@ from jax.interpreters import mlir
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import choose_tiling, unsupported_reason
+from coda_jax.primitives.addressing import unsupported_reason
+from coda_jax.primitives.config import Product, choose_tiling
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
@@ -145,7 +146,9 @@ def _launch(
     """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
     a_type, b_type, *operand_types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b, *operands))
     dtypes = store_dtypes(program, out_dtypes)
-    m = a.shape[-1] if transpose_a else a.shape[-2]
+    k, m = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
+    batch = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), 1)
+    product = Product(m, b.shape[-2] if transpose_b else b.shape[-1], k, batch, transpose_b)
     lowered = kernel.lower(
         program,
         a_type,
@@ -155,7 +158,7 @@ def _launch(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         batched=batched,
-        tiling=choose_tiling(m, program, dtypes, config),
+        tiling=choose_tiling(product, program, dtypes, config),
         name=name,
     )
     ffi.compile_async(lowered.source, name)

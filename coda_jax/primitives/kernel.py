@@ -120,7 +120,11 @@ def _maps(
 ) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
     rows_of_a = 64 if transpose_a else tiling.tile_m
-    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.splits, transpose_b, 64, 64, 128)]
+    if transpose_b:
+        rows_of_b = tiling.tile_n // max(tiling.cluster_m, program.splits)
+    else:  # a chunk of 64 columns, or a CTA's share of its rows
+        rows_of_b = 64 if tiling.tile_n // 64 % tiling.cluster_m == 0 else 64 // tiling.cluster_m
+    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.splits, transpose_b, 64, rows_of_b, 128)]
 
     def splits(width: Width) -> int:
         return 1 if program.head else program.ways_of(width)

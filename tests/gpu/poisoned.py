@@ -12,7 +12,7 @@ from benchmarks.programs import Program
 from coda_jax import ffi
 from coda_jax.epilogue import trace
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import GemmConfig, choose_tiling
+from coda_jax.primitives.config import GemmConfig, Product, choose_tiling
 
 
 def poisoned_call(
@@ -31,7 +31,7 @@ def poisoned_call(
     Args:
       rewrite: applied to the kernel's whole source, headers inlined; for planting faults.
     """
-    m = a.shape[1] if transpose_a else a.shape[0]
+    k, m = a.shape if transpose_a else a.shape[::-1]
     n = b.shape[0] if transpose_b else b.shape[1]
     epilogue, captured = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     assert not captured
@@ -48,7 +48,7 @@ def poisoned_call(
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             batched=(False,) * (2 + len(arguments)),
-            tiling=choose_tiling(m, epilogue.program, out_dtypes, config),
+            tiling=choose_tiling(Product(m, n, k, transpose_b=transpose_b), epilogue.program, out_dtypes, config),
             name=epilogue.name,
         )
 

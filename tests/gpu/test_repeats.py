@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives.config import GemmConfig
+from coda_jax.primitives.config import TILES, GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 REPEATS = 1000
@@ -21,6 +21,16 @@ CASES = [
     ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(cluster_m=1)),
     ("swiglu_backward", jnp.bfloat16, False, False, GemmConfig(stages=2)),
     ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(load_slots=5, store_slots=1, subtile_n=16, stages=5)),
+    *(
+        (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
+        for tile_m, tile_n in TILES[1:]
+        for name, transpose_a, transpose_b in (
+            ("residual_sumsq", False, False),
+            ("gated_backward", False, True),
+            ("rotary_qkv", False, False),
+            ("column_sum", True, False),
+        )
+    ),
 ]
 
 
