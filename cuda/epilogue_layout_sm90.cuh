@@ -28,14 +28,18 @@ struct EpilogueLayout {
   static constexpr int spread = Epilogue::neighbours ? 2 : 1;
   static constexpr int splits = head > 0 ? 1 : Epilogue::acc_ways;
   static constexpr int columns = Config::tile_n * spread / Epilogue::acc_ways;  // columns of a tile within a way
+  // Tiles move to and from memory in boxes of `box_n` columns, whose rows should be whole cache lines, and are worked
+  // on in subtiles of `subtile_n` columns, as many as registers hold.
+  static constexpr int box_n = Config::box_n;
+  static constexpr int boxes = columns / box_n;
   static constexpr int subtile_n = Config::subtile_n;
-  static constexpr int subtiles = columns / subtile_n;
+  static constexpr int subtiles = box_n / subtile_n;  // of a box
   static constexpr int blocks = Config::tile_m / 64;
-  static constexpr int head_subtiles = head > 0 ? head / 2 * spread / subtile_n : subtiles;  // of one head
-  static_assert(columns % subtile_n == 0 && subtile_n % 16 == 0,
-                "a tile is a whole number of subtiles of 16 columns or more");
-  static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % subtile_n == 0),
-                "a tile has whole heads, and half a head whole subtiles");
+  static constexpr int head_boxes = head > 0 ? head / 2 * spread / box_n : boxes;  // of one head
+  static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
+                "a tile is whole boxes, a box whole subtiles of 16 columns or more");
+  static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % box_n == 0),
+                "a tile has whole heads, and half a head whole boxes");
 
   /// Of the pair of columns that a thread has in each group of 8: value i of an Element or Result belongs to entry
   /// i / spread, and to this one of the pair.
@@ -58,15 +62,15 @@ struct EpilogueLayout {
     return section;
   }
 
-  /// Bytes of the tile operands (or results) before the i-th, for one row of a subtile.
+  /// Bytes of the tile operands (or results) before the i-th, for one row of a box.
   __host__ __device__ static constexpr int load_row_bytes(int before) {
     int bytes = 0;
-    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_load[i].dtype);
+    for (int i = 0; i < before; ++i) bytes += box_n * bytes_of(Epilogue::tile_load[i].dtype);
     return bytes;
   }
   __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
     int bytes = 0;
-    for (int i = 0; i < before; ++i) bytes += subtile_n * bytes_of(Epilogue::tile_store[section_of(program)][i].dtype);
+    for (int i = 0; i < before; ++i) bytes += box_n * bytes_of(Epilogue::tile_store[section_of(program)][i].dtype);
     return bytes;
   }
   __host__ __device__ static constexpr int widest_store_row_bytes() {
@@ -93,9 +97,10 @@ struct EpilogueLayout {
   __device__ __forceinline__ static int row(const Tile& tile, int warp, int lane, int block, int r) {
     return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
   }
-  /// Column within a way's split; the pair's second element is the next one.
-  __device__ __forceinline__ static int column(const Tile& tile, int lane, int way, int subtile, int j) {
-    return tile.column + memory_column(way, subtile * subtile_n) + 8 * j + 2 * (lane & 3);
+  /// Column within a way's split of pair j of the subtile that begins `at` columns into the tile; the pair's second
+  /// element is the next one.
+  __device__ __forceinline__ static int column(const Tile& tile, int lane, int way, int at, int j) {
+    return tile.column + memory_column(way, at) + 8 * j + 2 * (lane & 3);
   }
 };
 

@@ -6,14 +6,14 @@
 
 namespace coda {
 
-/// Producer's side: loads the tile operands of one warpgroup's tile, subtile by subtile, in the order in which they are
+/// Producer's side: loads the tile operands of one warpgroup's tile, box by box, in the order in which they are
 /// visited.
 template <class Config, class Epilogue, class Params>
 __device__ __forceinline__ void prefetch_operands(const Params& params, const Tile& tile, ptx::uint32 base,
                                                   Ring<EpilogueLayout<Config, Epilogue>::load_slots> ring,
                                                   RingPosition<EpilogueLayout<Config, Epilogue>::load_slots>& at) {
   using Layout = EpilogueLayout<Config, Epilogue>;
-  for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
+  for (int box = 0; box < Layout::boxes; ++box) {
     for (int block = 0; block < Layout::blocks; ++block) {
       ring.wait_empty(at);
       ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::load_slot_bytes);
@@ -21,7 +21,7 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
       static_for<Epilogue::tile_loads>([&](auto index) {
         constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
         ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
-                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, box * Layout::box_n),
                       Layout::head > 0 ? 0 : access.way, tile.row + 64 * block, access.batched ? tile.batch : 0);
       });
       at.advance();
@@ -81,7 +81,7 @@ struct EpilogueOperands {
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
   __device__ __forceinline__ void load_row_vectors(
-      const Tile& tile, int subtile, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
+      const Tile& tile, int at, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
     static_for<Epilogue::row_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
       const int width = Layout::head > 0 ? n : access.ways * n;
@@ -91,18 +91,18 @@ struct EpilogueOperands {
       for (int j = 0; j < groups; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          row_vector[decltype(index)::value][j][c] =
-              load_word<access.dtype>(params.pointer[access.pointer],
-                                      offset + min(Layout::column(tile, lane, access.way, subtile, j) + c, n - 1));
+          row_vector[decltype(index)::value][j][c] = load_word<access.dtype>(
+              params.pointer[access.pointer], offset + min(Layout::column(tile, lane, access.way, at, j) + c, n - 1));
     });
   }
 
-  /// First column, within an array over heads, of this thread's pair in a subtile. `shared`: see load_pair.
+  /// First column, within an array over heads, of this thread's pair in the subtile that begins `at` columns into the
+  /// tile. `shared`: see load_pair.
   template <int way, int shared>
-  __device__ __forceinline__ int column_of_head(int subtile) const {
+  __device__ __forceinline__ int column_of_head(int at) const {
     constexpr int half = Layout::head / 2;
     const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
-    return way * half + (subtile * Layout::subtile_n % (half * Layout::spread) + 2 * pair) / shared;
+    return way * half + (at % (half * Layout::spread) + 2 * pair) / shared;
   }
   /// A pair of columns; an array of half a head has one word for two neighbours, in the first (`shared` is 2).
   template <DType dtype, int shared>
@@ -115,12 +115,12 @@ struct EpilogueOperands {
   }
 
   __device__ __forceinline__ void load_head_vectors(
-      const Tile& tile, int subtile, Word (&vector)[at_least_one(Epilogue::head_vectors)][groups][2]) const {
+      const Tile& tile, int at, Word (&vector)[at_least_one(Epilogue::head_vectors)][groups][2]) const {
     static_for<Epilogue::head_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
       constexpr int shared = access.ways == 1 ? Layout::spread : 1;
-      const int first = (access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0) +
-                        column_of_head<access.way, shared>(subtile);
+      const int first =
+          (access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0) + column_of_head<access.way, shared>(at);
 #pragma unroll
       for (int j = 0; j < groups; ++j)
         load_pair<access.dtype, shared>(params.pointer[access.pointer], first + 8 * j / shared,
@@ -131,34 +131,38 @@ struct EpilogueOperands {
   /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
   /// words, which the first brings into L1.
   __device__ __forceinline__ void load_head_tables(
-      const Tile& tile, int subtile, int block,
-      Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
+      const Tile& tile, int at, int block, Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
       constexpr int width = access.ways * (Layout::head / 2);
       constexpr int shared = access.ways == 1 ? Layout::spread : 1;
-      const int first = column_of_head<access.way, shared>(subtile);
+      const int first = column_of_head<access.way, shared>(at);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
-                             min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const long long row = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
+                              min(Layout::row(tile, warp, lane, block, r), params.m - 1);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
-          load_pair<access.dtype, shared>(params.pointer[access.pointer], at * width + first + 8 * j / shared,
+          load_pair<access.dtype, shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
                                           table[decltype(index)::value][j][r]);
       }
     });
   }
 
-  __device__ __forceinline__ void load_tiles(Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) {
+  /// Tile operands of a box: wait for them, load one subtile after the other, give the slot back.
+  __device__ __forceinline__ void wait_tiles() const {
+    if constexpr (Epilogue::tile_loads > 0) ring.wait_full(loaded);
+  }
+  __device__ __forceinline__ void load_tiles(int subtile, Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) const {
+    const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;
+    static_for<Epilogue::tile_loads>([&](auto index) {
+      using Operand = Box<Epilogue::tile_load[decltype(index)::value].dtype, Layout::box_n>;
+      Operand::load(slot + 64 * Layout::load_row_bytes(decltype(index)::value) + 16 * warp * Operand::row_bytes, lane,
+                    subtile * Layout::subtile_n, loads[decltype(index)::value]);
+    });
+  }
+  __device__ __forceinline__ void release_tiles() {
     if constexpr (Epilogue::tile_loads > 0) {
-      ring.wait_full(loaded);
-      const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;
-      static_for<Epilogue::tile_loads>([&](auto index) {
-        using Operand = Box<Epilogue::tile_load[decltype(index)::value].dtype, Layout::subtile_n>;
-        Operand::load(slot + 64 * Layout::load_row_bytes(decltype(index)::value) + 16 * warp * Operand::row_bytes, lane,
-                      loads[decltype(index)::value]);
-      });
       // Without the fence the copy engine may overwrite the slot before it has been read: in 10 of 300 launches at
       // 4096 x 4096 x 256, and in none at smaller sizes.
       ptx::fence_async_proxy();

@@ -41,33 +41,45 @@ struct EpilogueResults {
     return access;
   }
 
-  /// Each warp stores its own 16 rows: no barrier across warps.
+  /// Tile results of a box, each warp's own 16 rows, so without a barrier across warps: wait for a slot, put one
+  /// subtile after the other, send the box.
   template <int program>
-  __device__ __forceinline__ void store_tiles(const Tile& tile, int subtile, int block,
-                                              const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) {
+  __device__ __forceinline__ void wait_slot() const {
     if constexpr (Epilogue::tile_stores[program] > 0) {
-      const ptx::uint32 slot =
-          base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
       if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
       __syncwarp();
-      static_for<Epilogue::tile_stores[program]>([&](auto index) {
-        constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
-        Box<access.dtype, Layout::subtile_n>::store(
-            slot + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane, stores[decltype(index)::value]);
-      });
+    }
+  }
+  template <int program>
+  __device__ __forceinline__ void put_tiles(
+      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) const {
+    static_for<Epilogue::tile_stores[program]>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
+      Box<access.dtype, Layout::box_n>::store(
+          slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane,
+          subtile * Layout::subtile_n, stores[decltype(index)::value]);
+    });
+  }
+  template <int program>
+  __device__ __forceinline__ void send_tiles(const Tile& tile, int box, int block) {
+    if constexpr (Epilogue::tile_stores[program] > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
         static_for<Epilogue::tile_stores[program]>([&](auto index) {
           const TileAccess access = store_access<program, decltype(index)::value>(tile);
-          ptx::tma_store(params.map[access.map], slot + 16 * Layout::store_row_bytes(program, decltype(index)::value),
-                         tile.column - access.first + Layout::memory_column(access.way, subtile * Layout::subtile_n),
+          ptx::tma_store(params.map[access.map],
+                         slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value),
+                         tile.column - access.first + Layout::memory_column(access.way, box * Layout::box_n),
                          Layout::head > 0 ? 0 : access.way, tile.row + 64 * block + 16 * warp, tile.batch);
         });
         ptx::tma_store_commit();
       }
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
+  }
+  __device__ __forceinline__ ptx::uint32 slot_address() const {
+    return base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
   }
 
   __device__ __forceinline__ void write_rows(
@@ -96,18 +108,21 @@ struct EpilogueResults {
            (reduction * 4 + of_warp) * Layout::columns;
   }
 
-  __device__ __forceinline__ void share_columns(
-      int subtile, const float (&column_result)[at_least_one(Epilogue::column_reductions)][groups][2]) const {
+  /// A box's column results over this thread's rows: value 2 j + c is that of column 8 j + 2 (lane % 4) + c.
+  static constexpr int values = Layout::box_n / 4;
+  using OfBox = float[at_least_one(Epilogue::column_reductions)][values];
+
+  /// Combines them over the warp's rows. Each of the eight lanes that share columns ends with an eighth of them.
+  __device__ __forceinline__ void share_columns(int box, OfBox& column_result) const {
     static_for<Epilogue::column_reductions>([&](auto index) {
       constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
+      float (&total)[values] = column_result[decltype(index)::value];
+      const int first = combine_halving<op, values, 4>(lane, total);
 #pragma unroll
-      for (int j = 0; j < groups; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float total = combine_lanes<op, 4 | 8 | 16>(column_result[decltype(index)::value][j][c]);
-          if (lane < 4)
-            columns_of(decltype(index)::value, warp)[subtile * Layout::subtile_n + 8 * j + 2 * lane + c] = total;
-        }
+      for (int i = 0; i < at_least_one(values / 8); ++i) {
+        const int column = 8 * ((first + i) / 2) + 2 * (lane & 3) + (first + i) % 2;
+        columns_of(decltype(index)::value, warp)[box * Layout::box_n + column] = total[i];
+      }
     });
   }
 

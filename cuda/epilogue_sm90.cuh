@@ -1,4 +1,4 @@
-// Runs a generated Epilogue over one accumulator tile, a subtile of 64 rows x `subtile_n` columns at a time.
+// Runs a generated Epilogue over one accumulator tile, a box of 64 rows x `box_n` columns at a time.
 // Intermediates stay in registers.
 #pragma once
 
@@ -69,99 +69,111 @@ struct EpilogueVisitor {
     });
 
 #pragma unroll
-    for (int subtile = 0; subtile < Layout::subtiles; ++subtile) {
+    for (int box = 0; box < Layout::boxes; ++box) {
       if constexpr (Epilogue::head_values > 0)
-        if (subtile % Layout::head_subtiles == 0) reduce_heads<program>(tile, accumulator, subtile, head_value);
-      OfColumns of_columns;
-      operands.load_row_vectors(tile, subtile, of_columns.row_vector);
-      operands.load_head_vectors(tile, subtile, of_columns.head_vector);
-      float column_result[at_least_one(Epilogue::column_reductions)][groups][2];
+        if (box % Layout::head_boxes == 0) reduce_heads<program>(tile, accumulator, box * Layout::box_n, head_value);
+      typename Results::OfBox column_result;
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
-        for (int j = 0; j < groups; ++j)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            column_result[decltype(index)::value][j][c] =
-                neutral<Epilogue::column_reduction[decltype(index)::value].op>();
+        for (int i = 0; i < Results::values; ++i)
+          column_result[decltype(index)::value][i] = neutral<Epilogue::column_reduction[decltype(index)::value].op>();
       });
-
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
-        Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
-        float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
-        operands.load_tiles(loads);
-        HeadTables head_table;
-        operands.load_head_tables(tile, subtile, block, head_table);
 #pragma unroll
-        for (int j = 0; j < groups; ++j)
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int c = 0; c < 2; c += Layout::spread) {
-              typename Epilogue::Element element;
-              typename Epilogue::Result result;
-              fill(element, tile, accumulator, subtile, block, j, r, c, of_columns, head_table, head_value[block][r]);
-              const bool row_is_inside = element.row < operands.params.m,
-                         column_is_inside = element.column[0] < tile.column_end;
-              static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
-                constexpr int i = decltype(index)::value;
-                element.tile[i].f = loads[i / Layout::spread].value[j][r][Layout::side(i, c)];
-              });
-
-              Epilogue::template evaluate<program>(element, result);
-
-              static_for<Epilogue::tile_stores[program] * Layout::spread>([&](auto index) {
-                constexpr int i = decltype(index)::value;
-                stores[i / Layout::spread].value[j][r][Layout::side(i, c)] = result.tile[i];
-              });
-              static_for<Epilogue::row_reductions>([&](auto index) {
-                constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
-                float& total = row_total[decltype(index)::value][block][r].value;
-                if constexpr (op == Op::logsumexp) {
-                  row_value[decltype(index)::value][r][2 * j + c] =
-                      column_is_inside ? result.row[decltype(index)::value] : neutral<op>();
-                  if constexpr (Layout::spread > 1) row_value[decltype(index)::value][r][2 * j + 1] = neutral<op>();
-                } else if (column_is_inside)
-                  total = combine<op>(total, result.row[decltype(index)::value]);
-              });
-              static_for<Epilogue::column_reductions * Layout::spread>([&](auto index) {
-                constexpr int i = decltype(index)::value;
-                constexpr Op op = Epilogue::column_reduction[i / Layout::spread].op;
-                float& total = column_result[i / Layout::spread][j][Layout::side(i, c)];
-                if (row_is_inside) total = combine<op>(total, result.column[i]);
-              });
-            }
-        static_for<Epilogue::row_reductions>([&](auto index) {
-          if constexpr (Epilogue::row_reduction[decltype(index)::value].op == Op::logsumexp) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-              row_total[decltype(index)::value][block][r].lse.add(row_value[decltype(index)::value][r]);
-          }
-        });
-        results.template store_tiles<program>(tile, subtile, block, stores);
+        for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
+          visit_subtile<program>(tile, accumulator, box, subtile, block, head_value[block], row_total, column_result);
+        results.template send_tiles<program>(tile, box, block);
       }
-      results.share_columns(subtile, column_result);
+      results.share_columns(box, column_result);
     }
     results.write_rows(tile, row_total);
     results.write_columns(tile);
   }
 
+  template <int program>
+  __device__ __forceinline__ void visit_subtile(
+      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int box, int subtile, int block,
+      const float (&head_value)[2][at_least_one(Epilogue::head_values)],
+      RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2],
+      typename Results::OfBox& column_result) {
+    const int at = box * Layout::box_n + subtile * Layout::subtile_n;
+    OfColumns of_columns;
+    operands.load_row_vectors(tile, at, of_columns.row_vector);
+    operands.load_head_vectors(tile, at, of_columns.head_vector);
+    HeadTables head_table;
+    operands.load_head_tables(tile, at, block, head_table);
+    Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
+    float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
+    if (subtile == 0) operands.wait_tiles();
+    operands.load_tiles(subtile, loads);
+    if (subtile + 1 == Layout::subtiles) operands.release_tiles();
+#pragma unroll
+    for (int j = 0; j < groups; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int c = 0; c < 2; c += Layout::spread) {
+          typename Epilogue::Element element;
+          typename Epilogue::Result result;
+          fill(element, tile, accumulator, at, block, j, r, c, of_columns, head_table, head_value[r]);
+          const bool row_is_inside = element.row < operands.params.m,
+                     column_is_inside = element.column[0] < tile.column_end;
+          static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
+            constexpr int i = decltype(index)::value;
+            element.tile[i].f = loads[i / Layout::spread].value[j][r][Layout::side(i, c)];
+          });
+
+          Epilogue::template evaluate<program>(element, result);
+
+          static_for<Epilogue::tile_stores[program] * Layout::spread>([&](auto index) {
+            constexpr int i = decltype(index)::value;
+            stores[i / Layout::spread].value[j][r][Layout::side(i, c)] = result.tile[i];
+          });
+          static_for<Epilogue::row_reductions>([&](auto index) {
+            constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
+            float& total = row_total[decltype(index)::value][block][r].value;
+            if constexpr (op == Op::logsumexp) {
+              row_value[decltype(index)::value][r][2 * j + c] =
+                  column_is_inside ? result.row[decltype(index)::value] : neutral<op>();
+              if constexpr (Layout::spread > 1) row_value[decltype(index)::value][r][2 * j + 1] = neutral<op>();
+            } else if (column_is_inside)
+              total = combine<op>(total, result.row[decltype(index)::value]);
+          });
+          static_for<Epilogue::column_reductions * Layout::spread>([&](auto index) {
+            constexpr int i = decltype(index)::value;
+            constexpr Op op = Epilogue::column_reduction[i / Layout::spread].op;
+            float& total = column_result[i / Layout::spread][2 * (subtile * groups + j) + Layout::side(i, c)];
+            if (row_is_inside) total = combine<op>(total, result.column[i]);
+          });
+        }
+    static_for<Epilogue::row_reductions>([&](auto index) {
+      if constexpr (Epilogue::row_reduction[decltype(index)::value].op == Op::logsumexp) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          row_total[decltype(index)::value][block][r].lse.add(row_value[decltype(index)::value][r]);
+      }
+    });
+    if (subtile == 0) results.template wait_slot<program>();
+    results.template put_tiles<program>(subtile, stores);
+  }
+
   /// All that an element's program reads but tile operands.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Tile& tile,
-                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int subtile,
+                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int at,
                                        int block, int j, int r, int c, const OfColumns& of_columns,
                                        const HeadTables& head_table,
                                        const float (&head_value)[at_least_one(Epilogue::head_values)]) const {
     element.row = Layout::row(tile, operands.warp, operands.lane, block, r);
 #pragma unroll
     for (int way = 0; way < Epilogue::acc_ways; ++way) {
-      const int group = Layout::fragment_column(way, subtile * Layout::subtile_n) / 8 + j;
+      const int group = Layout::fragment_column(way, at) / 8 + j;
       element.acc[way] = accumulator.registers[block][4 * group + 2 * r + Layout::side(way, c)];
     }
 #pragma unroll
     for (int way = 0; way < Epilogue::ways; ++way)
       element.column[way] = (Layout::head > 0 ? 0 : way * operands.n) +
-                            Layout::column(tile, operands.lane, way, subtile, j) + Layout::side(way, c);
+                            Layout::column(tile, operands.lane, way, at, j) + Layout::side(way, c);
     static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
       constexpr int i = decltype(index)::value;
       element.row_vector[i] = of_columns.row_vector[i / Layout::spread][j][Layout::side(i, c)];
@@ -183,11 +195,11 @@ struct EpilogueVisitor {
         [&](auto index) { element.head_value[decltype(index)::value] = head_value[decltype(index)::value]; });
   }
 
-  /// The values of the head that begins at `first_subtile`, for this thread's rows: one pass over its columns for all
-  /// that need no other value of the head, one for all that need only these, and so on.
+  /// The values of the head that begins `first` columns into the tile, for this thread's rows: one pass over its
+  /// columns for all that need no other value of the head, one for all that need only these, and so on.
   template <int program>
   __device__ __forceinline__ void reduce_heads(
-      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int first_subtile,
+      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int first,
       float (&head_value)[Layout::blocks][2][at_least_one(Epilogue::head_values)]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
     static_for<Epilogue::scalars>([&](auto index) {
@@ -209,13 +221,13 @@ struct EpilogueVisitor {
           total[0][i] = total[1][i] = neutral<Epilogue::head_op[i]>();
         });
 #pragma unroll
-        for (int of_head = 0; of_head < Layout::head_subtiles; ++of_head) {
-          const int subtile = first_subtile + of_head;
+        for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
+          const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
-          operands.load_row_vectors(tile, subtile, of_columns.row_vector);
-          operands.load_head_vectors(tile, subtile, of_columns.head_vector);
+          operands.load_row_vectors(tile, at, of_columns.row_vector);
+          operands.load_head_vectors(tile, at, of_columns.head_vector);
           HeadTables head_table;
-          operands.load_head_tables(tile, subtile, block, head_table);
+          operands.load_head_tables(tile, at, block, head_table);
 #pragma unroll
           for (int j = 0; j < groups; ++j)
 #pragma unroll
@@ -224,7 +236,7 @@ struct EpilogueVisitor {
               for (int c = 0; c < 2; c += Layout::spread) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, tile, accumulator, subtile, block, j, r, c, of_columns, head_table, head_value[block][r]);
+                fill(element, tile, accumulator, at, block, j, r, c, of_columns, head_table, head_value[block][r]);
                 static_for<Epilogue::column_vectors>([&](auto index) {
                   element.column_vector[decltype(index)::value] = of_row[r][decltype(index)::value];
                 });

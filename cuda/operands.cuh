@@ -70,17 +70,26 @@ struct Box {
   static constexpr int row_bytes = columns * bytes_of(dtype);
   static_assert(row_bytes == 32 || row_bytes == 64 || row_bytes == 128, "a box row is 32, 64 or 128 bytes");
 
+  /// Where a lane's chunk of the first columns lies in the box: a matrix instruction's row, or its pair of the
+  /// fragment. The chunk `bytes` further along the row is at this offset ^ bytes.
+  __device__ __forceinline__ static ptx::uint32 matrix_offset(int lane) { return offset(lane & 15, lane >> 4); }
+  __device__ __forceinline__ static ptx::uint32 pair_offset(int lane) {
+    return offset(lane / 4, (lane & 3) / 2) + 8 * (lane & 1);
+  }
   __device__ __forceinline__ static ptx::uint32 offset(int row, int chunk) {
     const int exchange = row_bytes == 128 ? row & 7 : row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
     return row * row_bytes + ((chunk ^ exchange) << 4);
   }
 
-  __device__ __forceinline__ static void load(ptx::uint32 box, int lane, Fragment<columns>& fragment) {
+  /// The columns of the fragment, from `first` on.
+  template <int count>
+  __device__ __forceinline__ static void load(ptx::uint32 box, int lane, int first, Fragment<count>& fragment) {
     if constexpr (bytes_of(dtype) == 2) {
+      const ptx::uint32 from = matrix_offset(lane);
 #pragma unroll
-      for (int j = 0; j < columns / 8; j += 2) {
+      for (int j = 0; j < count / 8; j += 2) {
         ptx::uint32 words[4];
-        ptx::load_matrices(box + offset(lane & 15, j + (lane >> 4)), words);
+        ptx::load_matrices(box + (from ^ (2 * first + 16 * j)), words);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float (&pair)[2] = fragment.value[j + i / 2][i % 2];
@@ -94,34 +103,38 @@ struct Box {
         }
       }
     } else {
+      const ptx::uint32 from = pair_offset(lane);
 #pragma unroll
-      for (int j = 0; j < columns / 8; ++j)
+      for (int j = 0; j < count / 8; ++j)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          ptx::load_pair(box + offset(lane / 4 + 8 * r, 2 * j + (lane & 3) / 2) + 8 * (lane & 1),
-                         fragment.value[j][r][0], fragment.value[j][r][1]);
+          ptx::load_pair(box + (from ^ (4 * first + 32 * j)) + 8 * r * row_bytes, fragment.value[j][r][0],
+                         fragment.value[j][r][1]);
     }
   }
 
-  __device__ __forceinline__ static void store(ptx::uint32 box, int lane, const Fragment<columns>& fragment) {
+  template <int count>
+  __device__ __forceinline__ static void store(ptx::uint32 box, int lane, int first, const Fragment<count>& fragment) {
     if constexpr (bytes_of(dtype) == 2) {
+      const ptx::uint32 to = matrix_offset(lane);
 #pragma unroll
-      for (int j = 0; j < columns / 8; j += 2) {
+      for (int j = 0; j < count / 8; j += 2) {
         ptx::uint32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float (&pair)[2] = fragment.value[j + i / 2][i % 2];
           words[i] = dtype == DType::bf16 ? ptx::pack_bf16(pair[0], pair[1]) : ptx::pack_f16(pair[0], pair[1]);
         }
-        ptx::store_matrices(box + offset(lane & 15, j + (lane >> 4)), words);
+        ptx::store_matrices(box + (to ^ (2 * first + 16 * j)), words);
       }
     } else {
+      const ptx::uint32 to = pair_offset(lane);
 #pragma unroll
-      for (int j = 0; j < columns / 8; ++j)
+      for (int j = 0; j < count / 8; ++j)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          ptx::store_pair(box + offset(lane / 4 + 8 * r, 2 * j + (lane & 3) / 2) + 8 * (lane & 1),
-                          fragment.value[j][r][0], fragment.value[j][r][1]);
+          ptx::store_pair(box + (to ^ (4 * first + 32 * j)) + 8 * r * row_bytes, fragment.value[j][r][0],
+                          fragment.value[j][r][1]);
     }
   }
 };
@@ -144,6 +157,28 @@ __device__ __forceinline__ float combine_lanes(float value) {
   for (int bit = 1; bit < 32; bit *= 2)
     if (mask & bit) value = combine<op>(value, __shfl_xor_sync(0xFFFFFFFFu, value, bit));
   return value;
+}
+
+/// Combines `count` values over the lanes whose numbers differ in `bit` and the bits above it, each of which takes half
+/// of the values: half as many shuffles at each step. Returns the index of the first that this lane has in the end, in
+/// value[0] and after it.
+template <Op op, int count, int bit, int size>
+__device__ __forceinline__ int combine_halving(int lane, float (&value)[size]) {
+  if constexpr (bit == 32) {
+    return 0;
+  } else if constexpr (count == 1) {
+    value[0] = combine_lanes<op, bit>(value[0]);
+    return combine_halving<op, 1, 2 * bit>(lane, value);
+  } else {
+    constexpr int half = count / 2;
+    const bool is_upper = lane & bit;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = is_upper ? value[i + half] : value[i], sent = is_upper ? value[i] : value[i + half];
+      value[i] = combine<op>(kept, __shfl_xor_sync(0xFFFFFFFFu, sent, bit));
+    }
+    return (is_upper ? half : 0) + combine_halving<op, half, 2 * bit>(lane, value);
+  }
 }
 
 /// A row reduction as one thread goes along the row.

@@ -26,15 +26,17 @@ class GemmConfig:
       tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, one of `TILES`.
       stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 8.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
-      subtile_n: columns that the epilogue works on at a time, 16, 32 or 64; a row of it is at most 128 bytes.
-      load_slots: depth of the ring that prefetches the epilogue's tile operands, in subtiles of 64 rows.
-      store_slots: depth of each warp's ring of results on their way to memory, in subtiles of 16 rows.
+      box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
+      subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
+      load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
+      store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
     """
 
     tile_m: int | None = None
     tile_n: int | None = None
     stages: int | None = None
     cluster_m: int | None = None
+    box_n: int | None = None
     subtile_n: int | None = None
     load_slots: int | None = None
     store_slots: int | None = None
@@ -45,6 +47,7 @@ class GemmConfig:
             ("tile_n", sorted({n for _, n in TILES})),
             ("stages", range(2, 9)),
             ("cluster_m", (1, 2)),
+            ("box_n", (16, 32, 64)),
             ("subtile_n", (16, 32, 64)),
             ("load_slots", range(1, 17)),
             ("store_slots", range(1, 17)),
@@ -62,6 +65,7 @@ class Tiling:
     tile_n: int
     stages: int
     cluster_m: int
+    box_n: int
     subtile_n: int
     load_slots: int
     store_slots: int
@@ -99,8 +103,8 @@ class EpilogueTraffic:
 def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
     """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout)."""
     operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
-    load_ring = tiling.load_slots * 64 * tiling.subtile_n * traffic.load_bytes
-    store_rings = 4 * tiling.store_slots * 16 * tiling.subtile_n * traffic.store_bytes
+    load_ring = tiling.load_slots * 64 * tiling.box_n * traffic.load_bytes
+    store_rings = 4 * tiling.store_slots * 16 * tiling.box_n * traffic.store_bytes
     columns = traffic.column_reductions * 4 * (tiling.tile_n // program.entries(program.acc_width)) * 4
     epilogue = _round_up(load_ring + store_rings + columns, 1024)
     barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
@@ -157,15 +161,16 @@ def choose_tiling(
     """
     given = given or GemmConfig()
     traffic = EpilogueTraffic.of(program, out_dtypes)
-    if given.subtile_n is not None and given.subtile_n * traffic.widest_bytes > 128:
+    box_n = given.box_n or given.subtile_n or 16
+    if box_n * traffic.widest_bytes > 128:
         raise ValueError(
-            f"GemmConfig: subtile_n = {given.subtile_n} makes rows of {given.subtile_n * traffic.widest_bytes} bytes "
+            f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
             f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
-    if given.subtile_n is not None and program.head and program.head // 2 % given.subtile_n:
-        raise ValueError(
-            f"GemmConfig: subtile_n = {given.subtile_n} does not divide half a head of {program.head} columns"
-        )
+    if program.head and program.head // 2 % box_n:
+        raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
+    if box_n % (given.subtile_n or 16):
+        raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
     tiles = [
         (tile_m, tile_n)
         for tile_m, tile_n in tiles_for(product, program)
@@ -179,7 +184,7 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
-    for (tile_m, tile_n), (stages, (subtile_n, load_slots, store_slots)) in itertools.product(
+    for (tile_m, tile_n), (stages, (box_n, subtile_n, load_slots, store_slots)) in itertools.product(
         tiles, _preferred(program, traffic)
     ):
         tiling = Tiling(
@@ -187,11 +192,12 @@ def choose_tiling(
             tile_n=tile_n,
             stages=given.stages or stages,
             cluster_m=given.cluster_m or (1 if isinstance(product.m, int) and product.m <= tile_m else 2),
-            subtile_n=given.subtile_n or subtile_n,
+            box_n=given.box_n or max(box_n, given.subtile_n or 16),
+            subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
             load_slots=given.load_slots or load_slots,
             store_slots=given.store_slots or store_slots,
         )
-        whole = tile_n // program.entries(program.acc_width) % tiling.subtile_n == 0
+        whole = tile_n // program.entries(program.acc_width) % tiling.box_n == 0
         if whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
             return tiling
     raise ValueError(
@@ -200,20 +206,20 @@ def choose_tiling(
     )
 
 
-def _preferred(program: Program, traffic: EpilogueTraffic) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Stages, and (subtile_n, load_slots, store_slots), the best first.
+def _preferred(program: Program, traffic: EpilogueTraffic) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """Stages, and (box_n, subtile_n, load_slots, store_slots), the best first.
 
-    Wider subtiles ask less of the copy engine, most of all when a row is a whole cache line, but programs that need
+    Wider boxes ask less of the copy engine, most of all when a row is a whole cache line, but programs that need
     many registers then spill. Stages come before the depth of the epilogue's rings: 5 instead of 6 cost 1 to 2 %. The
-    backward pass of a gate moves so much that there the wider subtile comes first (26 % over the bare product with 5
+    backward pass of a gate moves so much that there the wider box comes first (26 % over the bare product with 5
     stages and 32 columns, 40 % with 6 and 16).
     """
-    narrow, wide = [(16, 2, 2), (16, 2, 1)], [(32, 2, 2), (32, 2, 1), (32, 1, 1)]
+    narrow, wide = [(16, 16, 2, 2), (16, 16, 2, 1)], [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
     if program.ways == 1 and len(program.nodes) <= _LIGHT_NODES:
         if traffic.load_bytes and traffic.widest_bytes == 2:
-            wide = [(64, 1, 1), *wide]
+            wide = [(64, 64, 1, 1), *wide]
     elif program.ways == 2 and traffic.load_bytes and not program.head:
-        yield from itertools.product((8, 7, 6, 5), [(32, 1, 1)])
+        yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
     elif not (program.head and program.head % 64 == 0 and not program.reductions):
         wide = []

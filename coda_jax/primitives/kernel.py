@@ -131,11 +131,11 @@ def _maps(
 
     for i in program.tile_operands:
         operand = program.operands[i]
-        row_bytes = tiling.subtile_n * np.dtype(operand.dtype).itemsize
-        maps.append(_Map(2 + i, splits(operand.width), False, tiling.subtile_n, 64, row_bytes))
+        row_bytes = tiling.box_n * np.dtype(operand.dtype).itemsize
+        maps.append(_Map(2 + i, splits(operand.width), False, tiling.box_n, 64, row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, out_dtypes, strict=True)):
-        row_bytes = tiling.subtile_n * np.dtype(dtype).itemsize
-        maps.append(_Map(2 + operand_count + i, splits(store.width), False, tiling.subtile_n, 16, row_bytes))
+        row_bytes = tiling.box_n * np.dtype(dtype).itemsize
+        maps.append(_Map(2 + operand_count + i, splits(store.width), False, tiling.box_n, 16, row_bytes))
     return maps
 
 
@@ -168,7 +168,7 @@ struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
   static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
-  static constexpr int subtile_n = {tiling.subtile_n};
+  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
