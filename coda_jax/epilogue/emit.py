@@ -254,6 +254,8 @@ def _list(entries: Sequence[str]) -> str:
 
 
 def _type(node: Node) -> str:
+    if node.op == "angle":
+        return "coda::Angle"
     return "float" if node.dtype in FLOATS else "int" if node.dtype == "int32" else "bool"
 
 

@@ -81,6 +81,8 @@ def gemm(
     taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
     splits them. Reverse mode only. Under vmap, the gradient of a b that the batch shares is formed for each element
     before it is summed; leading axes of a avoid that. Call it under jit: outside, each call traces the epilogue anew.
+    In the kernel sin and cos are right to 2e-7, and those of a product of two float32 values, as in
+    sin(position * frequency), of the exact product up to 2^22 rad; XLA rounds the product first, by 0.03 rad at 10^6.
     """
     a, b = _factor("a", a), _factor("b", b)
     operands = tuple(_operand(i, x) for i, x in enumerate(operands))
