@@ -43,13 +43,14 @@ struct TileAccess {
 };
 
 /// A row vector, column vector, scalar, head table or head vector: its pointer, the way, and how many of them the array
-/// spans.
+/// spans. Of a head table with fewer rows than the product, how many: they repeat.
 struct VectorAccess {
   int pointer;
   int way;
   int ways;
   DType dtype;
   bool batched;
+  int period = 0;
 };
 
 /// A reduction's partial results.

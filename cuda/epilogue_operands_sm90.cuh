@@ -140,8 +140,10 @@ struct EpilogueOperands {
       const int first = column_of_head<access.way, shared>(subtile);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const long long at = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
-                             min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const int row = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const int rows = access.period > 0 ? access.period : params.m;
+        const long long at =
+            (access.batched ? static_cast<long long>(tile.batch) * rows : 0) + (access.period > 0 ? row % rows : row);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
           load_pair<access.dtype, shared>(params.pointer[access.pointer], at * width + first + 8 * j / shared,
