@@ -165,3 +165,17 @@ def test_symbolic_rows_that_may_be_no_multiple():
     acc = jax.ShapeDtypeStruct((m, N), jnp.float32)
     with pytest.raises(NotTileLocalError, match=r"has shape \(4, 8\).*M = m is not known to be a multiple of 4"):
         trace(f, acc, (jnp.ones((ROWS, DIM)),))
+
+
+@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason="no NVRTC")
+def test_qkv_projection_passes_its_tables_as_they_are(monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_device_reason", lambda: None)
+    shapes = ((2, 24, 64), (2, 24), (64,), (64, 96), (24, 16), (24, 16))
+    dtypes = (jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 2, *[jnp.float32] * 2)
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def project(*arguments):
+        return coda.qkv_projection(*arguments, num_heads=1, num_kv_heads=1, epsilon=1e-5)
+
+    (call,) = calls(text(project, *types))
+    assert operands_and_results(call)[0] == ["48x64xbf16", "64x96xbf16", "48x1xf32", "24x16xf32", "24x16xf32"]
