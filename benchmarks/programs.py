@@ -151,6 +151,24 @@ def _rotary_qkv(acc, rstd, cos, sin):
     return _rotary(q, cos, sin), _rotary(k, cos, sin), v
 
 
+def _rotary_repeated(acc, cos, sin):
+    """Tables of fewer rows than the product, which repeat."""
+    cos, sin = (jnp.tile(table, (acc.shape[0] // table.shape[0], 1)) for table in (cos, sin))
+    return _rotary(acc, cos, sin)
+
+
+def _period(m):
+    return next((m // parts for parts in (3, 2) if m % parts == 0), m)
+
+
+def _rotary_positions(acc, rstd, position, frequency):
+    """Heads of 128, turned by position * frequency, whose sine and cosine the kernel computes."""
+    q, k, v = jnp.split(acc * rstd, 3, axis=1)
+    angle = position * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return _rotary(q, cos, sin, 128), _rotary(k, cos, sin, 128), v
+
+
 def _rms_norm(x, scale, dim):
     heads = x.reshape(x.shape[0], x.shape[1] // dim, dim)
     rstd = jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + 1e-6)
@@ -258,6 +276,15 @@ PROGRAMS: dict[str, Program] = {
         lambda m, n: (_type((m, 1), jnp.float32), _type((m, 32), jnp.float32), _type((m, 32), jnp.float32)),
         (jnp.bfloat16,) * 3,
         multiple=192,
+    ),
+    "rotary_repeated": Program(
+        _rotary_repeated, lambda m, n: (_type((_period(m), 32), jnp.float32), _type((_period(m), 32))), multiple=64
+    ),
+    "rotary_positions": Program(
+        _rotary_positions,
+        lambda m, n: (_type((m, 1), jnp.float32), _type((m, 1), jnp.int32), _type((64,), jnp.float32)),
+        (jnp.bfloat16,) * 3,
+        multiple=384,
     ),
     "qk_norm_rotary": _qk_norm_rotary(128),
     "qk_norm_rotary_64": _qk_norm_rotary(64),

@@ -4,8 +4,12 @@
 
 #ifdef __CUDACC__
 #define CODA_DEVICE __device__ __forceinline__
+#define CODA_COLD static __device__ __noinline__
+#define CODA_TABLE static __constant__ const
 #else
 #define CODA_DEVICE inline
+#define CODA_COLD static
+#define CODA_TABLE static const
 #include <cmath>
 #include <cstring>
 #endif
@@ -39,13 +43,14 @@ struct TileAccess {
 };
 
 /// A row vector, column vector, scalar, head table or head vector: its pointer, the way, and how many of them the array
-/// spans.
+/// spans. Of a head table with fewer rows than the product, how many: they repeat.
 struct VectorAccess {
   int pointer;
   int way;
   int ways;
   DType dtype;
   bool batched;
+  int period = 0;
 };
 
 /// A reduction's partial results.
@@ -63,6 +68,16 @@ CODA_DEVICE float from_bits(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
+#endif
+}
+
+CODA_DEVICE unsigned to_bits(float value) {
+#ifdef __CUDACC__
+  return __float_as_uint(value);
+#else
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
 #endif
 }
 
@@ -165,6 +180,74 @@ CODA_DEVICE float logistic(float x) {
 #else
   return 1.f / (1.f + expf(-x));
 #endif
+}
+
+// ---- sine and cosine
+
+/// An angle less quadrant * pi / 2, which leaves a remainder of -1.2 to 1.2.
+struct Angle {
+  float remainder;
+  unsigned quadrant;  // its two lowest bits count
+};
+
+CODA_TABLE unsigned two_over_pi[] = {0, 0xA2F9836Eu, 0x4E441529u, 0xFC2757D1u, 0xF534DDC0u, 0xDB629599u, 0x3C439041u};
+
+/// The angle x, finite and at least 4. Its mantissa times 64 bits of 2 / pi, from the first that counts modulo 4, is
+/// the angle in units of 2^-62 quadrants (Payne and Hanek). Not inlined: an epilogue has 64 of them.
+CODA_COLD Angle large_angle(float x) {
+  using uint64 = unsigned long long;
+  const unsigned bits = to_bits(x), first = (bits >> 23 & 0xFFu) - 120, shift = first % 32;
+  const unsigned* word = two_over_pi + first / 32;
+  const uint64 high = (static_cast<uint64>(word[0]) << 32 | word[1]) << shift >> 32;
+  const uint64 low = (static_cast<uint64>(word[1]) << 32 | word[2]) << shift >> 32;
+  const uint64 magnitude = ((bits & 0x7FFFFFu) | 0x800000u) * (high << 32 | low);
+  const uint64 quarters = x < 0.f ? 0 - magnitude : magnitude;
+  const uint64 quadrant = (quarters + (1ull << 61)) >> 62;
+  const float rest = static_cast<float>(static_cast<long long>(quarters - (quadrant << 62)));
+  return {rest * 3.40612151e-19f, static_cast<unsigned>(quadrant)};  // pi / 2 * 2^-62
+}
+
+/// The angle x - error, where the error is at most half a unit in the last place of x. Up to |x| = 2^22 three parts of
+/// pi / 2 are taken off (Cody and Waite); beyond, the error is neglected. CUDA's sinf and cosf, in their place, double
+/// the instructions of an epilogue that turns heads, and keep Payne's and Hanek's words in local memory.
+CODA_DEVICE Angle angle_of(float x, float error) {
+  if (!(fabsf(x) <= 4194304.f)) return is_finite(x) ? large_angle(x) : Angle{nan(), 0};
+  const float shifted = fmaf(x, 0.636619747f, 12582912.f);  // 1.5 * 2^23: leaves the nearest integer in the lowest bits
+  const float count = shifted - 12582912.f;
+  float rest = fmaf(count, -1.57079625f, x);  // exact; the parts are all positive, so that -0 stays -0
+  rest = fmaf(count, -7.54978942e-8f, rest);
+  return {fmaf(count, -5.39030295e-15f, rest - error), to_bits(shifted)};
+}
+CODA_DEVICE Angle angle(float x) {
+  return angle_of(x, 0.f);
+}
+/// The angle x * y, not rounded.
+CODA_DEVICE Angle angle(float x, float y) {
+  const float product = x * y;
+  return angle_of(product, fmaf(-x, y, product));
+}
+
+/// Sine and cosine of the remainder: minimax polynomials, right to 1e-8.
+CODA_DEVICE float sine_of_remainder(float x) {
+  const float square = x * x;
+  const float sum =
+      fmaf(fmaf(fmaf(2.66384745e-6f, square, -1.98292851e-4f), square, 8.33326951e-3f), square, -0.166666657f);
+  return fmaf(fmaf(x, square, 0.f), sum, x);  // + 0 keeps the sign of a zero
+}
+CODA_DEVICE float cosine_of_remainder(float x) {
+  const float square = x * x;
+  const float sum = fmaf(fmaf(2.39618039e-5f, square, -1.38807029e-3f), square, 0.0416664183f);
+  return fmaf(fmaf(sum, square, -0.5f), square, 1.f);
+}
+
+/// To 2e-7.
+CODA_DEVICE float sine(Angle angle) {
+  const float of_sine = sine_of_remainder(angle.remainder), of_cosine = cosine_of_remainder(angle.remainder);
+  const float magnitude = angle.quadrant & 1 ? of_cosine : of_sine;
+  return angle.quadrant & 2 ? -magnitude : magnitude;
+}
+CODA_DEVICE float cosine(Angle angle) {
+  return sine(Angle{angle.remainder, angle.quadrant + 1});
 }
 
 /// 2^x; 0 for -inf.

@@ -139,8 +139,10 @@ struct EpilogueOperands {
       const int first = column_of_head<access.way, shared>(at);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const long long row = (access.batched ? static_cast<long long>(tile.batch) * params.m : 0) +
-                              min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const int of_tile = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const int rows = access.period > 0 ? access.period : params.m;
+        const long long row = (access.batched ? static_cast<long long>(tile.batch) * rows : 0) +
+                              (access.period > 0 ? of_tile % rows : of_tile);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
           load_pair<access.dtype, shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,

@@ -82,7 +82,7 @@ static void fill(typename E::Element& in, int row, int column, int n, const floa
     const int half = E::head > 1 ? E::head / 2 : 1;
     int at = t.way * half + column % half;
     if (E::neighbours && t.ways == 2) at = 2 * (column % half) + i % spread;
-    in.head_table[i] = load(pointer[t.pointer], row * t.ways * half + at, t.dtype);
+    in.head_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.ways * half + at, t.dtype);
   }
   for (int i = 0; i < E::head_vectors * spread; ++i) {
     const VectorAccess v = E::head_vector[i / spread];

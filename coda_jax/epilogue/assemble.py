@@ -9,7 +9,7 @@ from coda_jax.epilogue.finishing import finishing
 from coda_jax.epilogue.flatten import Atom
 from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width, needed_nodes
-from coda_jax.epilogue.simplify import halved_tanh_to_logistic
+from coda_jax.epilogue.simplify import simplify
 from coda_jax.epilogue.values import (
     ALLOWED,
     CHANNEL,
@@ -103,7 +103,7 @@ def _compact(
     """Drops nodes that neither a store nor a reduction needs, and numbers the rest in the order of f."""
     roots = {value for store in stores for value in store.values}
     roots.update(value for reduction in reductions for value in reduction.values)
-    simplified, at = halved_tanh_to_logistic(analysis.nodes, needed_nodes(analysis.nodes, roots))
+    simplified, at = simplify(analysis.nodes, roots)
     needed = needed_nodes(simplified, {at[value] for value in roots})
     numbers = {old: new for new, old in enumerate(sorted(needed))}
 

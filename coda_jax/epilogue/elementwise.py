@@ -88,6 +88,10 @@ def _power(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     return f"powf({x[0]}, {exponent})"
 
 
+def _angle(x: jax.Array, y: jax.Array | None = None) -> jax.Array:
+    return x if y is None else x * y
+
+
 def _round(x: jax.Array, rounding_method: int) -> jax.Array:
     return lax.round(x, lax.RoundingMethod(rounding_method))
 
@@ -132,6 +136,10 @@ OPERATIONS: dict[str, Operation] = {
     "log2": _function(jnp.log2, "log2f"),
     "log1p": _function(lax.log1p, "log1pf"),
     "logistic": _function(lax.logistic, "coda::logistic"),
+    # What sin and cos take, `simplify.angles`: x, or the product x * y, which the kernel does not round first.
+    "angle": _function(_angle, "coda::angle", exact=True),
+    "sin": _function(lax.sin, "coda::sine"),
+    "cos": _function(lax.cos, "coda::cosine"),
     "erf": _function(lax.erf, "erff"),
     "erfc": _function(lax.erfc, "erfcf"),
     "floor": _function(lax.floor, "floorf", exact=True),
@@ -158,7 +166,7 @@ OPERATIONS: dict[str, Operation] = {
     "convert_element_type": Operation(lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True),
 } | {
     name: _function(getattr(lax, name), name + "f")
-    for name in ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
+    for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 }
 
 

@@ -83,7 +83,8 @@ class _Emitter:
             if spread == 1 or way == self.program.loads(index)[0]:
                 third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
                 place = 0 if spread > 1 else way
-                self.entries[array].append(f"{position}, {place}, {third}, {_dtype(operand.dtype)}, {flag}")
+                entry = f"{position}, {place}, {third}, {_dtype(operand.dtype)}, {flag}"
+                self.entries[array].append(f"{entry}, {operand.period}" if operand.period else entry)
             at = (len(self.entries[array]) - 1) * spread + (way if spread > 1 else 0)
             self.slots[index, way] = f"in.{member}[{at}].{'f' if operand.dtype.name in FLOATS else 'i'}"
 
@@ -254,6 +255,8 @@ def _list(entries: Sequence[str]) -> str:
 
 
 def _type(node: Node) -> str:
+    if node.op == "angle":
+        return "coda::Angle"
     return "float" if node.dtype in FLOATS else "int" if node.dtype == "int32" else "bool"
 
 

@@ -27,6 +27,7 @@ from coda_jax.epilogue.values import (
     HINTS,
     INDEX,
     ROW,
+    TABLE_ROW,
     Finished,
     Layout,
     LiteralFloat,
@@ -134,7 +135,8 @@ class Analysis:
         column: Tag = COLUMN if operand.width is Width.FULL else HALF
         nodes = tuple(map(load, range(self.ways))) if operand.width is Width.FULL else (load(0),)
         if operand.kind is Kind.HEAD_TABLE:
-            return Local((ROW, CHANNEL if operand.width is Width.FULL else HALF_CHANNEL), nodes, True)
+            column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
+            return Local((TABLE_ROW if operand.period else ROW, column), nodes, True)
         if operand.kind is Kind.HEAD_VECTOR:
             column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
         if operand.kind is Kind.TILE:

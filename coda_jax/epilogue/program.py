@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     ROW_VECTOR = "(N,) or (1, N)"
     COLUMN_VECTOR = "(M, 1)"
     TILE = "(M, N)"
-    HEAD_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same
+    HEAD_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same; or with S rows, repeated to M
     HEAD_VECTOR = "(Dh,), (1, Dh), (Dh/2,) or (1, Dh/2)"  # for every row and head the same
 
 
@@ -88,12 +88,14 @@ class Operand:
       dtype: as stored.
       traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
       width: of a row vector, a tile, a head table or a head vector.
+      period: of a head table whose rows f repeats, their number: row r reads row r % period. Else 0.
     """
 
     kind: Kind
     dtype: np.dtype
     traced_dtype: np.dtype
     width: Width = Width.FULL
+    period: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ class Program:
         """Canonical text of what runs on the tile."""
 
         def operand(o: Operand) -> str:
-            return f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}"
+            period = f" every {o.period} rows" if o.period else ""
+            return f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}{period}"
 
         def names(values: Sequence[int]) -> str:
             return ", ".join(f"v{v}" for v in values)
@@ -359,11 +362,11 @@ class Program:
                 return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, way].reshape(x.shape[0], columns)
             return x[:, way * columns : (way + 1) * columns]
 
-        def over_heads(x: jax.Array, way: int) -> jax.Array:
+        def over_heads(x: jax.Array, way: int, period: int) -> jax.Array:
             width = self.head // 2
             if x.shape[1] > width:
                 x = x[:, way::2] if self.neighbours else x[:, way * width : (way + 1) * width]
-            return jnp.tile(x, (1, columns // width))
+            return jnp.tile(x, (acc.shape[0] // period if period else 1, columns // width))
 
         match node.op:
             case "acc":
@@ -372,7 +375,7 @@ class Program:
                 operand, x = self.operands[node["index"]], operands[node["index"]]
                 if operand.kind in (Kind.HEAD_TABLE, Kind.HEAD_VECTOR):
                     x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
-                    return over_heads(x.astype(operand.traced_dtype), node["way"])
+                    return over_heads(x.astype(operand.traced_dtype), node["way"], operand.period)
                 shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
                 return half(x.astype(operand.traced_dtype).reshape(shape[operand.kind]), node["way"])
             case "row":

@@ -20,6 +20,7 @@ from coda_jax.epilogue.values import (
     INDEX,
     ROW,
     SIDE,
+    TABLE_ROW,
     Layout,
     Local,
     NeedsLayout,
@@ -139,6 +140,18 @@ def _regrouped(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[i
             shorter.append(rest.pop(0))
         groups.append((left, right))
     return groups
+
+
+def tile(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
+    """The rows of a head table repeated to M: row r is row r % S of the table. What does not vary stays as it is."""
+    (value,), (before, after) = inputs, _shapes(analysis, equation)
+    tags = list(value.tags)
+    for axis, tag in enumerate(value.tags):
+        if tag == TABLE_ROW and same_size(after[axis], analysis.m):
+            tags[axis] = ROW
+        elif tag is not None and not same_size(before[axis], after[axis]):
+            raise NotElementwise(f"repeats the {tag}s; a head table's S rows may be repeated, to M")
+    return [replace(value, tags=tuple(tags))]
 
 
 def squeeze(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -383,6 +396,7 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "squeeze": squeeze,
+    "tile": tile,
     "transpose": transpose,
     "iota": iota,
     "slice": slice_,

@@ -70,7 +70,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
       operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
-        (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns. f sees floating ones as float32.
+        (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and there (S, Dh) or (S, Dh/2)
+        where S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
@@ -158,7 +159,7 @@ def _aval(x: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
 
 def _as_float32(operand: Operand) -> Operand:
     traced = np.dtype(np.float32) if operand.dtype.name in FLOATS else operand.dtype
-    return Operand(operand.kind, operand.dtype, traced, operand.width)
+    return replace(operand, traced_dtype=traced)
 
 
 def _divides(divisor: Any, size: Any) -> bool:
@@ -177,6 +178,8 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         full, half = 2 * n, n
     else:
         full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.parts) else None
+    is_repeated = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
+    table_rows = (m, shape[0]) if is_repeated else (m,)
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),
         ((1,), Kind.SCALAR, Width.FULL),
@@ -190,20 +193,26 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         ((m, half), Kind.TILE, Width.HALF),
     ]
     if layout.head:
-        candidates.append(((m, layout.head), Kind.HEAD_TABLE, Width.FULL))
-        candidates.append(((m, layout.head // 2), Kind.HEAD_TABLE, Width.HALF))
         for size, width in ((layout.head, Width.FULL), (layout.head // 2, Width.HALF)):
+            candidates += [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
             candidates += [((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
     elif not is_final and not layout.acc_is_half and len(shape) in (1, 2) and _divides(shape[-1], n):
-        candidates.append(((m, shape[-1]), Kind.HEAD_TABLE, Width.FULL))
+        candidates += [((rows, shape[-1]), Kind.HEAD_TABLE, Width.FULL) for rows in table_rows]
         candidates += [((shape[-1],), Kind.HEAD_VECTOR, Width.FULL), ((1, shape[-1]), Kind.HEAD_VECTOR, Width.FULL)]
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
         advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
+        if len(shape) == 2 and isinstance(shape[0], int) and not isinstance(m, int):
+            advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "
             f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N)"
-            + (f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,)" if layout.head else "")
+            + (
+                f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,), or (S, Dh) where S is "
+                f"known to divide M"
+                if layout.head
+                else ""
+            )
             + f".{advice}"
         )
     kind, width = found
@@ -218,4 +227,5 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
                 else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
             )
         )
-    return Operand(kind, dtype, dtype, width)
+    period = int(shape[0]) if kind is Kind.HEAD_TABLE and not same_size(shape[0], m) else 0
+    return Operand(kind, dtype, dtype, width, period)

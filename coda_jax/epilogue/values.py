@@ -15,6 +15,7 @@ HEAD = "head"
 CHANNEL = "column of a head"
 HALF_CHANNEL = "half column of a head"
 SIDE = "side of a pair"  # of neighbouring columns
+TABLE_ROW = "row of a repeated table"  # until jnp.tile repeats it
 INDEX = "index"
 Tag = str | None
 COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})

@@ -13,7 +13,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Program
+from coda_jax.epilogue import Axis, Kind, Operand, Program
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.config import Product, choose_tiling
@@ -83,7 +83,7 @@ def kernel_form(
     batch: Any = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), None)
     if any(batched) and _folds(program, batched, params["transpose_a"]):
         rows = a.shape[1]
-        flat = [_fold(x, kind, batch, rows) for x, kind in zip(operands, _kinds(program), strict=True)]
+        flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, program.operands, strict=True)]
         stores, reductions = _launch(a.reshape(batch * rows, a.shape[2]), b, flat, (False,) * len(batched), **params)
         stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
         reductions = [x.reshape(batch, rows) for x in reductions]
@@ -99,10 +99,6 @@ def kernel_form(
     return [outputs[i].astype(dtype) for i, dtype in enumerate(out_dtypes)]
 
 
-def _kinds(program: Program) -> list[Kind]:
-    return [operand.kind for operand in program.operands]
-
-
 def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool:
     """Whether the batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
     a_batched, b_batched, *flags = batched
@@ -113,15 +109,20 @@ def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool
         and all(reduction.axis is Axis.ROW for reduction in program.reductions)
         and not any(node.op == "row" for node in program.nodes)
         and all(
-            flag if kind is Kind.TILE else kind in (Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) or not flag
-            for kind, flag in zip(_kinds(program), flags, strict=True)
+            flag if operand.kind is Kind.TILE else _has_rows(operand) or not flag
+            for operand, flag in zip(program.operands, flags, strict=True)
         )
     )
 
 
-def _fold(x: jax.Array, kind: Kind, batch: Any, rows: Any) -> jax.Array:
-    if kind in (Kind.SCALAR, Kind.ROW_VECTOR, Kind.HEAD_VECTOR):
-        return x
+def _has_rows(operand: Operand) -> bool:
+    """Whether it has a row for each of the product."""
+    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) and not operand.period
+
+
+def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
+    if not _has_rows(operand):
+        return x  # a table's rows repeat in the batch as they do in one product
     columns = x.shape[-1]
     if x.ndim == 2:  # a column vector that the batch shares
         x = jnp.broadcast_to(x, (batch, rows, columns))

@@ -130,8 +130,10 @@ def qkv_projection(
         y = z if scale is None else _unit_heads(z, of_heads)[0] * scale.astype(jnp.float32)
         return rotary(y, cos, sin).astype(z.dtype)
 
-    def turned_columns(z: jax.Array, *arguments: jax.Array) -> jax.Array:
-        return turned(z.reshape(z.shape[0], z.shape[1] // head_dim, head_dim), *arguments).reshape(z.shape)
+    def turned_columns(z: jax.Array, cos: jax.Array, sin: jax.Array, *scale: jax.Array) -> jax.Array:
+        heads = z.reshape(z.shape[0], z.shape[1] // head_dim, head_dim)
+        cos, sin = (jnp.tile(table, (z.shape[0] // table.shape[0], 1)) for table in (cos, sin))
+        return turned(heads, cos, sin, *scale).reshape(z.shape)
 
     def row_scale_split(acc: jax.Array, rstd: jax.Array) -> list[jax.Array]:
         return jnp.split(acc * rstd, ends, axis=1)
@@ -150,6 +152,9 @@ def qkv_projection(
         return [*row_scale_norm_rotary(acc, rstd, *of_heads), *row_scale_split(acc, rstd)[:2]]
 
     def of_rows(table: jax.Array) -> jax.Array:
+        """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""
+        if table.ndim == 2 and isinstance(table.shape[0], int) and table.shape[0] in (1, rows[-1]):
+            return table
         return jnp.broadcast_to(table, (*rows, table.shape[-1])).reshape(-1, table.shape[-1])
 
     def project(is_kept: bool, *arguments: jax.Array) -> list[jax.Array]:
