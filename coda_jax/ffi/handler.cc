@@ -15,16 +15,40 @@
 
 #include "compiler.h"
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::coda::GemmCall, StructMember<int32_t>("abi"),
-                                      StructMember<std::string_view>("headers"), StructMember<std::string_view>("name"),
-                                      StructMember<std::string_view>("key"), StructMember<std::string_view>("arch"),
-                                      StructMember<std::string_view>("source"),
-                                      StructMember<Span<const int32_t>>("maps"),
-                                      StructMember<Span<const int32_t>>("pointers"), StructMember<bool>("transpose_a"),
-                                      StructMember<bool>("transpose_b"), StructMember<int32_t>("tile_m"),
-                                      StructMember<int32_t>("tile_n"), StructMember<int32_t>("ways"),
-                                      StructMember<int32_t>("cluster_m"), StructMember<int32_t>("threads"),
-                                      StructMember<int32_t>("smem_bytes"));
+/// XLA hands attributes over sorted by name, so one pass reads them. XLA's own decoding of a struct searches for every
+/// name at every call, which took longer than all else that the handler does.
+template <>
+struct xla::ffi::AttrDecoding<coda::GemmCall> {
+  using Type = coda::GemmCall;
+
+  static std::optional<Type> Decode(XLA_FFI_AttrType, void* dictionary, DiagnosticEngine& diagnostic) {
+    const auto& attributes = *static_cast<const XLA_FFI_Attrs*>(dictionary);
+    int64_t next = 0;
+    const auto read = [&]<typename T>(std::string_view name, T& value) {
+      if (next == attributes.size ||
+          std::string_view(attributes.names[next]->ptr, attributes.names[next]->len) != name) {
+        diagnostic.Emit("there is no attribute ") << name;
+        return false;
+      }
+      const std::optional<T> decoded =
+          AttrDecoding<T>::Decode(attributes.types[next], attributes.attrs[next], diagnostic);
+      if (decoded) value = *decoded;
+      ++next;
+      return decoded.has_value();
+    };
+    Type call{};
+    if (!read("abi", call.abi) || !read("arch", call.arch) || !read("cluster_m", call.cluster_m) ||
+        !read("headers", call.headers) || !read("key", call.key) || !read("maps", call.maps) ||
+        !read("name", call.name) || !read("pointers", call.pointers) || !read("smem_bytes", call.smem_bytes) ||
+        !read("source", call.source) || !read("threads", call.threads) || !read("tile_m", call.tile_m) ||
+        !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
+        !read("transpose_b", call.transpose_b) || !read("ways", call.ways)) {
+      return std::nullopt;
+    }
+    if (next != attributes.size) return diagnostic.Emit("more attributes than a product has");
+    return call;
+  }
+};
 
 namespace coda {
 namespace {
@@ -32,7 +56,6 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr char kSymbol[] = "coda_gemm";
-constexpr size_t kMaxBuffers = 64;
 constexpr size_t kMaxParameterBytes = 4096;  // what every driver accepts
 constexpr int kMaxDevices = 64;
 
@@ -93,6 +116,16 @@ CUdevice CurrentDevice(const Driver& driver) {
   return device;
 }
 
+int Multiprocessors(const Driver& driver, CUdevice device) {
+  static std::atomic<int> counts[kMaxDevices];
+  int count = counts[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device);
+    counts[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
 void Load(const Driver& driver, const GemmCall& call, CUdevice device, Kernel& kernel) {
   const int major = DeviceAttribute(driver, kDeviceAttributeComputeCapabilityMajor, device);
   const int minor = DeviceAttribute(driver, kDeviceAttributeComputeCapabilityMinor, device);
@@ -116,11 +149,47 @@ void Load(const Driver& driver, const GemmCall& call, CUdevice device, Kernel& k
   driver.Check(driver.cuKernelGetFunction(&loaded, kernel.kernel), "cuKernelGetFunction");
 }
 
-void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffers, size_t operands) {
+/// The call's buffers, operands first, read off XLA's call frame when asked for.
+class Buffers {
+ public:
+  Buffers(ffi::RemainingArgs args, ffi::RemainingRets rets) : args_(args), rets_(rets) {}
+
+  size_t operands() const { return args_.size(); }
+  size_t size() const { return args_.size() + rets_.size(); }
+
+  Buffer operator[](int64_t index) const {
+    if (index < 0 || index >= static_cast<int64_t>(size())) {
+      throw std::invalid_argument("there is no buffer " + std::to_string(index));
+    }
+    const size_t i = index;
+    const ffi::AnyBuffer buffer =
+        i < operands() ? args_.get<ffi::AnyBuffer>(i).value() : *rets_.get<ffi::AnyBuffer>(i - operands()).value();
+    return {buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
+  }
+
+  std::string ToString() const {
+    std::string text = " (";
+    for (size_t i = 0; i < size(); ++i) {
+      text += i == 0 ? "" : i == operands() ? " -> " : ", ";
+      text += (*this)[i].ToString();
+    }
+    return text + ")";
+  }
+
+ private:
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+};
+
+void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
+  if (buffers.operands() < 2 || buffers.size() == buffers.operands()) {
+    throw std::invalid_argument(std::to_string(buffers.operands()) + " operands, " +
+                                std::to_string(buffers.size() - buffers.operands()) + " results");
+  }
   const Driver& driver = Driver::Get();
   const CUdevice device = CurrentDevice(driver);
-  const Geometry geometry = DescribeGeometry(call, buffers[0], buffers[1], buffers[operands],
-                                             DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device));
+  const Geometry geometry =
+      DescribeGeometry(call, buffers[0], buffers[1], buffers[buffers.operands()], Multiprocessors(driver, device));
   if (geometry.blocks == 0) return;
 
   // The kernel's one parameter: tensor maps, pointers (at least one slot), m, n, k, batch.
@@ -131,20 +200,14 @@ void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffe
     throw std::invalid_argument(std::to_string(map_count) + " tensor maps and " + std::to_string(pointer_count) +
                                 " pointers exceed the kernel's parameter space");
   }
-  const auto buffer_at = [&](int32_t index) -> const Buffer& {
-    if (index < 0 || static_cast<size_t>(index) >= buffers.size()) {
-      throw std::invalid_argument("there is no buffer " + std::to_string(index));
-    }
-    return buffers[index];
-  };
   std::byte* next = parameters;
   for (size_t i = 0; i < map_count; ++i, next += sizeof(CUtensorMap)) {
     MapRequest request;
     std::memcpy(&request, call.maps.begin() + 6 * i, sizeof(request));
-    EncodeMap(driver, request, buffer_at(request.buffer), new (next) CUtensorMap);
+    EncodeMap(driver, request, buffers[request.buffer], new (next) CUtensorMap);
   }
   for (size_t i = 0; i < pointer_count; ++i, next += sizeof(void*)) {
-    void* const data = i < call.pointers.size() ? buffer_at(call.pointers[i]).data : nullptr;
+    void* const data = i < call.pointers.size() ? buffers[call.pointers[i]].data : nullptr;
     std::memcpy(next, &data, sizeof(data));
   }
   const int32_t sizes[4] = {geometry.m, geometry.n, geometry.k, geometry.batch};
@@ -169,13 +232,6 @@ void Launch(CUstream stream, const GemmCall& call, std::span<const Buffer> buffe
   driver.Check(
       driver.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel->kernel.load()), arguments, nullptr),
       "cuLaunchKernelEx");
-}
-
-std::string Describe(std::span<const Buffer> buffers, size_t operands) {
-  std::string text = " (";
-  for (size_t i = 0; i < buffers.size(); ++i)
-    text += (i == 0 ? "" : i == operands ? " -> " : ", ") + buffers[i].ToString();
-  return text + ")";
 }
 
 /// The program's kernel, compiled or taken from a cache; joins the job that the lowering queued.
@@ -234,22 +290,9 @@ ffi::Error InitializeGemm(const GemmCall& call) {  // before every execution: qu
 }
 
 ffi::Error ExecuteGemm(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, const GemmCall& call) {
-  Buffer buffers[kMaxBuffers];
-  const size_t count = args.size() + rets.size();
-  const auto shapes = [&] { return Describe({buffers, std::min(count, kMaxBuffers)}, args.size()); };
-  return Guard(call, shapes, [&] {
-    if (args.size() < 2 || rets.size() < 1 || count > kMaxBuffers) {
-      throw std::invalid_argument(std::to_string(args.size()) + " operands, " + std::to_string(rets.size()) +
-                                  " results");
-    }
-    const auto view = [](const ffi::AnyBuffer& buffer) {
-      return Buffer{
-          buffer.element_type(), {buffer.dimensions().begin(), buffer.dimensions().size()}, buffer.untyped_data()};
-    };
-    for (size_t i = 0; i < args.size(); ++i) buffers[i] = view(args.get<ffi::AnyBuffer>(i).value());
-    for (size_t i = 0; i < rets.size(); ++i) buffers[args.size() + i] = view(*rets.get<ffi::AnyBuffer>(i).value());
-    Launch(static_cast<CUstream>(stream), call, {buffers, count}, args.size());
-  });
+  const Buffers buffers(args, rets);
+  const auto shapes = [&] { return buffers.ToString(); };
+  return Guard(call, shapes, [&] { Launch(static_cast<CUstream>(stream), call, buffers); });
 }
 
 }  // namespace

@@ -1,5 +1,9 @@
 #include "tensor_map.h"
 
+#include <array>
+#include <bit>
+#include <cstring>
+#include <memory>
 #include <stdexcept>
 
 namespace coda {
@@ -37,7 +41,10 @@ std::string Buffer::ToString() const {
       text = "dtype" + std::to_string(static_cast<int>(dtype));
   }
   text += "[";
-  for (size_t i = 0; i < dims.size(); ++i) text += (i ? "," : "") + std::to_string(dims[i]);
+  for (size_t i = 0; i < dims.size(); ++i) {
+    if (i > 0) text += ",";
+    text += std::to_string(dims[i]);
+  }
   return text + "]";
 }
 
@@ -114,7 +121,9 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
   return layout;
 }
 
-void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map) {
+namespace {
+
+void Encode(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map) {
   const MapLayout layout = DescribeMap(request, buffer);
   if (reinterpret_cast<uintptr_t>(buffer.data) % kAlignmentBytes != 0) {
     throw std::invalid_argument(Prefix(request, buffer) + "its address is not a multiple of 16");
@@ -129,6 +138,72 @@ void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& bu
                           "x" + std::to_string(layout.box[2]) + ", swizzle " + std::to_string(request.swizzle_bytes))
                              .c_str());
   }
+}
+
+/// All that an encoded map depends on. Without padding, for the hash.
+struct MapKey {
+  void* data;
+  int64_t dims[3];
+  int32_t dtype, rank;
+  int32_t ways, split_rows, box_columns, box_rows, swizzle_bytes, unused;
+
+  bool operator==(const MapKey&) const = default;
+
+  size_t Hash() const {
+    uint64_t hash = 0;
+    for (const uint64_t word : std::bit_cast<std::array<uint64_t, sizeof(MapKey) / 8>>(*this)) {
+      hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+struct CachedMap {
+  MapKey key{};  // of rank 0: none
+  std::array<uint64_t, sizeof(CUtensorMap) / 8> map{};
+};
+
+/// Sets of four: of the thousand maps of a training step of 16 layers, one in a hundred then finds its set full.
+/// 768 KiB, of each thread that launches its own, since XLA launches for several devices at once.
+struct MapCache {
+  static constexpr size_t kSets = 1024, kWays = 4;
+  CachedMap sets[kSets][kWays];
+  size_t replaced = 0;
+
+  static MapCache& Get() {
+    thread_local const auto cache = std::make_unique<MapCache>();
+    return *cache;
+  }
+};
+
+}  // namespace
+
+void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map) {
+  const size_t rank = buffer.dims.size();
+  if (rank < 2 || rank > 3) return Encode(driver, request, buffer, map);
+  const MapKey key{buffer.data,
+                   {buffer.dims[0], buffer.dims[1], rank == 3 ? buffer.dims[2] : 0},
+                   static_cast<int32_t>(buffer.dtype),
+                   static_cast<int32_t>(rank),
+                   request.ways,
+                   request.split_rows,
+                   request.box_columns,
+                   request.box_rows,
+                   request.swizzle_bytes,
+                   0};
+  MapCache& cache = MapCache::Get();
+  auto& set = cache.sets[key.Hash() % MapCache::kSets];
+  for (const CachedMap& cached : set) {
+    if (cached.key == key) {
+      std::memcpy(map, cached.map.data(), sizeof(*map));
+      return;
+    }
+  }
+  Encode(driver, request, buffer, map);
+  CachedMap& entry = set[cache.replaced++ % MapCache::kWays];
+  entry.key = key;
+  std::memcpy(entry.map.data(), map, sizeof(*map));
 }
 
 }  // namespace coda

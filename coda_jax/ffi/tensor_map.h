@@ -37,7 +37,9 @@ struct MapLayout {
 /// Throws std::invalid_argument naming the buffer where TMA cannot address it.
 MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer);
 
-/// Throws std::runtime_error naming the buffer where the driver refuses the map.
+/// The map of `buffer` at its address, from this thread's cache of maps where it is there: a map is a function of the
+/// buffer's address, shape and dtype and of the request. Throws std::runtime_error naming the buffer where the driver
+/// refuses the map.
 void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map);
 
 }  // namespace coda
