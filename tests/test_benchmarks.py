@@ -1,14 +1,16 @@
-"""The benchmarks of a training step and of a layer run from end to end, on a CPU and small sizes."""
+"""The benchmarks run from end to end, on a CPU and small sizes."""
 
 import csv
 import functools
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo, layer, loss_curve, timing, train_step
+import benchmarks.__main__ as products
+from benchmarks import hlo, layer, loss_curve, peers, timing, train_step
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
 
@@ -109,6 +111,65 @@ def test_classes_of_kernels():
     assert train_step.beyond(profile) == 2.0
 
 
+def peer_of(factor):
+    """A peer outside of XLA's streams, which multiplies by factor too."""
+
+    def prepare(a, b, transpose_a, transpose_b):
+        return lambda: factor * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
+
+    return peers.Peer("other", "other 1.2", prepare, synchronize=lambda: None)
+
+
+def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
+    """Every row is timed on rotating arguments; an absent peer is said, a wrong one fails."""
+    options = ["--tiny", "--seconds=0.001", f"--out={tmp_path}", "--commit=none"]
+    monkeypatch.setattr(peers, "available", lambda modules, load=peers.available: [*load(modules), peer_of(1)])
+    assert products.main(options, modules=["quack"]) == 0
+    shown = capsys.readouterr().out
+    assert "peer quack: absent, " in shown and "other" in shown
+    with next(tmp_path.glob("*.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows] == ["bare", "bare", "epilogue", "epilogue", "epilogue"]
+    for row in rows:
+        columns = (
+            ("xla_product", "coda_product", "other_product") if row["kind"] == "bare" else ("bare", "fused", "xla")
+        )
+        assert all(float(row[column]) > 0 for column in columns)
+        assert row["peers"] == "other 1.2" and row["python"] and row["jaxlib"] and row["driver"] == ""
+    monkeypatch.setattr(peers, "available", lambda modules: [peer_of(1.1)])
+    with pytest.raises(AssertionError, match="other A"):
+        products.main(options)
+
+
+def test_rotation():
+    """Sets of arguments are twice the cache together; a result lives for a round, and not longer."""
+    a, c = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert [timing.sets_beyond(size, (a, a), c) for size in (10, 256, 257, 513)] == [1, 1, 2, 3]
+    alive = weakref.WeakSet()
+
+    class Result:
+        def __init__(self, number):
+            self.number = number
+            alive.add(self)
+
+    call = timing.rotated([functools.partial(Result, number) for number in range(3)])
+    assert [call().number for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert sorted(one.number for one in alive) == [0, 1, 2]
+
+
+def test_kernels_outside_of_xla():
+    """Those without a module belong to the burst they ran in, even if the clocks are some microseconds apart."""
+    windows = [(1000.0, 2000.0), (5000.0, 6000.0)]
+    spans = {"early": (900, 200), "in": (1200, 100), "late": (1990, 210), "between": (2000, 3000), "next": (5500, 50)}
+    kernels = [timing.Kernel(name, "", float(start), float(duration)) for name, (start, duration) in spans.items()]
+    assert [one.name for one in timing.during(windows, kernels)] == ["early", "in", "late", "next"]
+    event = types.SimpleNamespace(name="burst: other", start_ns=5.0, duration_ns=2.0)
+    rest = types.SimpleNamespace(name="PjitFunction(f)", start_ns=5.0, duration_ns=2.0)
+    line = types.SimpleNamespace(events=[rest, event])
+    host, device = (types.SimpleNamespace(name=name, lines=[line]) for name in ("/host:CPU", "/device:GPU:0"))
+    assert timing._bursts(types.SimpleNamespace(planes=[device, host])) == {"other": [(5.0, 7.0)]}
+
+
 def test_kernels_of_a_trace():
     """By XLA module and in time order; host planes and other lines are left out."""
 
@@ -132,5 +193,6 @@ def test_kernels_of_a_trace():
     assert {module: [one.name for one in kernels] for module, kernels in found.items()} == {
         "jit_f": ["a", "c", "b"],
         "jit_g": ["other"],
+        "": ["alone"],
     }
     assert found["jit_f"][0].instruction == "a.1"
