@@ -38,10 +38,11 @@ gpu-test: $(STAMPS)/test
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
 
 gpu-sanitize: $(STAMPS)/test
-	for tool in memcheck racecheck; do \
+	failed=; for tool in memcheck racecheck; do for part in 1 2 3 4 5 6 7 8 9; do \
 	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    --kernel-name kernel_substring=coda_gemm $(RUN) -m tests.gpu.sanitized || exit 1; \
-	done
+	    --target-processes application-only --kernel-name kernel_substring=coda_gemm \
+	    $(RUN) -m tests.gpu.sanitized --part $$part/9 || failed="$$failed $$tool $$part/9;"; \
+	done; done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
