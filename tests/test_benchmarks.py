@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import benchmarks.__main__ as products
-from benchmarks import hlo, layer, loss_curve, peers, timing, train_step
+from benchmarks import hlo, launch, layer, loss_curve, peers, plots, timing, train_step
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
@@ -50,14 +50,20 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
 
 
 def test_loss_curve(tmp_path, capsys, quick_to_compile):
-    """Fused in bfloat16 the model learns what plain JAX in float32 learns."""
+    """Fused in bfloat16 the model learns what plain JAX in float32 learns, and so does plain JAX in bfloat16."""
     assert loss_curve.main(["--tiny", "--steps=12", f"--out={tmp_path}", "--commit=none"]) == 0
     with next(tmp_path.glob("*.csv")).open() as file:
         rows = list(csv.DictReader(file))
-    first, last = (float(rows[i]["plain"]) for i in (0, -1))
+    first, last = (float(rows[i]["plain_float32"]) for i in (0, -1))
     assert len(rows) == 12 and last < first - 0.3
-    assert max(abs(float(row["fused"]) - float(row["plain"])) for row in rows) < 0.01
-    assert "largest gap" in capsys.readouterr().out and next(tmp_path.glob("*.png")).stat().st_size > 5000
+    shown = capsys.readouterr().out
+    for name in ("fused_bfloat16", "plain_bfloat16"):
+        gaps = [float(row[name]) - float(row["plain_float32"]) for row in rows]
+        assert gaps == pytest.approx([float(row[f"{name}_gap"]) for row in rows], abs=1e-6)
+        assert 0 < max(map(abs, gaps)) < 0.01
+        assert float(rows[0][f"{name}_largest_gap"]) == pytest.approx(max(map(abs, gaps)), abs=1e-6)
+        assert f"{name} against plain_float32: largest gap" in shown
+    assert next(tmp_path.glob("*.png")).stat().st_size > 5000
 
 
 def halved(function, name):
@@ -143,6 +149,53 @@ def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
     monkeypatch.setattr(peers, "available", lambda modules: [peer_of(1.1)])
     with pytest.raises(AssertionError, match="other A"):
         products.main(options)
+
+
+def test_plots(tmp_path):
+    """Three pictures a table: a bar a shape and column, and the chip's lines; other CSVs and gaps are passed over."""
+    about = {"device": "NVIDIA H200", "clock": "NVIDIA H200, 1980 MHz"}
+    bare = {"kind": "bare", "program": "A[M,K] B[N,K]", "m": 4096, "n": 2048, "k": 2048, "xla_product": 50.0}
+    price = {"kind": "epilogue", "program": "residual", "m": 64, "n": 64, "k": 32, "price": 0.2, "kernel_price": 0.1}
+    rows = [bare | {"torch_product": 40.0}, bare | {"other_product": 40.0, "torch_product": 50.0}, price]
+    with (tmp_path / "h200.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in [*rows, about] for key in row)))
+        writer.writeheader()
+        writer.writerows(row | about for row in rows)
+    (tmp_path / "h200_layer.csv").write_text("kind,ms\nstep,1.0\n")
+    assert plots.main([f"--results={tmp_path}"]) == 0
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {"h200_products.png", "h200_epilogues.png", "h200_roofline.png"}
+    read = plots.read(tmp_path / "h200.csv")[:2]
+    (axes,) = plots.products(read).axes
+    heights = [bar.get_height() for bar in axes.patches]  # columns in turn; other_product lacks a row
+    assert heights == pytest.approx([687.2, 687.2, 859.0, 687.2], abs=0.1)
+    (axes,) = plots.roofline(read).axes
+    assert axes.lines[0].get_xdata() == pytest.approx([819.2, 819.2])
+    assert max(axes.lines[-1].get_ydata()) == 989.4 and axes.lines[-1].get_ydata()[0] == pytest.approx(240.0)
+    assert plots.main([f"--results={tmp_path / 'empty'}"]) == 1
+    plots.plt.close("all")
+
+
+def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
+    """A row a program and setting of command buffers, each in a process that XLA's flag is set for."""
+    flags, run = [], launch.subprocess.run
+
+    def process(command, env=None, **rest):
+        if env is None:  # git's
+            return run(command, **rest)
+        assert command[1:3] == ["-m", "benchmarks.launch"]
+        flags.append(env["XLA_FLAGS"].split())
+        assert launch.main(command[3:]) == 0
+        return types.SimpleNamespace(stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(launch.subprocess, "run", process)
+    options = ["--tiny", "--calls=3", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
+    assert launch.main(options) == 0
+    with next(tmp_path.glob("*_launch.csv")).open() as file:
+        rows = [(row["command_buffers"], row["program"]) for row in csv.DictReader(file)]
+    assert rows == list(itertools.product(("off", "on"), ("coda_product", "xla_product", "reduction")))
+    assert ["--xla_gpu_enable_command_buffer=" in of for of in flags] == [True, False]
+    assert "kernel(s)" in capsys.readouterr().out
 
 
 def test_rotation():
