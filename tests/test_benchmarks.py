@@ -220,11 +220,22 @@ def test_kernels_outside_of_xla():
     spans = {"early": (900, 200), "in": (1200, 100), "late": (1990, 210), "between": (2000, 3000), "next": (5500, 50)}
     kernels = [timing.Kernel(name, "", float(start), float(duration)) for name, (start, duration) in spans.items()]
     assert [one.name for one in timing.during(windows, kernels)] == ["early", "in", "late", "next"]
-    event = types.SimpleNamespace(name="burst: other", start_ns=5.0, duration_ns=2.0)
-    rest = types.SimpleNamespace(name="PjitFunction(f)", start_ns=5.0, duration_ns=2.0)
-    line = types.SimpleNamespace(events=[rest, event])
-    host, device = (types.SimpleNamespace(name=name, lines=[line]) for name in ("/host:CPU", "/device:GPU:0"))
-    assert timing._bursts(types.SimpleNamespace(planes=[device, host])) == {"other": [(5.0, 7.0)]}
+
+
+def test_bursts_of_a_trace(tmp_path):
+    """The host's trace has every burst, in the order in which they ran; with one outside of XLA none meets another."""
+    waited = []
+    ours = jax.jit(lambda x: x @ x)
+    x = jnp.ones((64, 64))
+    functions = {"ours": lambda: ours(x), "other": timing.Outside(lambda: x, lambda: waited.append(True))}
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            timing._round(functions, 2, 0.0)
+    (path,) = tmp_path.glob("**/*.xplane.pb")
+    bursts = timing._bursts(jax.profiler.ProfileData.from_file(str(path)))
+    assert {name: len(of) for name, of in bursts.items()} == {"ours": 3, "other": 3} and len(waited) == 3
+    spans = sorted(itertools.chain.from_iterable(bursts.values()))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_kernels_of_a_trace():
