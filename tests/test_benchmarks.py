@@ -13,6 +13,7 @@ import pytest
 
 import benchmarks.__main__ as products
 from benchmarks import hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
@@ -149,6 +150,24 @@ def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
     monkeypatch.setattr(peers, "available", lambda modules: [peer_of(1.1)])
     with pytest.raises(AssertionError, match="other A"):
         products.main(options)
+
+
+def test_cutlass(tmp_path, monkeypatch):
+    """The headers' folder is checked, and each layout has a custom call of its own with the result's shape."""
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    with pytest.raises(peers.Absent, match="has no include"):
+        cutlass.folder()
+    (tmp_path / "include/cutlass").mkdir(parents=True)
+    defines = (f"#define CUTLASS_{name} {number}" for name, number in (("MAJOR", 4), ("MINOR", 2), ("PATCH", 1)))
+    (tmp_path / "include/cutlass/version.h").write_text("\n".join(defines))
+    assert cutlass.version(cutlass.folder()) == "CUTLASS 4.2.1"
+    a, bs = {False: (16, 32), True: (32, 16)}, {False: (32, 8), True: (8, 32)}
+    for transpose_a, transpose_b in cutlass.LAYOUTS:
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (a[transpose_a], bs[transpose_b])]
+        traced = cutlass.jitted(cutlass.HANDLERS[0], transpose_a, transpose_b).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert f"@{cutlass.target(cutlass.HANDLERS[0], transpose_a, transpose_b)}(" in text
+        assert "@jit_cutlass_pingpong_128x128 " in text and "-> tensor<16x8xbf16>" in text
 
 
 def test_plots(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-MODULES = ("torch_cublas", "quack")
+MODULES = ("torch_cublas", "cutlass", "quack")
 
 
 class Absent(Exception):
