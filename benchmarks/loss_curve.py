@@ -76,7 +76,7 @@ def curves(
     def plain(dtype: Any) -> Loss:
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             separate = plain_llama.from_fused(nnx.to_pure_dict(params), config)
-            with jax.default_matmul_precision("highest"):
+            with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
                 return plain_llama.loss(separate, tokens, labels, config=config, dtype=dtype)
 
         return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import glob
@@ -128,7 +129,9 @@ def executions(
     if jax.default_backend() != "gpu":
         return _wall_clock(functions, rounds)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call is an event otherwise, which costs the host time
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(rounds):
                 _round(functions, burst, pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
@@ -193,17 +196,18 @@ def _bursts(profile: Any) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def during(windows: Iterable[tuple[float, float]], kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Those of the kernels that ran, or were still running, within one of the windows (start, end).
+def during(windows: Sequence[tuple[float, float]], kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Those of the kernels that ran, or were still running, within one of the windows (start, end), all apart.
 
     Host and device share a clock to some microseconds, and a burst's kernels start some after it and end some before.
     """
-    windows = sorted(windows)
-    return [
-        kernel
-        for kernel in kernels
-        if any(start < kernel.start + kernel.duration and kernel.start < end for start, end in windows)
-    ]
+    starts, ends = zip(*sorted(windows), strict=True) if windows else ((), ())
+    found = []
+    for kernel in kernels:
+        window = bisect.bisect_right(ends, kernel.start)  # the first that ends after the kernel starts
+        if window < len(ends) and starts[window] < kernel.start + kernel.duration:
+            found.append(kernel)
+    return found
 
 
 def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
