@@ -39,21 +39,22 @@ gpu-test: $(STAMPS)/test
 
 gpu-sanitize: $(STAMPS)/test
 	for tool in memcheck racecheck; do \
-	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --target-processes application-only --tool $$tool --error-exitcode 1 \
-	    --kernel-name kernel_substring=coda_gemm $(RUN) -m tests.gpu.sanitized || exit 1; \
+	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    --target-processes application-only --kernel-name kernel_substring=coda_gemm \
+	    $(RUN) -m tests.gpu.sanitized || exit 1; \
 	done
 
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/train # train_step, layer, loss_curve, between_kernels
+bench-%: $(STAMPS)/train # train_step, layer, loss_curve, between_kernels, launch, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(TOOLS)clang-format --dry-run -Werror $$(git ls-files 'cuda/*.cuh' 'coda_jax/ffi/*.cc' 'coda_jax/ffi/*.h' 'benchmarks/*.cc')
+	$(TOOLS)clang-format --dry-run -Werror $$(git ls-files 'cuda/*.cuh' 'coda_jax/ffi/*.cc' 'coda_jax/ffi/*.h' 'benchmarks/*.c*' 'benchmarks/*.h')
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,8 @@
-"""`python -m benchmarks`: the bare product against XLA's, and the price of each epilogue over the bare product.
+"""`python -m benchmarks`: the bare product against XLA's and other libraries', and what each epilogue adds to it.
 
-Needs a Hopper GPU. Every row is checked for correctness before it is timed. Writes benchmarks/results/<device>.csv.
+Needs a Hopper GPU. Every row is checked for correctness before it is timed, and runs on as many sets of arguments in
+turn as are twice the L2 cache. The peers are those of benchmarks/peers that are installed. Writes
+benchmarks/results/<device>.csv.
 """
 
 from __future__ import annotations
@@ -9,20 +11,24 @@ import argparse
 import datetime
 import functools
 import math
-from collections.abc import Callable, Mapping
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from benchmarks import programs, results, timing
+from benchmarks import peers, programs, results, timing
 from coda_jax import ffi
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
 
+Products = Sequence[tuple[str, int, int, int]]
+
 # (layout, m, n, k); layout: how a and b are stored.
-PRODUCTS = [
+PRODUCTS: Products = [
     ("A[M,K] B[N,K]", 16384, 2048, 2048),
     ("A[M,K] B[N,K]", 16384, 16384, 2048),
     ("A[M,K] B[N,K]", 16384, 2048, 8192),
@@ -30,9 +36,11 @@ PRODUCTS = [
     ("A[M,K] B[K,N]", 16384, 4096, 4096),
     ("A[K,M] B[K,N]", 8192, 8192, 8192),
     ("A[K,M] B[K,N]", 2048, 2048, 16384),
+    ("A[M,K] B[N,K]", 4096, 2048, 2048),
+    ("A[M,K] B[N,K]", 4096, 4096, 4096),
 ]
 # (program, m, n, k)
-EPILOGUES = [
+EPILOGUES: Products = [
     (program, *shape)
     for program, shapes in (
         (
@@ -45,27 +53,45 @@ EPILOGUES = [
         ("residual", [(16384, 2048, 2048), (16384, 4096, 4096)]),
         ("bias_gelu", [(16384, 8192, 2048), (16384, 16384, 4096)]),
         ("column_sum", [(16384, 2048, 2048), (16384, 4096, 4096)]),
+        ("rotary_qkv", [(16384, 3072, 2048), (16384, 6144, 4096)]),
+        ("logsumexp_pick", [(4096, 128256, 2048), (4096, 128256, 4096)]),
     )
     for shape in shapes
 ]
+TINY: tuple[Products, Products] = (
+    [("A[M,K] B[N,K]", 64, 64, 32), ("A[K,M] B[K,N]", 64, 32, 64)],
+    [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64), ("logsumexp_pick", 32, 96, 64)],
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.MODULES) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest after each round, against throttling")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
+    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
     parser.add_argument("--commit", default=results.commit(), help="written into the results")
-    arguments = parser.parse_args()
-    timer = functools.partial(timing.interleaved, seconds=arguments.seconds, pause=arguments.pause)
-    rows = [*_bare_products(timer), *_epilogue_prices(timer)]
+    options = parser.parse_args(arguments)
+    timer = functools.partial(timing.interleaved, seconds=options.seconds, pause=options.pause)
+    beside = peers.available(modules)
+    products, epilogues = TINY if options.tiny else (PRODUCTS, EPILOGUES)
+    gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
+    cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
+    rows = _bare_products(timer, gemm, products, cache_bytes, beside)
+    rows += _epilogue_prices(timer, gemm, epilogues, cache_bytes)
     columns = [
         *("kind", "program", "m", "n", "k"),
-        *("xla_product", "coda_product", "ratio"),
+        *("xla_product", "coda_product", *(f"{peer.name}_product" for peer in beside), "ratio"),
         *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
-    suffix = "_paused" if arguments.pause else ""
-    results.write(suffix, columns, rows, commit=arguments.commit, pause=arguments.pause)
-    _compile_report()
+    about = {"commit": options.commit, "pause": options.pause}
+    about["peers"] = "; ".join(dict.fromkeys(peer.version for peer in beside))
+    results.write("_paused" if options.pause else "", columns, rows, folder=options.out, **about)
+    if not options.tiny:
+        _compile_report()
+    return 0
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
@@ -78,17 +104,37 @@ def _jitted(name, function):
     return jax.jit(function)
 
 
-def _bare_products(timer: Timer) -> list[dict]:
-    print(f"bare product, bf16, float32 accumulation   [{timing.clock()}]")
-    print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>10}{'coda':>10}   TFLOP/s  coda/XLA")
+def _sets(function: Callable[..., Any], make: Callable[[int], tuple], cache_bytes: float) -> list[tuple]:
+    """make(seed), which is (a, b, ...), for as many seeds as it takes to leave the cache before one comes again.
+
+    function is the one that touches least: the bare product.
+    """
+    first = make(0)
+    count = timing.sets_beyond(cache_bytes, first[:2], jax.eval_shape(function, *first))
+    return [first, *map(make, range(1, count))]
+
+
+def _rotated(function: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[], Any]:
+    return timing.rotated([functools.partial(function, *arguments) for arguments in sets])
+
+
+def _bare_products(
+    timer: Timer, gemm: Callable[..., Any], shapes: Products, cache_bytes: float, beside: Sequence[peers.Peer]
+) -> list[dict[str, Any]]:
+    names = {"coda_product": "coda", **{peer.name: peer.name for peer in beside}}
+    print(f"bare product, bf16, float32 accumulation, TFLOP/s   [{timing.clock()}]")
+    titles = "".join(f"{title:>{len(title) + 2}}" for title in names.values())
+    print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'sets':>6}{'XLA':>6}{titles}  coda/XLA", flush=True)
     rows = []
-    for layout, m, n, k in PRODUCTS:
+    for layout, m, n, k in shapes:
         transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
-        a = _normal(0, *((k, m) if transpose_a else (m, k)))
-        b = _normal(1, *((n, k) if transpose_b else (k, n)))
+
+        def make(seed, m=m, n=n, k=k, flags=(transpose_a, transpose_b)):
+            a = _normal(2 * seed, *((k, m) if flags[0] else (m, k)))
+            return a, _normal(2 * seed + 1, *((n, k) if flags[1] else (k, n)))
 
         def coda_product(a, b, flags=(transpose_a, transpose_b)):
-            return coda.gemm(a, b, transpose_a=flags[0], transpose_b=flags[1], implementation="cuda")
+            return gemm(a, b, transpose_a=flags[0], transpose_b=flags[1])
 
         def xla_product(a, b, flags=(transpose_a, transpose_b)):
             contract = ((0 if flags[0] else 1,), (1 if flags[1] else 0,))
@@ -96,24 +142,33 @@ def _bare_products(timer: Timer) -> list[dict]:
             return product.astype(jnp.bfloat16)
 
         ours, xla = _jitted("coda_product", coda_product), _jitted("xla_product", xla_product)
-        programs.check(f"{layout} {m} {n} {k}", ours(a, b), xla(a, b))
-        times = timer(
-            {"coda_product": lambda f=ours, a=a, b=b: f(a, b), "xla_product": lambda f=xla, a=a, b=b: f(a, b)},
-        )
-        us = {name: time.total for name, time in times.items()}
+        sets = _sets(xla, make, cache_bytes)
+        expected = xla(*sets[0])
+        programs.check(f"{layout} {m} {n} {k}", ours(*sets[0]), expected)
+        calls = {"coda_product": _rotated(ours, sets), "xla_product": _rotated(xla, sets)}
+        for peer in beside:
+            prepared = [peer.prepare(a, b, transpose_a, transpose_b) for a, b in sets]
+            result = prepared[0]()
+            if peer.synchronize:
+                peer.synchronize()
+            programs.check(f"{peer.name} {layout} {m} {n} {k}", peer.to_jax(result), expected)
+            call = timing.rotated(prepared)
+            calls[peer.name] = timing.Outside(call, peer.synchronize) if peer.synchronize else call
+        us = {name: time.total for name, time in timer(calls).items()}
         tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}
         ratio = tflops["coda_product"] / tflops["xla_product"]
-        rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **us))
-        print(
-            f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:10.0f}{tflops['coda_product']:10.0f}{ratio:21.3f}",
-            flush=True,
-        )
+        row = {name if name.endswith("_product") else f"{name}_product": time for name, time in us.items()}
+        rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **row))
+        shown = "".join(f"{tflops[name]:{len(title) + 2}.0f}" for name, title in names.items())
+        print(f"{layout:16}{m:7}{n:7}{k:7}{len(sets):6}{tflops['xla_product']:6.0f}{shown}{ratio:10.3f}", flush=True)
     mean = math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
     print(f"geometric mean {mean:.3f}   [{timing.clock()}]\n")
     return rows
 
 
-def _epilogue_prices(timer: Timer) -> list[dict]:
+def _epilogue_prices(
+    timer: Timer, gemm: Callable[..., Any], shapes: Products, cache_bytes: float
+) -> list[dict[str, Any]]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
     print("kernel: the product with its epilogue; fused: with XLA's kernel that finishes reductions, if there are any")
     print(
@@ -121,29 +176,26 @@ def _epilogue_prices(timer: Timer) -> list[dict]:
         f"{'fused us':>10}{'price':>8}{'XLA us':>10}{'XLA/fused':>11}"
     )
     rows = []
-    for name, m, n, k in EPILOGUES:
+    for name, m, n, k in shapes:
         program = programs.PROGRAMS[name]
-        a, b = _normal(0, m, k), _normal(1, n, k) / jnp.bfloat16(math.sqrt(k))
-        operands = program.operands(m, n)
 
-        def bare(a, b):
-            return coda.gemm(a, b, transpose_b=True, implementation="cuda")
+        def make(seed, m=m, n=n, k=k, program=program):
+            b = _normal(2 * seed + 1, n, k) / jnp.bfloat16(math.sqrt(k))
+            return _normal(2 * seed, m, k), b, program.operands(m, n, seed=seed + 7)
+
+        def bare(a, b, operands):
+            return gemm(a, b, transpose_b=True)
 
         def fused(a, b, operands, program=program):
-            return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda")
+            return gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True)
 
         def xla(a, b, operands, program=program):
             return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
 
-        bare, fused, xla = _jitted("bare", bare), _jitted("fused", fused), _jitted("xla", xla)
-        programs.check(f"{name} {m} {n} {k}", fused(a, b, operands), xla(a, b, operands))
-        times = timer(
-            {
-                "bare": lambda f=bare, a=a, b=b: f(a, b),
-                "fused": lambda f=fused, a=a, b=b, o=operands: f(a, b, o),
-                "xla": lambda f=xla, a=a, b=b, o=operands: f(a, b, o),
-            },
-        )
+        functions = {one.__name__: _jitted(one.__name__, one) for one in (bare, fused, xla)}
+        sets = _sets(functions["bare"], make, cache_bytes)
+        programs.check(f"{name} {m} {n} {k}", functions["fused"](*sets[0]), functions["xla"](*sets[0]))
+        times = timer({one: _rotated(function, sets) for one, function in functions.items()})
         bare_us, kernel_us = times["bare"].total, times["fused"].longest
         fused_us, xla_us = times["fused"].total, times["xla"].total
         price, kernel_price = fused_us / bare_us - 1, kernel_us / bare_us - 1
@@ -184,4 +236,4 @@ def _compile_report() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

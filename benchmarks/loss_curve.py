@@ -1,15 +1,18 @@
 """`python -m benchmarks.loss_curve`: training on real text, fused in bfloat16 against plain JAX in float32.
 
-The same parameters, batches and optimizer, the sources of Python's standard library as bytes. Writes
-benchmarks/results/<device>_loss_curve.csv and .png, and prints the largest gap between the two curves.
+Plain JAX in bfloat16 is the control: how far it is from float32 is bfloat16's doing, and what the fused curve is
+farther than that is fusing's. The same parameters, batches and optimizer, that of examples/train_lm.py with gradients
+clipped; the sources of Python's standard library as bytes. Writes benchmarks/results/<device>_loss_curve.csv and .png,
+and prints the largest and the mean gap of each curve to float32's.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,19 +30,23 @@ import matplotlib.pyplot as plt
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 WINDOW = 10  # steps whose mean is printed
+MAX_NORM = 1.0  # of the gradient of all parameters
+EXACT = "plain_float32"  # what the others are compared with
+
+Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 def losses(
-    loss: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    loss: Loss,
     params: Any,
     text: jax.Array,
+    optimizer: optax.GradientTransformation,
     *,
     steps: int,
     batch: int,
     length: int,
 ) -> np.ndarray:
     """The training losses of all steps, in nats a byte."""
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, max(1, steps // 10), steps), b2=0.95)
 
     @jax.jit
     def step(params: Any, state: Any, index: jax.Array) -> Any:
@@ -56,37 +63,42 @@ def losses(
     return np.asarray(jnp.stack(found))
 
 
-def both(config: LlamaConfig, text: np.ndarray, **sizes: int) -> dict[str, np.ndarray]:
-    """The fused losses in bfloat16 and the plain ones in float32, from the same float32 parameters."""
+def curves(
+    config: LlamaConfig, text: np.ndarray, optimizer: optax.GradientTransformation, **sizes: int
+) -> dict[str, np.ndarray]:
+    """The losses of each variant, from the same float32 parameters in the same shapes, which Muon depends on."""
     model = Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model, nnx.Param)
-    plain = plain_llama.from_fused(nnx.to_pure_dict(params), config)
 
-    def fused_loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    def fused(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params).loss(tokens, labels)
 
-    def plain_loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        with jax.default_matmul_precision("highest"):
-            return plain_llama.loss(params, tokens, labels, config=config, dtype=jnp.float32)
+    def plain(dtype: Any) -> Loss:
+        def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+            separate = plain_llama.from_fused(nnx.to_pure_dict(params), config)
+            with jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default"):
+                return plain_llama.loss(separate, tokens, labels, config=config, dtype=dtype)
 
+        return loss
+
+    variants = {"fused_bfloat16": fused, "plain_bfloat16": plain(jnp.bfloat16), EXACT: plain(jnp.float32)}
     data = jnp.asarray(text)
-    return {
-        "fused bfloat16": losses(fused_loss, params, data, **sizes),
-        "plain float32": losses(plain_loss, plain, data, **sizes),
-    }
+    return {name: losses(loss, params, data, optimizer, **sizes) for name, loss in variants.items()}
 
 
-def plot(found: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(7, 6), height_ratios=[3, 1])
-    for (name, curve), style in zip(found.items(), ("-", "--"), strict=True):
-        above.plot(np.arange(1, len(curve) + 1), curve, style, label=name)
-    fused, exact = found.values()
-    below.plot(np.arange(1, len(fused) + 1), fused - exact, color="black", linewidth=1)
+def plot(found: Mapping[str, np.ndarray], gaps: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(7, 6), height_ratios=[2, 1])
+    steps = np.arange(1, len(found[EXACT]) + 1)
+    for (name, curve), style in zip(found.items(), ("-", "-.", "--"), strict=True):
+        above.plot(steps, curve, style, label=name.replace("_", " "), linewidth=1)
+    for name, gap in gaps.items():
+        label = f"{name.replace('_', ' ')}: mean {np.abs(gap).mean():.4f}, largest {np.abs(gap).max():.4f}"
+        below.plot(steps, gap, linewidth=1, label=label)
     above.set(ylabel="training loss, nats a byte")
-    below.set(xlabel="step", ylabel="difference")
-    above.legend()
+    below.set(xlabel="step", ylabel="minus plain float32")
     for axes in (above, below):
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -101,28 +113,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(EXAMPLES))
     import stdlib_text
+    import trainer
+    from train_lm import DEFAULTS
 
-    width, layers, sizes = (64, 2, (4, 64)) if options.tiny else (512, 8, (16, 1024))
+    width, layers, batch, length = (64, 1, 4, 64) if options.tiny else (512, 8, 16, 1024)
+    heads = width // 64 if width > 64 else 2
     config = LlamaConfig(
         vocab_size=stdlib_text.VOCAB_SIZE,
         hidden_size=width,
         intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=width // 64 if width > 64 else 2,
-        max_position_embeddings=sizes[1],
+        num_attention_heads=heads,
+        max_position_embeddings=length,
     )
+    settings = dataclasses.replace(DEFAULTS["gpu"], steps=options.steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), trainer.make_optimizer(settings))
     text, _ = stdlib_text.load()
-    found = both(config, text, steps=options.steps, batch=sizes[0], length=sizes[1])
-    fused, exact = found.values()
-    gap = np.abs(fused - exact)
+    found = curves(config, text, optimizer, steps=options.steps, batch=batch, length=length)
+    exact = found[EXACT]
+    gaps = {name: curve - exact for name, curve in found.items() if name != EXACT}
     at_end = {name: round(float(curve[-WINDOW:].mean()), 4) for name, curve in found.items()}
-    print(f"{options.steps} steps of {sizes[0]} x {sizes[1]} bytes, first loss {exact[0]:.3f}, last {WINDOW}: {at_end}")
-    print(f"largest gap {gap.max():.4f} at step {gap.argmax() + 1}, mean {gap.mean():.4f}")
+    print(f"{options.steps} steps of {batch} x {length} bytes, first loss {exact[0]:.3f}, last {WINDOW}: {at_end}")
+    about: dict[str, Any] = {"learning_rate": settings.learning_rate, "max_norm": MAX_NORM, "commit": options.commit}
+    for name, gap in gaps.items():
+        size = np.abs(gap)
+        print(
+            f"{name} against {EXACT}: largest gap {size.max():.4f} at step {size.argmax() + 1}, mean {size.mean():.4f}"
+        )
+        about |= {f"{name}_largest_gap": float(size.max()), f"{name}_mean_gap": float(size.mean())}
+    columns = {**found, **{f"{name}_gap": gap for name, gap in gaps.items()}}
     rows = [
-        {"step": i + 1, "fused": float(a), "plain": float(b)} for i, (a, b) in enumerate(zip(fused, exact, strict=True))
+        {"step": step + 1, **{name: float(column[step]) for name, column in columns.items()}}
+        for step in range(options.steps)
     ]
-    path = results.write("_loss_curve", ["step", "fused", "plain"], rows, folder=options.out, commit=options.commit)
-    plot(found, path.with_suffix(".png"))
+    path = results.write("_loss_curve", ["step", *columns], rows, folder=options.out, **about)
+    plot(found, gaps, path.with_suffix(".png"))
     return 0
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from coda_jax.epilogue import logsumexp, trace
 from coda_jax.primitives import deferred_norm, kernel
-from coda_jax.primitives.config import GemmConfig, Product, choose_tiling
+from coda_jax.primitives.config import GemmConfig, choose_tiling
+from coda_jax.primitives.cost_model import Product
 
 
 @dataclasses.dataclass(frozen=True)

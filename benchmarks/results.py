@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import datetime
 import pathlib
+import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 
 from benchmarks import timing
 
@@ -30,11 +32,14 @@ def write(
     folder: pathlib.Path = FOLDER,
     **about: Any,
 ) -> pathlib.Path:
-    """Writes the rows, and in each of them the device, jax's version, the date, the clock and what `about` says."""
+    """Writes the rows, and in each of them the device, all versions, the date, the clock and what `about` says."""
     device = jax.devices()[0].device_kind
     common = {
         "device": device,
+        "driver": timing.driver(),
+        "python": platform.python_version(),
         "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
         **about,
         "date": datetime.date.today().isoformat(),
         "clock": timing.clock(),

@@ -1,15 +1,19 @@
-"""Device time of jitted functions, interleaved in one run."""
+"""Device time of jitted functions, and of what other libraries launch, interleaved in one run and on one clock."""
 
 from __future__ import annotations
 
+import bisect
 import collections
+import dataclasses
 import glob
+import itertools
+import math
 import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +38,45 @@ class Kernel(NamedTuple):
     duration: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """A call of another library, whose kernels run on a stream of its own and not in an XLA module.
+
+    Args:
+      call: launches them and returns.
+      synchronize: waits for the device.
+    """
+
+    call: Callable[[], Any]
+    synchronize: Callable[[], None]
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
 Functions = Mapping[str, Callable[[], Any]]
+
+L2_BYTES = 60e6  # that of an H200 and an H100, rounded up
+
+
+def sets_beyond(cache_bytes: float, arguments: Any, results: Any) -> int:
+    """How many sets of these arguments and results are together at least twice as large as a cache."""
+    leaves = jax.tree.leaves((arguments, results))
+    return max(1, math.ceil(2 * cache_bytes / sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)))
+
+
+def rotated(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """A function that runs the next of the calls each time, so that no input is still in the cache.
+
+    The results of one round are kept, so that no memory for a result comes back before either.
+    """
+    turn, kept = itertools.cycle(calls), collections.deque[Any](maxlen=len(calls))
+
+    def call() -> Any:
+        kept.append(next(turn)())
+        return kept[-1]
+
+    return call
 
 
 def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, pause: float = 0.0) -> dict[str, Times]:
@@ -42,7 +84,8 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
 
     Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
     alike; the first third of the rounds is not measured. Without pauses the chip comes to its power limit, as in
-    training; with them it stays below, and the clock at its highest.
+    training; with them it stays below, and the clock at its highest. With an `Outside` among the functions, every
+    burst ends before the next one starts: else kernels of two streams would run at the same time.
 
     Args:
       functions: as in `executions`.
@@ -51,7 +94,7 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
       pause: seconds of rest after each round, not counted in `seconds`.
     """
     for function in functions.values():
-        jax.block_until_ready(function())
+        _wait(function, function())
     started, warm_rounds = time.perf_counter(), 0
     while time.perf_counter() - started < seconds / 2 + pause * warm_rounds:
         _round(functions, burst, pause)
@@ -75,7 +118,8 @@ def executions(
 
     Args:
       functions: name -> call of a jitted function on fixed arguments. The jitted function's own name must be the key:
-        kernels are told apart by the name of their XLA module, `jit_<name>`.
+        kernels are told apart by the name of their XLA module, `jit_<name>`. Those of an `Outside` have no module: they
+        are the ones that ran while its burst did.
       rounds: how often each function is run `burst` times.
       burst, pause: as in `interleaved`.
 
@@ -85,14 +129,22 @@ def executions(
     if jax.default_backend() != "gpu":
         return _wall_clock(functions, rounds)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call is an event otherwise, which costs the host time
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(rounds):
                 _round(functions, burst, pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
-        kernels = _kernels_by_module(jax.profiler.ProfileData.from_file(path))
+        profile = jax.profiler.ProfileData.from_file(path)
+    kernels = _kernels_by_module(profile)
+    alone = any(isinstance(function, Outside) for function in functions.values())
+    bursts = _bursts(profile) if alone else {}
     count, found = rounds * burst, {}
-    for name in functions:
-        ran = kernels.get(f"jit_{name}", [])
+    for name, function in functions.items():
+        if isinstance(function, Outside):
+            ran = during(bursts.get(name, []), kernels.get("", []))
+        else:
+            ran = kernels.get(f"jit_{name}", [])
         if not ran or len(ran) % count:
             raise RuntimeError(f"{name}: {len(ran)} kernels in the trace for {count} executions")
         each = len(ran) // count
@@ -105,23 +157,61 @@ def _wall_clock(functions: Functions, rounds: int) -> dict[str, list[list[Kernel
     for _ in range(rounds):
         for name in random.sample(list(functions), len(functions)):
             start = time.perf_counter_ns()
-            jax.block_until_ready(functions[name]())
+            _wait(functions[name], functions[name]())
             found[name].append([Kernel(name, "", start, time.perf_counter_ns() - start)])
     return found
+
+
+def _wait(function: Callable[[], Any], result: Any) -> None:
+    if isinstance(function, Outside):
+        function.synchronize()
+    else:
+        jax.block_until_ready(result)
 
 
 def _round(functions: Functions, burst: int, pause: float) -> None:
     order = list(functions)
     random.shuffle(order)
+    alone = any(isinstance(function, Outside) for function in functions.values())
     for name in order:
-        for _ in range(burst):
-            result = functions[name]()
-    jax.block_until_ready(result)
+        with jax.profiler.TraceAnnotation(_BURST + name):
+            for _ in range(burst):
+                result = functions[name]()
+            if alone or name == order[-1]:
+                _wait(functions[name], result)
     time.sleep(pause)
 
 
-def _kernels_by_module(profile) -> dict[str, list[Kernel]]:
-    """The device's kernels in time order, by XLA module."""
+_BURST = "burst: "  # before a function's name, what the host's trace calls its bursts
+
+
+def _bursts(profile: Any) -> dict[str, list[tuple[float, float]]]:
+    """Start and end of the bursts of each function in ns, as the host saw them."""
+    found = collections.defaultdict(list)
+    for plane in profile.planes:
+        if plane.name.startswith("/host:"):
+            for event in itertools.chain.from_iterable(line.events for line in plane.lines):
+                if event.name.startswith(_BURST):
+                    found[event.name.removeprefix(_BURST)].append((event.start_ns, event.start_ns + event.duration_ns))
+    return found
+
+
+def during(windows: Sequence[tuple[float, float]], kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Those of the kernels that ran, or were still running, within one of the windows (start, end), all apart.
+
+    Host and device share a clock to some microseconds, and a burst's kernels start some after it and end some before.
+    """
+    starts, ends = zip(*sorted(windows), strict=True) if windows else ((), ())
+    found = []
+    for kernel in kernels:
+        window = bisect.bisect_right(ends, kernel.start)  # the first that ends after the kernel starts
+        if window < len(ends) and starts[window] < kernel.start + kernel.duration:
+            found.append(kernel)
+    return found
+
+
+def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
+    """The device's kernels in time order, by XLA module; under "" those that have none."""
     events = collections.defaultdict(list)
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -131,16 +221,24 @@ def _kernels_by_module(profile) -> dict[str, list[Kernel]]:
                 continue
             for event in line.events:
                 about = dict(event.stats)
-                module = about.get("hlo_module")
-                if module is not None:
-                    instruction = str(about.get("hlo_op", ""))
-                    events[module].append(Kernel(event.name, instruction, event.start_ns, event.duration_ns))
+                instruction = str(about.get("hlo_op", ""))
+                kernel = Kernel(event.name, instruction, event.start_ns, event.duration_ns)
+                events[about.get("hlo_module", "")].append(kernel)
     return {module: sorted(kernels, key=lambda kernel: kernel.start) for module, kernels in events.items()}
 
 
 def clock() -> str:
     """Device, SM clock and power as nvidia-smi has them now; the platform where there is no GPU."""
+    return _nvidia_smi("name,clocks.sm,power.draw") or jax.devices()[0].device_kind
+
+
+def driver() -> str:
+    """Version of the GPU's driver; nothing where there is no GPU."""
+    return _nvidia_smi("driver_version")
+
+
+def _nvidia_smi(fields: str) -> str:
     if jax.default_backend() != "gpu":
-        return jax.devices()[0].device_kind
-    command = ["nvidia-smi", "--query-gpu=name,clocks.sm,power.draw", "--format=csv,noheader"]
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,16 +1,23 @@
-"""The benchmarks of a training step and of a layer run from end to end, on a CPU and small sizes."""
+"""The benchmarks run from end to end, on a CPU and small sizes."""
 
+import argparse
 import csv
 import functools
+import itertools
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo, layer, loss_curve, timing, train_step
+import benchmarks.__main__ as products
+from benchmarks import hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks.peers import cutlass
+from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
+from tests.gpu import sanitized
 
 
 def steps_in(folder):
@@ -44,14 +51,20 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
 
 
 def test_loss_curve(tmp_path, capsys, quick_to_compile):
-    """Fused in bfloat16 the model learns what plain JAX in float32 learns."""
+    """Fused in bfloat16 the model learns what plain JAX in float32 learns, and so does plain JAX in bfloat16."""
     assert loss_curve.main(["--tiny", "--steps=12", f"--out={tmp_path}", "--commit=none"]) == 0
     with next(tmp_path.glob("*.csv")).open() as file:
         rows = list(csv.DictReader(file))
-    first, last = (float(rows[i]["plain"]) for i in (0, -1))
+    first, last = (float(rows[i]["plain_float32"]) for i in (0, -1))
     assert len(rows) == 12 and last < first - 0.3
-    assert max(abs(float(row["fused"]) - float(row["plain"])) for row in rows) < 0.01
-    assert "largest gap" in capsys.readouterr().out and next(tmp_path.glob("*.png")).stat().st_size > 5000
+    shown = capsys.readouterr().out
+    for name in ("fused_bfloat16", "plain_bfloat16"):
+        gaps = [float(row[name]) - float(row["plain_float32"]) for row in rows]
+        assert gaps == pytest.approx([float(row[f"{name}_gap"]) for row in rows], abs=1e-6)
+        assert 0 < max(map(abs, gaps)) < 0.01
+        assert float(rows[0][f"{name}_largest_gap"]) == pytest.approx(max(map(abs, gaps)), abs=1e-6)
+        assert f"{name} against plain_float32: largest gap" in shown
+    assert next(tmp_path.glob("*.png")).stat().st_size > 5000
 
 
 def halved(function, name):
@@ -109,6 +122,141 @@ def test_classes_of_kernels():
     assert train_step.beyond(profile) == 2.0
 
 
+def peer_of(factor):
+    """A peer outside of XLA's streams, which multiplies by factor too."""
+
+    def prepare(a, b, transpose_a, transpose_b):
+        return lambda: factor * ((a.T if transpose_a else a) @ (b.T if transpose_b else b))
+
+    return peers.Peer("other", "other 1.2", prepare, synchronize=lambda: None)
+
+
+def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
+    """Every row is timed on rotating arguments; an absent peer is said, a wrong one fails."""
+    options = ["--tiny", "--seconds=0.001", f"--out={tmp_path}", "--commit=none"]
+    monkeypatch.setattr(peers, "available", lambda modules, load=peers.available: [*load(modules), peer_of(1)])
+    assert products.main(options, modules=["quack"]) == 0
+    shown = capsys.readouterr().out
+    assert "peer quack: absent, " in shown and "other" in shown
+    with next(tmp_path.glob("*.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows] == ["bare", "bare", "epilogue", "epilogue", "epilogue"]
+    for row in rows:
+        columns = (
+            ("xla_product", "coda_product", "other_product") if row["kind"] == "bare" else ("bare", "fused", "xla")
+        )
+        assert all(float(row[column]) > 0 for column in columns)
+        assert row["peers"] == "other 1.2" and row["python"] and row["jaxlib"] and row["driver"] == ""
+    monkeypatch.setattr(peers, "available", lambda modules: [peer_of(1.1)])
+    with pytest.raises(AssertionError, match="other A"):
+        products.main(options)
+
+
+def test_cutlass(tmp_path, monkeypatch):
+    """The headers' folder is checked, and each layout has a custom call of its own with the result's shape."""
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    with pytest.raises(peers.Absent, match="has no include"):
+        cutlass.folder()
+    (tmp_path / "include/cutlass").mkdir(parents=True)
+    defines = (f"#define CUTLASS_{name} {number}" for name, number in (("MAJOR", 4), ("MINOR", 2), ("PATCH", 1)))
+    (tmp_path / "include/cutlass/version.h").write_text("\n".join(defines))
+    assert cutlass.version(cutlass.folder()) == "CUTLASS 4.2.1"
+    a, bs = {False: (16, 32), True: (32, 16)}, {False: (32, 8), True: (8, 32)}
+    for transpose_a, transpose_b in cutlass.LAYOUTS:
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (a[transpose_a], bs[transpose_b])]
+        traced = cutlass.jitted(cutlass.HANDLERS[0], transpose_a, transpose_b).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert f"@{cutlass.target(cutlass.HANDLERS[0], transpose_a, transpose_b)}(" in text
+        assert "@jit_cutlass_pingpong_128x128 " in text and "-> tensor<16x8xbf16>" in text
+
+
+def test_plots(tmp_path):
+    """Three pictures a table: a bar a shape and column, and the chip's lines; other CSVs and gaps are passed over."""
+    about = {"device": "NVIDIA H200", "clock": "NVIDIA H200, 1980 MHz"}
+    bare = {"kind": "bare", "program": "A[M,K] B[N,K]", "m": 4096, "n": 2048, "k": 2048, "xla_product": 50.0}
+    price = {"kind": "epilogue", "program": "residual", "m": 64, "n": 64, "k": 32, "price": 0.2, "kernel_price": 0.1}
+    rows = [bare | {"torch_product": 40.0}, bare | {"other_product": 40.0, "torch_product": 50.0}, price]
+    with (tmp_path / "h200.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in [*rows, about] for key in row)))
+        writer.writeheader()
+        writer.writerows(row | about for row in rows)
+    (tmp_path / "h200_layer.csv").write_text("kind,ms\nstep,1.0\n")
+    assert plots.main([f"--results={tmp_path}"]) == 0
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {"h200_products.png", "h200_epilogues.png", "h200_roofline.png"}
+    read = plots.read(tmp_path / "h200.csv")[:2]
+    (axes,) = plots.products(read).axes
+    heights = [bar.get_height() for bar in axes.patches]  # columns in turn; other_product lacks a row
+    assert heights == pytest.approx([687.2, 687.2, 859.0, 687.2], abs=0.1)
+    (axes,) = plots.roofline(read).axes
+    assert axes.lines[0].get_xdata() == pytest.approx([819.2, 819.2])
+    assert max(axes.lines[-1].get_ydata()) == 989.4 and axes.lines[-1].get_ydata()[0] == pytest.approx(240.0)
+    assert plots.main([f"--results={tmp_path / 'empty'}"]) == 1
+    plots.plt.close("all")
+
+
+def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
+    """A row a program and setting of command buffers, each in a process that XLA's flag is set for."""
+    flags, run = [], launch.subprocess.run
+
+    def process(command, env=None, **rest):
+        if env is None:  # git's
+            return run(command, **rest)
+        assert command[1:3] == ["-m", "benchmarks.launch"]
+        flags.append(env["XLA_FLAGS"].split())
+        assert launch.main(command[3:]) == 0
+        return types.SimpleNamespace(stdout=capsys.readouterr().out)
+
+    monkeypatch.setattr(launch.subprocess, "run", process)
+    options = ["--tiny", "--calls=3", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
+    assert launch.main(options) == 0
+    with next(tmp_path.glob("*_launch.csv")).open() as file:
+        rows = [(row["command_buffers"], row["program"]) for row in csv.DictReader(file)]
+    assert rows == list(itertools.product(("off", "on"), ("coda_product", "xla_product", "reduction")))
+    assert ["--xla_gpu_enable_command_buffer=" in of for of in flags] == [True, False]
+    assert "kernel(s)" in capsys.readouterr().out
+
+
+def test_rotation():
+    """Sets of arguments are twice the cache together; a result lives for a round, and not longer."""
+    a, c = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert [timing.sets_beyond(size, (a, a), c) for size in (10, 256, 257, 513)] == [1, 1, 2, 3]
+    alive = weakref.WeakSet()
+
+    class Result:
+        def __init__(self, number):
+            self.number = number
+            alive.add(self)
+
+    call = timing.rotated([functools.partial(Result, number) for number in range(3)])
+    assert [call().number for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert sorted(one.number for one in alive) == [0, 1, 2]
+
+
+def test_kernels_outside_of_xla():
+    """Those without a module belong to the burst they ran in, even if the clocks are some microseconds apart."""
+    windows = [(1000.0, 2000.0), (5000.0, 6000.0)]
+    spans = {"early": (900, 200), "in": (1200, 100), "late": (1990, 210), "between": (2000, 3000), "next": (5500, 50)}
+    kernels = [timing.Kernel(name, "", float(start), float(duration)) for name, (start, duration) in spans.items()]
+    assert [one.name for one in timing.during(windows, kernels)] == ["early", "in", "late", "next"]
+
+
+def test_bursts_of_a_trace(tmp_path):
+    """The host's trace has every burst, in the order in which they ran; with one outside of XLA none meets another."""
+    waited = []
+    ours = jax.jit(lambda x: x @ x)
+    x = jnp.ones((64, 64))
+    functions = {"ours": lambda: ours(x), "other": timing.Outside(lambda: x, lambda: waited.append(True))}
+    with jax.profiler.trace(tmp_path):
+        for _ in range(3):
+            timing._round(functions, 2, 0.0)
+    (path,) = tmp_path.glob("**/*.xplane.pb")
+    bursts = timing._bursts(jax.profiler.ProfileData.from_file(str(path)))
+    assert {name: len(of) for name, of in bursts.items()} == {"ours": 3, "other": 3} and len(waited) == 3
+    spans = sorted(itertools.chain.from_iterable(bursts.values()))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
 def test_kernels_of_a_trace():
     """By XLA module and in time order; host planes and other lines are left out."""
 
@@ -132,5 +280,17 @@ def test_kernels_of_a_trace():
     assert {module: [one.name for one in kernels] for module, kernels in found.items()} == {
         "jit_f": ["a", "c", "b"],
         "jit_g": ["other"],
+        "": ["alone"],
     }
     assert found["jit_f"][0].instruction == "a.1"
+
+
+def test_parts_of_the_sanitizers_run():
+    """Every program in every layout is in one part and in one only, ten or so in each."""
+    parts = [sanitized.cases(f"{i}/9") for i in range(1, 10)]
+    together = sorted(itertools.chain.from_iterable(parts))
+    assert together == sorted(sanitized.cases("1/1")) == sorted(set(together))
+    assert len(sanitized.cases("1/1")) == 3 * len(PROGRAMS) and max(map(len, parts)) <= 12
+    for wrong in ("0/9", "10/9", "3", "a/b", "-1/2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="1 <= i <= n"):
+            sanitized.cases(wrong)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from coda_jax.epilogue import Axis, Program
+from coda_jax.epilogue import Axis, Kind, Program
+from coda_jax.primitives.cost_model import Product, cost
 
-_LIGHT_NODES = 7  # values an element's program computes, below which registers are plenty
+# Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
+_LIGHT_NODES, _FEW_VECTORS = 7, 2
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
@@ -111,37 +113,42 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     return operands + CONSUMERS * epilogue + barriers
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """Sizes of a product, of which the best tile depends.
-
-    Attributes:
-      m: rows (an int, or a symbolic dimension, which is taken as large).
-      n, k: columns, and the length of the sums.
-      batch: how many such products one launch makes.
-      transpose_b: whether b is stored as (N, K).
-    """
-
-    m: Any
-    n: int
-    k: int
-    batch: Any = 1
-    transpose_b: bool = False
-
-
 def takes_heads(columns: int) -> bool:
     """Whether some tile has whole heads of so many columns, and half a head whole subtiles."""
     return columns % 32 == 0 and any(tile_n % columns == 0 for _, tile_n in TILES)
 
 
-def tiles_for(product: Product, program: Program) -> list[tuple[int, int]]:
-    """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns."""
-    return [
+def tiles_for(product: Product, program: Program, traffic: EpilogueTraffic) -> list[tuple[int, int]]:
+    """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; the
+    fastest first. A tile of 128 x 192 leaves an epilogue few registers, and is the last resort of one that needs many.
+    """
+    fitting = [
         (tile_m, tile_n)
         for tile_m, tile_n in TILES
         if (not program.head or tile_n % program.head == 0)
         and (product.transpose_b or tile_n // program.splits % 64 == 0)
     ]
+    is_long, is_wide = _has_long_epilogue(program, traffic), _needs_many_registers(program, traffic)
+    return sorted(
+        fitting,
+        key=lambda tile: (
+            tile == (128, 192) and is_wide,
+            cost(product, tile, _cluster_m(product, tile[0]), has_long_epilogue=is_long),
+        ),
+    )
+
+
+def _needs_many_registers(program: Program, traffic: EpilogueTraffic) -> bool:
+    vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
+    return program.head > 0 or len(program.sections) > 1 or traffic.column_reductions > 0 or vectors > _FEW_VECTORS
+
+
+def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
+    return program.ways == 2 and traffic.load_bytes > 0 and not program.head
+
+
+def _cluster_m(product: Product, tile_m: int) -> int:
+    return 1 if isinstance(product.m, int) and product.m <= tile_m else 2
 
 
 def choose_tiling(
@@ -173,7 +180,7 @@ def choose_tiling(
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
     tiles = [
         (tile_m, tile_n)
-        for tile_m, tile_n in tiles_for(product, program)
+        for tile_m, tile_n in tiles_for(product, program, traffic)
         if tile_m == (given.tile_m or tile_m) and tile_n == (given.tile_n or tile_n)
     ]
     if not tiles:
@@ -184,43 +191,50 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
-    for (tile_m, tile_n), (stages, (box_n, subtile_n, load_slots, store_slots)) in itertools.product(
-        tiles, _preferred(program, traffic)
-    ):
-        tiling = Tiling(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            stages=given.stages or stages,
-            cluster_m=given.cluster_m or (1 if isinstance(product.m, int) and product.m <= tile_m else 2),
-            box_n=given.box_n or max(box_n, given.subtile_n or 16),
-            subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
-            load_slots=given.load_slots or load_slots,
-            store_slots=given.store_slots or store_slots,
-        )
-        whole = tile_n // program.entries(program.acc_width) % tiling.box_n == 0
-        if whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
-            return tiling
+    for tile_m, tile_n in tiles:
+        for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile_n):
+            tiling = Tiling(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                stages=given.stages or stages,
+                cluster_m=given.cluster_m or _cluster_m(product, tile_m),
+                box_n=given.box_n or max(box_n, given.subtile_n or 16),
+                subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
+                load_slots=given.load_slots or load_slots,
+                store_slots=given.store_slots or store_slots,
+            )
+            is_whole = tile_n // program.entries(program.acc_width) % tiling.box_n == 0
+            is_whole = is_whole and program.head // 2 % tiling.box_n == 0
+            if is_whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+                return tiling
     raise ValueError(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
 
 
-def _preferred(program: Program, traffic: EpilogueTraffic) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+def _preferred(
+    program: Program, traffic: EpilogueTraffic, tile_n: int
+) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
     """Stages, and (box_n, subtile_n, load_slots, store_slots), the best first.
 
-    Wider boxes ask less of the copy engine, most of all when a row is a whole cache line, but programs that need
-    many registers then spill. Stages come before the depth of the epilogue's rings: 5 instead of 6 cost 1 to 2 %. The
-    backward pass of a gate moves so much that there the wider box comes first (26 % over the bare product with 5
-    stages and 32 columns, 40 % with 6 and 16).
+    Wider boxes ask less of the copy engine, most of all when a row is a whole cache line; programs that need many
+    registers have narrower subtiles. Stages come before the depth of the epilogue's rings: 5 instead of 6 cost 1 to
+    2 %. A long epilogue comes before them: back through a gate it is 26 % over the bare product with wide boxes and 5
+    stages of 128 x 128, and 40 % with narrow ones and 6; with 4 stages of 128 x 192 and two slots it is 14 %.
     """
-    narrow, wide = [(16, 16, 2, 2), (16, 16, 2, 1)], [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
-    if program.ways == 1 and len(program.nodes) <= _LIGHT_NODES:
-        if traffic.load_bytes and traffic.widest_bytes == 2:
-            wide = [(64, 64, 1, 1), *wide]
-    elif program.ways == 2 and traffic.load_bytes and not program.head:
+    narrow = [(16, 16, 2, 2), (16, 16, 2, 1)]
+    if not program.head:
+        narrow = [(32, 16, 2, 1), *narrow]
+    wide = [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
+    if _has_long_epilogue(program, traffic):
+        if tile_n > 128:
+            yield from itertools.product((4,), [(32, 16, 2, 1), (32, 16, 1, 1)])
         yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
+    elif program.ways == 1 and len(program.nodes) <= _LIGHT_NODES:
+        if traffic.load_bytes and traffic.widest_bytes == 2:
+            wide = [(64, 64, 1, 1), *wide]
     elif not (program.head and program.head % 64 == 0 and not program.reductions):
         wide = []
     yield from itertools.product(range(8, 1, -1), [*wide, *narrow])

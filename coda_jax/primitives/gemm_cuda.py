@@ -16,7 +16,8 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Operand, Program
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.config import Product, choose_tiling
+from coda_jax.primitives.config import choose_tiling
+from coda_jax.primitives.cost_model import Product
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import vary, varying_axes
 

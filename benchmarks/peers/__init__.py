@@ -1,0 +1,53 @@
+"""Other libraries' bare products, timed beside ours in the same run wherever they are installed.
+
+A module of this package a library; its `load()` gives the peers, or raises `Absent` with what is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+MODULES = ("torch_cublas", "cutlass", "quack")
+
+
+class Absent(Exception):
+    """The library is not here; the message says what it would need."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A product d (M, N) = op(a) op(b) in bfloat16 with float32 accumulation.
+
+    Attributes:
+      name: that of its column in the table.
+      version: of the library, for the results.
+      prepare: (a, b, transpose_a, transpose_b) -> the call that multiplies these jax arrays and returns d; a is (K, M)
+        with transpose_a and b (N, K) with transpose_b. It launches and does not wait.
+      to_jax: from what the call returns to the jax array d.
+      synchronize: waits for the device; None where the call goes through XLA, in a module `jit_<name>`.
+    """
+
+    name: str
+    version: str
+    prepare: Callable[[jax.Array, jax.Array, bool, bool], Callable[[], Any]]
+    to_jax: Callable[[Any], jax.Array] = lambda d: d
+    synchronize: Callable[[], None] | None = None
+
+
+def available(modules: Iterable[str] = MODULES) -> list[Peer]:
+    """The peers that are installed here; says in a line which are, and which are not."""
+    found: list[Peer] = []
+    for module in modules:
+        try:
+            peers = importlib.import_module(f"{__name__}.{module}").load()
+        except Absent as reason:
+            print(f"peer {module}: absent, {reason}")
+            continue
+        print(f"peer {module}: {peers[0].version}")
+        found += peers
+    return found
