@@ -16,6 +16,7 @@ from coda_jax.primitives.cost_model import Product, cost
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
+_FEW_TILES = 8  # along m, up to which clusters of one are worth a try
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
 
@@ -211,6 +212,22 @@ def choose_tiling(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
+
+
+def candidates(product: Product, program: Program, out_dtypes: Sequence[np.dtype]) -> list[Tiling]:
+    """The tilings that are worth measuring: first the cost model's choice, then every other tile that fits, each with
+    the pipeline that `choose_tiling` gives it; for few rows also in clusters of one, which leave no half of a pair idle.
+    """
+    found = [choose_tiling(product, program, out_dtypes)]
+    for tile_m, tile_n in TILES:
+        few_rows = isinstance(product.m, int) and product.m <= _FEW_TILES * tile_m
+        for cluster_m in (None, 1) if few_rows else (None,):
+            try:
+                given = GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m)
+                found.append(choose_tiling(product, program, out_dtypes, given))
+            except ValueError:  # not a tile that this program can have
+                break
+    return list(dict.fromkeys(found))
 
 
 def _preferred(

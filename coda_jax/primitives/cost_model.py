@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
@@ -26,16 +27,30 @@ class Product:
     transpose_b: bool = False
 
 
-# Time of a tile's products relative to that of a 128 x 128 tile, area for area, at the power limit: with an epilogue
-# that hides under the other warpgroup's products, and with one that is as long as they are, for which the larger tile
-# leaves more of L2's bandwidth.
-_RELATIVE_TIME = {
-    (128, 128): (1.0, 1.0),
-    (128, 192): (0.985, 0.91),
-    (64, 256): (1.015, 1.1),
-    (64, 128): (1.19, 1.2),
-}
-_WITHOUT_MULTICAST = 1.3  # the same of a cluster of one
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What `python -m benchmarks.tiles --fit` sets from measured times.
+
+    Attributes:
+      relative_time: tile -> time of its products relative to that of a 128 x 128 tile, area for area, at the power
+        limit: with an epilogue that hides under the other warpgroup's products, and with one that is as long as they
+        are, for which the larger tile leaves more of L2's bandwidth.
+      without_multicast: the same of a cluster of one.
+    """
+
+    relative_time: Mapping[tuple[int, int], tuple[float, float]]
+    without_multicast: float
+
+
+CONSTANTS = Constants(
+    relative_time={
+        (128, 128): (1.0, 1.0),
+        (128, 192): (0.985, 0.91),
+        (64, 256): (1.015, 1.1),
+        (64, 128): (1.19, 1.2),
+    },
+    without_multicast=1.3,
+)
 _START_AND_END = 13  # of a launch: filling the pipeline and the last tile's epilogue, in k blocks of a 128 x 128 tile
 
 
@@ -51,11 +66,20 @@ def cost(product: Product, tile: tuple[int, int], cluster_m: int, *, has_long_ep
       cluster_m: CTAs that share b's tiles.
       has_long_epilogue: whether a tile's epilogue is about as long as its products.
     """
+    return work(product, tile, cluster_m) * factor(tile, cluster_m, has_long_epilogue, CONSTANTS) + _START_AND_END
+
+
+def work(product: Product, tile: tuple[int, int], cluster_m: int) -> float:
+    """What the busiest multiprocessor multiplies, in 64 of k of a 128 x 128 tile."""
     tile_m, tile_n = tile
     m = product.m if isinstance(product.m, int) else 1 << 14
     batch = product.batch if isinstance(product.batch, int) else 1
     clusters = -(-m // (tile_m * cluster_m)) * -(-product.n // tile_n) * batch
     waves = -(-clusters // (MULTIPROCESSORS // cluster_m))
-    of_tile = tile_m * tile_n / (128 * 128) * _RELATIVE_TIME[tile][has_long_epilogue]
-    multicast = 1.0 if cluster_m > 1 else _WITHOUT_MULTICAST
-    return waves * -(-product.k // 64) * of_tile * multicast + _START_AND_END
+    return waves * -(-product.k // 64) * (tile_m * tile_n / (128 * 128))
+
+
+def factor(tile: tuple[int, int], cluster_m: int, has_long_epilogue: bool, constants: Constants) -> float:
+    """How much longer it takes for that than with tiles of 128 x 128 and multicast."""
+    multicast = 1.0 if cluster_m > 1 else constants.without_multicast
+    return constants.relative_time[tile][has_long_epilogue] * multicast
