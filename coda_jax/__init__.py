@@ -14,5 +14,7 @@ from coda_jax.primitives import mlp as mlp
 from coda_jax.primitives import norm_projection as norm_projection
 from coda_jax.primitives import qkv_projection as qkv_projection
 from coda_jax.primitives import rotary as rotary
+from coda_jax.primitives.tune import Tuning as Tuning
+from coda_jax.primitives.tune import tune as tune
 
 __version__ = "0.1.0"

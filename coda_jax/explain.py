@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.primitives.gemm_cuda import fallback_reason
+from coda_jax.primitives.gemm_cuda import fallback_reason, problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.tile_table import attached_device, tiling_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Product:
       epilogue: its name, "gemm" for a bare product.
       a, b: types of the factors, `^T` where they are stored transposed.
       reason: why it takes XLA's form; None where it is the Hopper kernel.
+      tile: rows and columns of the kernel's tiles, and who chose them; None where it takes XLA's form.
     """
 
     epilogue: str
     a: str
     b: str
     reason: str | None
+    tile: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Explanation:
     def __str__(self) -> str:
         rows = [("count", "epilogue", "product", "lowered to")]
         for product, count in self.products.items():
-            target = "Hopper kernel" if product.reason is None else f"XLA: {product.reason}"
+            target = f"Hopper kernel, {product.tile}" if product.reason is None else f"XLA: {product.reason}"
             rows.append((str(count), product.epilogue, f"{product.a} @ {product.b}", target))
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
@@ -71,7 +74,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """
     platform = platform or jax.default_backend()
     products, others = collections.Counter[Product](), 0
-    for equation, times in _equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1):
+    for equation, times in equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1):
         if equation.primitive is coda_gemm_p:
             products[_product(equation, platform)] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
@@ -87,16 +90,20 @@ def _product(equation: core.JaxprEqn, platform: str) -> Product:
         f"{aval.str_short()}{'^T' if transposed else ''}"
         for aval, transposed in zip(avals, (params["transpose_a"], params["transpose_b"]), strict=False)
     )
-    return Product(params["name"], a, b, reason)
+    tile = None
+    if reason is None:
+        tiling, origin = tiling_for(problem_of(avals, params), params["config"], attached_device())
+        tile = f"{tiling.tile_m} x {tiling.tile_n} ({origin})"
+    return Product(params["name"], a, b, reason, tile)
 
 
-def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
+def equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
     """All equations, those of nested jaxprs too, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
         inner_times = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
             if isinstance(inner, core.ClosedJaxpr):
-                yield from _equations(inner.jaxpr, inner_times)
+                yield from equations(inner.jaxpr, inner_times)
             elif isinstance(inner, core.Jaxpr):
-                yield from _equations(inner, inner_times)
+                yield from equations(inner, inner_times)

@@ -169,10 +169,10 @@ def test_unwritable_folder_means_no_cache(tmp_path, monkeypatch):
 def test_default_folder_follows_the_platform(monkeypatch):
     monkeypatch.delenv("CODA_JAX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert ffi._cache_directory() == "/somewhere/coda_jax"
+    assert ffi.cache_directory() == "/somewhere/coda_jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/user")
-    assert ffi._cache_directory() == "/home/user/.cache/coda_jax"
+    assert ffi.cache_directory() == "/home/user/.cache/coda_jax"
 
 
 RACE = """

@@ -31,6 +31,7 @@ __all__ = [
     "ABI",
     "ARCH",
     "Compiled",
+    "cache_directory",
     "compile",
     "compile_async",
     "gemm_call",
@@ -187,7 +188,8 @@ def gemm_call(
     )
 
 
-def _cache_directory() -> str:
+def cache_directory() -> str:
+    """The folder where compiled kernels are kept; empty: nowhere."""
     setting = os.environ.get("CODA_JAX_CACHE_DIR")
     if setting is not None:
         return setting
@@ -230,7 +232,7 @@ def _configure(cache_limit_bytes: int = _CACHE_LIMIT_BYTES) -> None:
         headers_hash=headers_hash(),
         options=list(_options()),
         libraries=_nvrtc_libraries(),
-        cache_directory=_cache_directory(),
+        cache_directory=cache_directory(),
         cache_limit_bytes=cache_limit_bytes,
         dump_directory=os.environ.get("CODA_JAX_DUMP_DIR", ""),
         quiet=os.environ.get("CODA_JAX_QUIET", "0") not in ("", "0"),

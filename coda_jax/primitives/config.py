@@ -216,7 +216,7 @@ def choose_tiling(
 
 def candidates(product: Product, program: Program, out_dtypes: Sequence[np.dtype]) -> list[Tiling]:
     """The tilings that are worth measuring: first the cost model's choice, then every other tile that fits, each with
-    the pipeline that `choose_tiling` gives it; for few rows also in clusters of one, which leave no half of a pair idle.
+    the pipeline that `choose_tiling` gives it; for few rows also in clusters of one, of which none is half idle.
     """
     found = [choose_tiling(product, program, out_dtypes)]
     for tile_m, tile_n in TILES:

@@ -16,10 +16,10 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Operand, Program
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.config import choose_tiling
 from coda_jax.primitives.cost_model import Product
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.tile_table import Problem, attached_device, tiling_for
 
 CAPABILITY = "9.0"
 
@@ -64,7 +64,10 @@ def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.d
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
     reason = fallback_reason(ctx.avals_in, params)
     if reason is None:
-        return mlir.lower_fun(functools.partial(kernel_form, **params), multiple_results=True)(ctx, *arguments)
+        # What is exported runs anywhere: no table of this machine has a say in it.
+        device = None if ctx.module_context.lowering_parameters.for_export else attached_device()
+        form = functools.partial(kernel_form, device=device, **params)
+        return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)
     if params["implementation"] == "cuda":
         raise NotImplementedError(f"gemm '{params['name']}': implementation='cuda' was asked for, but {reason}")
     if params["implementation"] == "auto" and reason not in _reported:
@@ -77,19 +80,19 @@ mlir.register_lowering(coda_gemm_p, _lower, platform="cuda")
 
 
 def kernel_form(
-    a: jax.Array, b: jax.Array, *operands: jax.Array, batched: Sequence[bool], **params: Any
+    a: jax.Array, b: jax.Array, *operands: jax.Array, batched: Sequence[bool], device: str | None, **params: Any
 ) -> list[jax.Array]:
     """The custom call, the finish of its reductions, and the outputs in f's order."""
     program, out_dtypes = params["program"], params["out_dtypes"]
     batch: Any = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), None)
-    if any(batched) and _folds(program, batched, params["transpose_a"]):
+    if _folds(program, batched, params["transpose_a"]):
         rows = a.shape[1]
-        flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, program.operands, strict=True)]
-        stores, reductions = _launch(a.reshape(batch * rows, a.shape[2]), b, flat, (False,) * len(batched), **params)
+        folded = _folded(a, b, *operands, program=program)
+        stores, reductions = _launch(*folded, batched=(False,) * len(batched), device=device, **params)
         stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
         reductions = [x.reshape(batch, rows) for x in reductions]
     else:
-        stores, reductions = _launch(a, b, operands, batched, **params)
+        stores, reductions = _launch(a, b, *operands, batched=batched, device=device, **params)
 
     finished: dict[int, jax.Array] = {}
     if program.finishing.outputs:
@@ -101,7 +104,7 @@ def kernel_form(
 
 
 def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool:
-    """Whether the batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
+    """Whether a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
     a_batched, b_batched, *flags = batched
     return (
         a_batched
@@ -121,6 +124,13 @@ def _has_rows(operand: Operand) -> bool:
     return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) and not operand.period
 
 
+def _folded(a: jax.Array, b: jax.Array, *operands: jax.Array, program: Program) -> list[jax.Array]:
+    """The arguments with a's batch as rows."""
+    batch, rows, k = a.shape
+    flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, program.operands, strict=True)]
+    return [a.reshape(batch * rows, k), b, *flat]
+
+
 def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
     if not _has_rows(operand):
         return x  # a table's rows repeat in the batch as they do in one product
@@ -130,37 +140,51 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
     return x.reshape(batch * rows, columns)
 
 
+def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> Problem:
+    """The product that the lowering launches for arguments of these types."""
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    batched, program = params["batched"], params["program"]
+    if _folds(program, batched, params["transpose_a"]):
+        types = jax.eval_shape(functools.partial(_folded, program=program), *types)
+        batched = (False,) * len(batched)
+    return _problem(types, batched, params)
+
+
+def _problem(arguments: Sequence[Any], batched: Sequence[bool], params: dict[str, Any]) -> Problem:
+    a, b, *_ = arguments
+    transpose_a, transpose_b, program = params["transpose_a"], params["transpose_b"], params["program"]
+    k, m = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
+    batch = next((x.shape[0] for x, flag in zip(arguments, batched, strict=True) if flag), 1)
+    product = Product(m, b.shape[-2] if transpose_b else b.shape[-1], k, batch, transpose_b)
+    dtypes = store_dtypes(program, params["out_dtypes"])
+    return Problem(product, program, a.dtype, dtypes, transpose_a, tuple(batched))
+
+
 def _launch(
     a: jax.Array,
     b: jax.Array,
-    operands: Sequence[jax.Array],
+    *operands: jax.Array,
     batched: Sequence[bool],
-    *,
-    program: Program,
-    out_dtypes: Sequence[np.dtype],
-    transpose_a: bool,
-    transpose_b: bool,
     config: Any,
     name: str,
+    device: str | None,
     input_output_aliases: Sequence[tuple[int, int]],
-    **_: Any,
+    **params: Any,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
+    problem = _problem((a, b, *operands), batched, params)
+    program, dtypes = problem.program, problem.out_dtypes
     a_type, b_type, *operand_types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b, *operands))
-    dtypes = store_dtypes(program, out_dtypes)
-    k, m = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
-    batch = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), 1)
-    product = Product(m, b.shape[-2] if transpose_b else b.shape[-1], k, batch, transpose_b)
     lowered = kernel.lower(
         program,
         a_type,
         b_type,
         operand_types,
         out_dtypes=dtypes,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
+        transpose_a=problem.transpose_a,
+        transpose_b=problem.product.transpose_b,
         batched=batched,
-        tiling=choose_tiling(product, program, dtypes, config),
+        tiling=tiling_for(problem, config, device)[0],
         name=name,
     )
     ffi.compile_async(lowered.source, name)

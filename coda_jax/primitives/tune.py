@@ -1,0 +1,259 @@
+"""`coda.tune`: measures the tiles that a function's products can have, and keeps the best in the user's table."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax import ffi
+from coda_jax.explain import equations
+from coda_jax.primitives import tile_table
+from coda_jax.primitives.config import GemmConfig, Tiling, candidates
+from coda_jax.primitives.gemm_cuda import CAPABILITY, fallback_reason, problem_of
+from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.tile_table import Problem
+
+_NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
+_SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
+_ROUNDS, _BURST_SECONDS = 7, 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A product to be tuned: what is launched, and the primitive's parameters and argument types."""
+
+    problem: Problem
+    types: tuple[jax.ShapeDtypeStruct, ...]
+    params: dict[str, Any] = dataclasses.field(hash=False, compare=False)
+
+    @property
+    def tilings(self) -> list[Tiling]:
+        """First the cost model's choice."""
+        return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes)
+
+
+Measure = Callable[[Sequence[Work]], list[dict[Tiling, float]]]  # seconds of each work's tilings
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one product.
+
+    Attributes:
+      epilogue: its name, "gemm" for a bare product.
+      key: its name in the table.
+      tiling: the best, or the cost model's choice where that is within 1 % of it.
+      us, cost_model_us: median time in microseconds, and that of the cost model's choice.
+    """
+
+    epilogue: str
+    key: str
+    tiling: Tiling
+    us: float
+    cost_model_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The products of a function that run on the kernel, printed as a table.
+
+    Attributes:
+      path: the table in which they were entered.
+      device: kind of device.
+    """
+
+    path: pathlib.Path
+    device: str
+    products: tuple[Tuned, ...]
+
+    def __str__(self) -> str:
+        if not self.products:
+            return "no product with known sizes is lowered to the Hopper kernel with a tile of coda_jax's choice"
+        rows = [("epilogue", "product", "tile", "us", "cost model's us")]
+        for one in self.products:
+            tile = f"{one.tiling.tile_m} x {one.tiling.tile_n}, cluster of {one.tiling.cluster_m}"
+            rows.append((one.epilogue, one.key, tile, f"{one.us:.1f}", f"{one.cost_model_us:.1f}"))
+        wide = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            f"{a:{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d:>{wide[3]}}  {e:>{wide[4]}}" for a, b, c, d, e in rows
+        ]
+        return "\n".join([*lines, f"{self.device}: {self.path}"])
+
+
+def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
+    """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
+
+    Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
+    that it can have. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the
+    compiled kernels; functions that are jitted from then on, here or in later processes, take their tiles from it. What
+    is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several processes, all
+    of which must lower the same program.
+
+    Args:
+      function: traceable by JAX; jitted or not. It is not run.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      What was found, to be printed.
+
+    Raises:
+      RuntimeError: there is no Hopper GPU, or its kernels cannot be compiled; the job has several processes.
+      ValueError: there is no place for a table, or the file there is not one.
+
+    Example: `print(coda.tune(train_step, state, batch))`
+    """
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise RuntimeError(f"tune: it measures on a Hopper GPU; JAX runs on {jax.default_backend()} here") from None
+    if device.compute_capability != CAPABILITY:
+        raise RuntimeError(
+            f"tune: it measures on a Hopper GPU, of compute capability {CAPABILITY}; the {device.device_kind} has "
+            f"{device.compute_capability}"
+        )
+    if reason := ffi.unavailable_reason():
+        raise RuntimeError(f"tune: kernels cannot be compiled: {reason}")
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"tune: the job has {jax.process_count()} processes; tune in a job of one, and let CODA_JAX_TUNED name its "
+            "table in all"
+        )
+    measure = functools.partial(measure_on, device=device)
+    return tune_with(measure, device.device_kind, function, *args, **kwargs)
+
+
+def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
+    """`tune` with a measurement of one's own."""
+    path = tile_table.user_path()
+    if path is None:
+        raise ValueError("tune: there is no place for a table; CODA_JAX_TUNED or CODA_JAX_CACHE_DIR must not be empty")
+    try:
+        tile_table.read(path)
+    except ValueError as error:
+        raise ValueError(f"tune: {path} is not overwritten: {error}") from None
+    works = list(products_of(function, *args, **kwargs).values())
+    found = []
+    for work, seconds in zip(works, measure(works), strict=True):
+        key, first = work.problem.key, work.tilings[0]
+        assert key is not None
+        best = min(seconds, key=seconds.__getitem__)
+        if seconds[first] <= seconds[best] * (1 + _NOISE):
+            best = first
+        found.append(Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first]))
+    entries = {
+        one.key: tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
+        for one in found
+    }
+    if entries:
+        tile_table.update(path, device, entries)
+    return Tuning(path, device, tuple(found))
+
+
+def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
+    """The products that the kernel would compute with a tile of the library's choice, each once, by their key."""
+    found: dict[str, Work] = {}
+    for equation, _ in equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1):
+        if equation.primitive is not coda_gemm_p:
+            continue
+        avals: list[Any] = [v.aval for v in equation.invars]
+        params = equation.params
+        if params["config"] not in (None, GemmConfig()) or fallback_reason(avals, params) is not None:
+            continue
+        problem = problem_of(avals, params)
+        if problem.key is not None and problem.key not in found:
+            types = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+            found[problem.key] = Work(problem, types, params)
+    return found
+
+
+def measure_on(works: Sequence[Work], *, device: Any) -> list[dict[Tiling, float]]:
+    """Seconds of each work's tilings on a GPU. Programs are compiled side by side, and measured one work at a time."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A thread of its own has no mesh: what the caller's context says about arrays is not for these.
+        programs = [[pool.submit(compiled, work, tiling, device) for tiling in work.tilings] for work in works]
+        data = [pool.submit(random_sets, work, device) for work in works]
+        found = []
+        for work, of, make in zip(works, programs, data, strict=True):
+            sets = make.result()()
+            calls = [functools.partial(program.result(), *sets) for program in of]
+            found.append(dict(zip(work.tilings, [s / len(sets) for s in interleaved(calls)], strict=True)))
+    return found
+
+
+def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
+    """A program of sets of arguments that launches the kernel on each."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in work.types)
+    # A launch from a command buffer could run beside another one, as in a step it cannot.
+    options = {"xla_gpu_enable_command_buffer": ""}
+    return jax.jit(program(work, tiling)).lower(*[arguments] * number_of_sets(work)).compile(options)
+
+
+def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
+    own = {
+        "config": GemmConfig(**dataclasses.asdict(tiling)),
+        "implementation": "cuda",
+        "input_output_aliases": (),  # XLA would copy what the caller keeps
+        "out_sharding": None,
+    }
+
+    def run(*sets: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
+        return [coda_gemm_p.bind(*arguments, **{**work.params, **own}) for arguments in sets]
+
+    return run
+
+
+def number_of_sets(work: Work) -> int:
+    bytes_of_one = sum(math.prod(x.shape) * x.dtype.itemsize for x in work.types)
+    return min(_SETS, math.ceil(_SETS_BYTES / bytes_of_one))
+
+
+def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
+    """The program that makes the sets: normal numbers, as power and with it the clock depend on the data."""
+
+    def one(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
+        if type_.dtype == jnp.bool_:
+            return jax.random.bernoulli(key, shape=type_.shape)
+        if jnp.issubdtype(type_.dtype, jnp.integer):
+            return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
+        return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
+
+    def make() -> list[tuple[jax.Array, ...]]:
+        # The generator that XLA compiles in no time.
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), (number_of_sets(work), len(work.types)))
+        return [tuple(map(one, keys_of_set, work.types)) for keys_of_set in keys]
+
+    return jax.jit(make, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower().compile()
+
+
+def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Median seconds of each call, in bursts of asynchronous ones, in a fresh random order each round."""
+    bursts = []
+    for call in calls:
+        jax.block_until_ready(call())
+        bursts.append(max(2, min(100, math.ceil(_BURST_SECONDS / _burst(call, 2)))))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(_ROUNDS):
+        for i in random.sample(range(len(calls)), len(calls)):
+            seconds[i].append(_burst(calls[i], bursts[i]))
+    return [statistics.median(of) for of in seconds]
+
+
+def _burst(call: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count

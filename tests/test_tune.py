@@ -1,0 +1,300 @@
+"""coda.tune and its tables: what is found, kept, looked up, and ignored. Times are invented."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import coda_jax as coda
+from coda_jax import ffi
+from coda_jax.primitives import tile_table, tune
+from coda_jax.primitives.config import TILES
+
+needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+DEVICE = "NVIDIA H200"
+A, B = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 6144), jnp.bfloat16)
+
+
+def product(a, b):
+    return coda.gemm(a, b)
+
+
+@pytest.fixture(autouse=True)
+def table(tmp_path, monkeypatch):
+    """The user's table, an empty one of the library's, and what looks like a GPU to the lowering."""
+
+    def devices(platform=None):
+        if platform == "cuda":
+            return [types.SimpleNamespace(device_kind=DEVICE, compute_capability="9.0")]
+        return jax.local_devices()
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(tile_table, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tile_table, "_reported", set())
+    monkeypatch.setenv("CODA_JAX_TUNED", str(tmp_path / "folder" / "table.json"))
+    tile_table._load.cache_clear()
+    yield tmp_path / "folder" / "table.json"
+    tile_table._load.cache_clear()
+
+
+def cut(function, *types):
+    """(tile_m, tile_n, cluster_m) of the custom calls of a function lowered for CUDA."""
+    # A new function each time, for JAX keeps what it has lowered.
+    text = jax.jit(lambda *xs: function(*xs)).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    return cuts(text)
+
+
+def cuts(text):
+    text = re.sub(r'source = "(\\.|[^"\\])*"', "", text)
+    fields = [re.findall(rf"{name} = (\d+)", text) for name in ("tile_m", "tile_n", "cluster_m")]
+    return [tuple(map(int, of)) for of in zip(*fields, strict=True)]
+
+
+def fastest(tile, gain=0.2):
+    """A measurement by which this tile takes 1 - gain of the others' time."""
+
+    def measure(works):
+        return [
+            {tiling: 1e-3 * (1 - gain * ((tiling.tile_m, tiling.tile_n) == tile)) for tiling in work.tilings}
+            for work in works
+        ]
+
+    return measure
+
+
+def key_of(function, *types):
+    (key,) = tune.products_of(function, *types)
+    return key
+
+
+def write(path, config, devices=(DEVICE,), key=None):
+    key = key or key_of(product, A, B)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"format": 1, "devices": {device: {key: {"config": config}} for device in devices}}))
+    tile_table._load.cache_clear()
+
+
+@needs_nvrtc
+def test_found_kept_and_used(table):
+    """The best tile of each product is lowered from then on, in other functions too; explain says so."""
+
+    def layer(a, b):
+        y = coda.gemm(a, b, epilogue=jnp.tanh)
+        odd = coda.gemm(a, b[:, :7])
+        fixed = coda.gemm(a, b, config=coda.GemmConfig(tile_n=192))
+        return y, odd, fixed, coda.gemm(a, b, epilogue=jnp.tanh), coda.gemm(a, b, implementation="xla")
+
+    (default,) = set(cut(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), A, B))
+    other = next(tile for tile in TILES if tile != default[:2])
+    found = tune.tune_with(fastest(other), DEVICE, layer, A, B)
+    (one,) = found.products
+    assert (one.epilogue, one.tiling.tile_m, one.tiling.tile_n) == ("tanh", *other)
+    assert (one.us, one.cost_model_us) == (pytest.approx(800), pytest.approx(1000))
+    assert f"{other[0]} x {other[1]}, cluster of 2" in str(found) and str(table) in str(found)
+    entry = json.loads(table.read_text())["devices"][DEVICE][one.key]
+    assert entry["cost_model_us"] == 1000 and entry["config"]["tile_n"] == other[1]
+
+    assert cut(lambda x, y: coda.gemm(x, y, epilogue=lambda z: jnp.tanh(z)), A, B) == [(*other, 2)]
+    assert cut(product, A, B)[0][:2] != other  # another program
+    assert cut(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), A.update(shape=(4095, 1024)), B)[0][:2] != other
+    shown = str(coda.explain(layer, A, B, platform="cuda"))
+    assert f"{other[0]} x {other[1]} (tuned)" in shown and "128 x 192 (config)" in shown
+
+
+@needs_nvrtc
+def test_gains_within_noise_are_none(table):
+    other = next(tile for tile in TILES if tile != cut(product, A, B)[0][:2])
+    (one,) = tune.tune_with(fastest(other, gain=0.005), DEVICE, product, A, B).products
+    assert (one.tiling.tile_m, one.tiling.tile_n) != other and one.us == one.cost_model_us
+
+
+@needs_nvrtc
+def test_precedence(table):
+    """config, the user's table, the library's, the cost model; another device's entries and export have none."""
+    (default,) = cut(product, A, B)
+    write(tile_table.shipped_path(DEVICE), {"tile_m": 64, "tile_n": 128})
+    assert cut(product, A, B) == [(64, 128, 2)]
+    write(table, {"tile_m": 64, "tile_n": 256, "cluster_m": 1})
+    assert cut(product, A, B) == [(64, 256, 1)]
+    fixed = coda.GemmConfig(tile_m=128, tile_n=128)
+    assert cut(lambda a, b: coda.gemm(a, b, config=fixed), A, B) == [(128, 128, 2)]
+    exported = export.export(
+        jax.jit(lambda a, b: product(a, b)),
+        platforms=["cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("coda_gemm")],
+    )
+    assert cuts(exported(A, B).mlir_module()) == [default]
+    write(table, {"tile_m": 64, "tile_n": 256}, devices=["NVIDIA H100 80GB HBM3"])
+    assert cut(product, A, B) == [(64, 128, 2)]
+    tile_table.shipped_path(DEVICE).unlink()
+    tile_table._load.cache_clear()
+    assert cut(product, A, B) == [default]
+
+
+def test_default_place(monkeypatch):
+    """Beside the compiled kernels; in a job of several processes only a table that the user names."""
+    monkeypatch.delenv("CODA_JAX_TUNED")
+    monkeypatch.setenv("CODA_JAX_CACHE_DIR", "/somewhere")
+    assert str(tile_table.user_path()) == "/somewhere/tuned.json"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert tile_table.user_path() is None
+    monkeypatch.setenv("CODA_JAX_TUNED", "/shared/table.json")
+    assert str(tile_table.user_path()) == "/shared/table.json"
+    monkeypatch.setenv("CODA_JAX_TUNED", "")
+    assert tile_table.user_path() is None
+    with pytest.raises(ValueError, match="no place for a table"):
+        tune.tune_with(fastest((64, 128)), DEVICE, product, A, B)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        ("[" * 100000, "not JSON"),
+        ('{"format": 2, "devices": {}}', '"format": 1'),
+        ("[]", '"format": 1'),
+        ('{"format": 1, "devices": {"NVIDIA H200": 3}}', "object of objects"),
+        (None, "Is a directory"),
+    ],
+)
+def test_damaged_file(table, text, message):
+    """One warning, the cost model's tile, and no overwriting."""
+    table.parent.mkdir()
+    if text is None:
+        table.mkdir()
+    else:
+        table.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.warns(UserWarning, match=message) as warned:
+        assert len(cut(lambda a, b: coda.gemm(coda.gemm(a, b), b, transpose_b=True), A, B)) == 2
+    assert len(warned) == 1
+    with pytest.raises((ValueError, OSError), match=message):
+        tune.tune_with(fastest((64, 128)), DEVICE, product, A, B)
+    assert text is None or table.stat().st_size == len(text)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tile_m": 96, "tile_n": 128}, "tile_m = 96"),
+        ({"tile_m": 64, "tile_n": 192}, "none has tile_m = 64 tile_n = 192"),
+        ({"tile_m": 128, "tile_n": 192, "stages": 8, "load_slots": 16}, "shared memory"),
+        ({"tile_m": 128.0}, "object of integers"),
+        ({"tile_m": True}, "object of integers"),
+        ({"tile": 128}, "object of integers"),
+        (None, "object of integers"),
+    ],
+)
+def test_damaged_entry(table, config, message):
+    (default,) = cut(product, A, B)
+    write(table, config)
+    with pytest.warns(UserWarning, match=f"is ignored: .*{message}") as warned:
+        assert cut(lambda a, b: (coda.gemm(a, b), coda.gemm(a, 2 * b)), A, B) == [default] * 2
+    assert len(warned) == 1
+
+
+@needs_nvrtc
+def test_key():
+    """By everything that the kernel or its best tile depends on, and stable."""
+
+    def one(shape=(8, 4096, 1024), dtype=jnp.bfloat16, out_dtype=None, axes=(0, None), b=(1024, 6144), **options):
+        types = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(b, dtype)
+        return key_of(jax.vmap(lambda a, b: coda.gemm(a, b, out_dtype=out_dtype, **options), axes), *types)
+
+    batched = {"shape": (8, 512, 1024), "axes": (0, 0), "b": (8, 1024, 6144)}
+    keys = [
+        one(),
+        one(dtype=jnp.float16),
+        one(out_dtype=jnp.float32),
+        one(epilogue=jnp.tanh),
+        one(transpose_b=True, b=(6144, 1024)),
+        one(**batched),
+        one(**{**batched, "shape": (8, 1024, 512), "transpose_a": True}),
+    ]
+    assert len(set(keys)) == len(keys)
+    # A batch that becomes rows is the same launch as those rows.
+    rows = jax.ShapeDtypeStruct((8 * 4096, 1024), jnp.bfloat16)
+    assert key_of(product, rows, B) == one() == "1x32768x6144x1024 NN bfloat16 27e7d115ed603362"
+
+
+def test_symbolic_sizes_have_no_key(table):
+    (m,) = export.symbolic_shape("m")
+    assert tune.products_of(product, jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16), B) == {}
+    assert "no product" in str(tune.tune_with(fastest((64, 128)), DEVICE, product, jnp.ones((2, 3)), jnp.ones((3, 2))))
+    assert not table.exists()
+
+
+WRITER = """
+import sys, pathlib
+from coda_jax.primitives import tile_table
+print("begin", flush=True)
+for i in range(20):
+    tile_table.update(pathlib.Path(sys.argv[1]), sys.argv[2], {f"{sys.argv[3]}{i}": {"config": {}}})
+"""
+
+
+def test_concurrent_writers(table):
+    """Processes and threads merge: nothing is lost, and a reader never sees half a table."""
+
+    def write(name):
+        for i in range(20):
+            tile_table.update(table, "other" if name == "c" else DEVICE, {f"{name}{i}": {"config": {}}})
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "bc"]
+    command = [sys.executable, "-c", WRITER, str(table), DEVICE, "a"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()  # it has imported everything, and writes
+        for thread in threads:
+            thread.start()
+        while process.poll() is None:
+            tile_table.read(table)
+    for thread in threads:
+        thread.join()
+    assert process.returncode == 0
+    devices = tile_table.read(table)
+    assert {device: len(entries) for device, entries in devices.items()} == {DEVICE: 40, "other": 20}
+    assert {path.name for path in table.parent.iterdir()} == {"table.json", "table.json.lock"}
+
+
+def test_without_a_gpu():
+    with pytest.raises(RuntimeError, match="tune: it measures on a Hopper GPU; JAX runs on cpu here"):
+        coda.tune(product, A, B)
+
+
+@needs_nvrtc
+def test_programs_that_are_measured():
+    """One launch a set of arguments, cut as asked, whatever the caller's table, aliases and implementation."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (128, 192), (64, 192))]
+
+    def f(a, b, x):
+        return coda.gemm(
+            a, b, x.astype(jnp.float32), epilogue=lambda acc, x: acc + x, out_dtype=jnp.float32,
+            input_output_aliases={0: 0},
+        )  # fmt: skip
+
+    (work,) = tune.products_of(f, *types).values()
+    assert tune.number_of_sets(work) == 8
+    for tiling in (work.tilings[0], work.tilings[-1]):
+        lowered = jax.jit(tune.program(work, tiling)).trace(*[work.types] * 2).lower(lowering_platforms=("cuda",))
+        assert cuts(lowered.as_text()) == [(tiling.tile_m, tiling.tile_n, tiling.cluster_m)] * 2
+    sets = tune.random_sets(work, jax.local_devices()[0])()
+    assert [[x.shape for x in arguments] for arguments in sets] == [[x.shape for x in types]] * 8
+    assert not jnp.array_equal(sets[0][0], sets[1][0])
+
+
+def test_interleaved():
+    """Medians a call, of bursts that end before the next one starts."""
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jnp.sin(x), x))
+    fast = jax.jit(lambda x: x + 1)
+    x = jnp.ones(100)
+    seconds = tune.interleaved([lambda: slow(x), lambda: fast(x)])
+    assert seconds[0] > 3 * seconds[1] > 0
