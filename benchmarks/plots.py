@@ -1,8 +1,8 @@
-"""`python -m benchmarks.plots`: pictures of what `python -m benchmarks` wrote.
+"""`python -m benchmarks.plots`: pictures of what `python -m benchmarks` and `python -m benchmarks.tiles` wrote.
 
-For each CSV of it in benchmarks/results: <name>_products.png, the bare product beside its peers; <name>_epilogues.png,
-what an epilogue adds to the product's time against the product's depth; <name>_roofline.png, the products below what
-the chip can do.
+For each CSV of the first in benchmarks/results: <name>_products.png, the bare product beside its peers;
+<name>_epilogues.png, what an epilogue adds to the product's time against the product's depth; <name>_roofline.png, the
+products below what the chip can do. For each of the second <name>.png, how often the cost model's tile is how slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 
-from benchmarks import results
+from benchmarks import results, tile_losses
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -120,20 +120,43 @@ def roofline(rows: Sequence[Row]) -> plt.Figure:
     return figure
 
 
+def tiles(path: pathlib.Path) -> plt.Figure:
+    """Steps of how many shapes, of 100, lose no more than so much by the cost model's choice of a tile."""
+    device, times = tile_losses.read(path)
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, of in tile_losses.by_program(tile_losses.losses(times)).items():
+        shares = 100 * np.arange(1, len(of) + 1) / len(of)
+        style = {"color": "black", "linewidth": 2} if name == "all" else {"alpha": 0.8}
+        axes.step([100 * loss for loss in of], shares, where="post", label=f"{name} ({len(of)})", **style)
+    axes.axvline(100 * tile_losses.WORTH_AN_ENTRY, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(
+        xlabel="time over that of the best tile, %", ylabel="shapes that lose no more, %", ylim=(0, 101), xlim=(0, None)
+    )
+    axes.set_title(f"the cost model's choice of a tile\n{device}")
+    axes.legend(fontsize="small", loc="lower right")
+    axes.grid(alpha=0.3)
+    return figure
+
+
 def write(path: pathlib.Path) -> list[pathlib.Path]:
     """The plots of one CSV, beside it."""
+    if path.stem.endswith("_tiles"):
+        return [_saved(tiles(path), path.with_suffix(".png"))]
     rows = read(path)
     bare, fused = ([row for row in rows if row["kind"] == kind] for kind in ("bare", "epilogue"))
     wanted = {"products": (products, bare), "epilogues": (epilogues, fused), "roofline": (roofline, bare)}
     written = []
     for name, (draw, of) in wanted.items():
         if of:
-            figure = draw(of)
-            figure.tight_layout()
-            written.append(path.with_name(f"{path.stem}_{name}.png"))
-            figure.savefig(written[-1], dpi=120)
-            plt.close(figure)
+            written.append(_saved(draw(of), path.with_name(f"{path.stem}_{name}.png")))
     return written
+
+
+def _saved(figure: plt.Figure, path: pathlib.Path) -> pathlib.Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

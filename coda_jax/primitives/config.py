@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program
-from coda_jax.primitives.cost_model import Product, cost
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product, cost
 
 # Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
@@ -119,7 +119,9 @@ def takes_heads(columns: int) -> bool:
     return columns % 32 == 0 and any(tile_n % columns == 0 for _, tile_n in TILES)
 
 
-def tiles_for(product: Product, program: Program, traffic: EpilogueTraffic) -> list[tuple[int, int]]:
+def tiles_for(
+    product: Product, program: Program, traffic: EpilogueTraffic, constants: Constants = CONSTANTS
+) -> list[tuple[int, int]]:
     """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; the
     fastest first. A tile of 128 x 192 leaves an epilogue few registers, and is the last resort of one that needs many.
     """
@@ -134,7 +136,7 @@ def tiles_for(product: Product, program: Program, traffic: EpilogueTraffic) -> l
         fitting,
         key=lambda tile: (
             tile == (128, 192) and is_wide,
-            cost(product, tile, _cluster_m(product, tile[0]), has_long_epilogue=is_long),
+            cost(product, tile, cluster_for(product, tile[0]), has_long_epilogue=is_long, constants=constants),
         ),
     )
 
@@ -148,7 +150,8 @@ def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
     return program.ways == 2 and traffic.load_bytes > 0 and not program.head
 
 
-def _cluster_m(product: Product, tile_m: int) -> int:
+def cluster_for(product: Product, tile_m: int) -> int:
+    """CTAs that share b's tiles."""
     return 1 if isinstance(product.m, int) and product.m <= tile_m else 2
 
 
@@ -198,7 +201,7 @@ def choose_tiling(
                 tile_m=tile_m,
                 tile_n=tile_n,
                 stages=given.stages or stages,
-                cluster_m=given.cluster_m or _cluster_m(product, tile_m),
+                cluster_m=given.cluster_m or cluster_for(product, tile_m),
                 box_n=given.box_n or max(box_n, given.subtile_n or 16),
                 subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
                 load_slots=given.load_slots or load_slots,

@@ -54,7 +54,14 @@ CONSTANTS = Constants(
 _START_AND_END = 13  # of a launch: filling the pipeline and the last tile's epilogue, in k blocks of a 128 x 128 tile
 
 
-def cost(product: Product, tile: tuple[int, int], cluster_m: int, *, has_long_epilogue: bool) -> float:
+def cost(
+    product: Product,
+    tile: tuple[int, int],
+    cluster_m: int,
+    *,
+    has_long_epilogue: bool,
+    constants: Constants = CONSTANTS,
+) -> float:
     """Time of a product, in units of what a 128 x 128 tile takes for 64 of k.
 
     That of the busiest multiprocessor's tiles, each as long as its area and the figures above say, and the start and
@@ -66,20 +73,11 @@ def cost(product: Product, tile: tuple[int, int], cluster_m: int, *, has_long_ep
       cluster_m: CTAs that share b's tiles.
       has_long_epilogue: whether a tile's epilogue is about as long as its products.
     """
-    return work(product, tile, cluster_m) * factor(tile, cluster_m, has_long_epilogue, CONSTANTS) + _START_AND_END
-
-
-def work(product: Product, tile: tuple[int, int], cluster_m: int) -> float:
-    """What the busiest multiprocessor multiplies, in 64 of k of a 128 x 128 tile."""
     tile_m, tile_n = tile
     m = product.m if isinstance(product.m, int) else 1 << 14
     batch = product.batch if isinstance(product.batch, int) else 1
     clusters = -(-m // (tile_m * cluster_m)) * -(-product.n // tile_n) * batch
     waves = -(-clusters // (MULTIPROCESSORS // cluster_m))
-    return waves * -(-product.k // 64) * (tile_m * tile_n / (128 * 128))
-
-
-def factor(tile: tuple[int, int], cluster_m: int, has_long_epilogue: bool, constants: Constants) -> float:
-    """How much longer it takes for that than with tiles of 128 x 128 and multicast."""
+    of_tile = tile_m * tile_n / (128 * 128) * constants.relative_time[tile][has_long_epilogue]
     multicast = 1.0 if cluster_m > 1 else constants.without_multicast
-    return constants.relative_time[tile][has_long_epilogue] * multicast
+    return waves * -(-product.k // 64) * of_tile * multicast + _START_AND_END

@@ -159,16 +159,21 @@ def update(path: pathlib.Path, device: str, entries: Mapping[str, Any]) -> None:
     with _locked(path.with_name(path.name + ".lock")):
         devices = read(path)
         devices[device] = dict(sorted({**devices.get(device, {}), **entries}.items()))
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with temporary.open("w") as file:
-                json.dump({"format": FORMAT, "devices": devices}, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write(path, devices)
+
+
+def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replaces a table at once."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("w") as file:
+            json.dump({"format": FORMAT, "devices": devices}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     _load.cache_clear()
 
 

@@ -1,0 +1,207 @@
+"""What `python -m benchmarks.tiles` wrote, read again: how good the cost model's choice is, and how to better it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import programs
+from coda_jax.epilogue import trace
+from coda_jax.primitives import tile_table
+from coda_jax.primitives.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cluster_for, tiles_for
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product
+from coda_jax.primitives.tile_table import Problem
+
+FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
+WORTH_AN_ENTRY = 0.02  # loss of the cost model's choice from which a shape is entered in the library's table
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A product: its program in `programs.PROGRAMS`, how a and b are stored ("N" or "T" each), and its sizes."""
+
+    program: str
+    layout: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.program} {self.layout} {self.m}, {self.n}, {self.k}"
+
+    @property
+    def transposes(self) -> tuple[bool, bool]:
+        transpose_a, transpose_b = (letter == "T" for letter in self.layout)
+        return transpose_a, transpose_b
+
+    @property
+    def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of a, b and the epilogue's operands."""
+        transpose_a, transpose_b = self.transposes
+        a = (self.k, self.m) if transpose_a else (self.m, self.k)
+        b = (self.n, self.k) if transpose_b else (self.k, self.n)
+        factors = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (a, b))
+        return (*factors, *programs.PROGRAMS[self.program].operand_types(self.m, self.n))
+
+    @property
+    def problem(self) -> Problem:
+        """As the lowering and its tables know it."""
+        transpose_a, transpose_b = self.transposes
+        product = Product(self.m, self.n, self.k, transpose_b=transpose_b)
+        dtypes = tuple(map(np.dtype, programs.PROGRAMS[self.program].out_dtypes))
+        batched = (False,) * len(self.types)
+        return Problem(product, _traced(self.program), np.dtype(jnp.bfloat16), dtypes, transpose_a, batched)
+
+
+@functools.cache
+def _traced(name: str) -> Any:
+    """The program, which is the same for all sizes."""
+    program, (m, n) = programs.PROGRAMS[name], (256, 1536)
+    acc = jax.ShapeDtypeStruct((m, n), jnp.float32)
+    return trace(program.epilogue, acc, program.operand_types(m, n))[0].program
+
+
+Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds
+
+
+def read(path: pathlib.Path) -> tuple[str, dict[Shape, dict[Tiling, float]]]:
+    """The device, and the times of each shape's tilings."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"us", "layout", *FIELDS} <= rows[0].keys():
+        raise ValueError(f"{path} is no file of `python -m benchmarks.tiles`")
+    times: dict[Shape, dict[Tiling, float]] = {}
+    for row in rows:
+        shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
+        times.setdefault(shape, {})[Tiling(**{name: int(row[name]) for name in FIELDS})] = float(row["us"])
+    return rows[0]["device"], times
+
+
+def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants = CONSTANTS) -> Tiling | None:
+    """The one of the measured tilings that the cost model chooses; None where its choice was not measured."""
+    problem = shape.problem
+    traffic = _traffic(shape.program)
+    for tile_m, tile_n in tiles_for(problem.product, problem.program, traffic, constants):
+        cluster_m = cluster_for(problem.product, tile_m)
+        fitting = [tiling for tiling in of if (tiling.tile_m, tiling.tile_n) == (tile_m, tile_n)]
+        if fitting:  # else it has no room for the epilogue
+            return next((tiling for tiling in fitting if tiling.cluster_m == cluster_m), None)
+    return None
+
+
+@functools.cache
+def _traffic(name: str) -> EpilogueTraffic:
+    return EpilogueTraffic.of(_traced(name), tuple(map(np.dtype, programs.PROGRAMS[name].out_dtypes)))
+
+
+def losses(times: Times, constants: Constants = CONSTANTS) -> dict[Shape, float]:
+    """By how much the cost model's choice is slower than the best tiling, in shares of the best one's time."""
+    found = {}
+    for shape, of in times.items():
+        tiling = chosen(shape, of, constants)
+        if tiling is not None:
+            found[shape] = of[tiling] / min(of.values()) - 1
+    return found
+
+
+def summary(times: Times) -> str:
+    """Of the cost model's choices, for each program and layout and for all; and the ten worst."""
+    found = losses(times)
+    if not found:
+        return "no shape whose tiles were measured"
+    lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
+    for name, of in by_program(found).items():
+        share = sum(loss <= WORTH_AN_ENTRY for loss in of) / len(of)
+        lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
+    lines.append("the ten worst:")
+    for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
+        of, tiling = times[shape], chosen(shape, times[shape])
+        assert tiling is not None
+        best = min(of, key=of.__getitem__)
+        lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {of[tiling]:.1f} us, {_named(best)} {of[best]:.1f} us")
+    return "\n".join(lines)
+
+
+def _named(tiling: Tiling) -> str:
+    return f"{tiling.tile_m} x {tiling.tile_n}, cluster of {tiling.cluster_m}:"
+
+
+def fit(times: Times, *, starts: int = 3, seed: int = 0) -> Constants:
+    """The constants of the cost model with the least mean loss, as far as a search along each of them finds them.
+
+    It starts from the present ones and from some near them, and changes one by up to 10 % as long as that helps.
+    """
+    generator = random.Random(seed)
+    values = {
+        (tile, is_long): CONSTANTS.relative_time[tile][is_long] for tile in TILES[1:] for is_long in (False, True)
+    }
+    present = [*values.values(), CONSTANTS.without_multicast]
+
+    def constants(point: Sequence[float]) -> Constants:
+        of = dict(zip(values, point, strict=False))
+        relative = {tile: (of.get((tile, False), 1.0), of.get((tile, True), 1.0)) for tile in TILES}
+        return Constants(relative, point[-1])
+
+    @functools.cache
+    def objective(point: tuple[float, ...]) -> float:
+        found = losses(times, constants(point)).values()
+        return statistics.mean(found) if found else math.inf
+
+    reached = []
+    for start in range(starts):
+        point = tuple(round(x * generator.uniform(0.95, 1.05), 3) if start else x for x in present)
+        while True:
+            near = [
+                (*point[:i], round(point[i] * (1 + step), 3), *point[i + 1 :])
+                for i, step in itertools.product(range(len(point)), (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1))
+            ]
+            best = min(near, key=objective)
+            if objective(best) >= objective(point) - 1e-6:
+                break
+            point = best
+        reached.append(point)
+    return constants(min(reached, key=objective))
+
+
+def shown(constants: Constants) -> str:
+    """As cost_model.py has them."""
+    lines = [f"        {tile}: ({x:.4g}, {y:.4g})," for tile, (x, y) in constants.relative_time.items()]
+    table = "\n".join(lines)
+    return (
+        f"CONSTANTS = Constants(\n    relative_time={{\n{table}\n    }},\n"
+        f"    without_multicast={constants.without_multicast:.4g},\n)"
+    )
+
+
+def table(times: Times) -> dict[str, Any]:
+    """Entries for the shapes where the cost model's choice loses more than 2 %, by their keys."""
+    entries = {}
+    for shape, loss in losses(times).items():
+        tiling = chosen(shape, times[shape])
+        if loss > WORTH_AN_ENTRY and tiling is not None:
+            of = times[shape]
+            best = min(of, key=of.__getitem__)
+            key = shape.problem.key
+            assert key is not None
+            entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])
+    return dict(sorted(entries.items()))
+
+
+def by_program(found: Mapping[Shape, float]) -> dict[str, list[float]]:
+    """Losses in ascending order, for each program and layout and for all shapes."""
+    groups: dict[str, list[float]] = {}
+    for shape, loss in found.items():
+        groups.setdefault(f"{shape.program} {shape.layout}", []).append(loss)
+    return {name: sorted(of) for name, of in [*sorted(groups.items()), ("all", found.values())]}

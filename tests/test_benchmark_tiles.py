@@ -1,0 +1,133 @@
+"""The benchmark of tiles from end to end on a CPU, and what is read from its file."""
+
+import csv
+import statistics
+
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from benchmarks import plots, programs, tile_losses, tiles
+from benchmarks.tile_losses import Shape
+from coda_jax import ffi
+from coda_jax.primitives import tile_table, tune
+from coda_jax.primitives.config import candidates
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, cost
+
+MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}
+
+
+def test_measured_and_written(tmp_path, monkeypatch, capsys):
+    """A row a shape and tile, as many shapes as the budget allows; a wrong product fails."""
+    monkeypatch.setattr(tiles, "candidates", lambda *about: candidates(*about)[:2])
+    monkeypatch.setattr(tiles, "CHUNK_FUNCTIONS", 3)
+    options = ["--tiny", "--rounds=2", f"--out={tmp_path}", "--commit=none"]
+    grid = tiles.shapes(tiles.TINY_MODELS, [64])[-2:]
+    monkeypatch.setattr(tiles, "shapes", lambda models, tokens: list(grid))
+    assert tiles.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "kernels agree" in shown and "the ten worst" in shown
+    (path,) = tmp_path.glob("*_tiles.csv")
+    device, times = tile_losses.read(path)
+    assert device == "cpu" and set(times) == set(grid)
+    for shape, of in times.items():
+        problem = shape.problem
+        assert set(of) == set(candidates(problem.product, problem.program, problem.out_dtypes)[:2])
+        assert min(of.values()) > 0
+    assert tiles.main([*options, "--budget=0"]) == 1
+    with path.open() as file:
+        assert list(csv.DictReader(file)) == []
+    monkeypatch.setattr(tiles.programs, "check", lambda *_: (_ for _ in ()).throw(AssertionError("wrong")))
+    with pytest.raises(AssertionError, match="wrong"):
+        tiles.main(options)
+
+
+def test_grid():
+    """Shapes of real models in the layouts of training, each once, none with an array beyond 5 GB."""
+    grid = tiles.shapes(tiles.MODELS, tiles.TOKENS)
+    assert len(grid) == len(set(grid)) > 700
+    assert {Shape("swiglu", "NN", 4096, 28672, 4096), Shape("gated_backward", "NT", 16384, 8192, 2048)} <= set(grid)
+    assert {Shape("identity", "NT", 1024, 2048, 16384), Shape("identity", "TN", 2048, 16384, 65536)} <= set(grid)
+    assert Shape("swiglu", "NN", 16384, 57344, 8192) in grid and Shape("swiglu", "NN", 65536, 57344, 8192) not in grid
+
+
+@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+@pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "gated_backward"])
+def test_keys_are_those_of_the_lowering(name):
+    shape = Shape(name, "NT", 256, 512, 128)
+    epilogue = programs.PROGRAMS[name].epilogue
+    found = tune.products_of(lambda *xs: coda.gemm(*xs, epilogue=epilogue, transpose_b=True), *shape.types)
+    assert list(found) == [shape.problem.key]
+
+
+def times_by(constants, tokens=(256, 1024, 16384)):
+    """As on a device of which a cost model with these constants is true."""
+    found = {}
+    for shape in tiles.shapes(MODELS, tokens):
+        problem = shape.problem
+        is_long = shape.program == "gated_backward"
+        found[shape] = {
+            tiling: cost(
+                problem.product,
+                (tiling.tile_m, tiling.tile_n),
+                tiling.cluster_m,
+                has_long_epilogue=is_long,
+                constants=constants,
+            )
+            for tiling in candidates(problem.product, problem.program, problem.out_dtypes)
+            if tiling.cluster_m == 2 or shape.m <= tiling.tile_m
+        }
+    return found
+
+
+def test_fit():
+    """The constants are found under which nothing is lost; under the true ones nothing is."""
+    assert max(tile_losses.losses(times_by(CONSTANTS)).values()) == 0
+    relative = {(128, 128): (1, 1), (128, 192): (1.05, 0.85), (64, 256): (0.95, 1.2), (64, 128): (1.3, 1.05)}
+    times = times_by(Constants(relative, 1.15))
+    assert statistics.mean(tile_losses.losses(times).values()) > 0.02
+    fitted = tile_losses.fit(times, starts=1)
+    assert statistics.mean(tile_losses.losses(times, fitted).values()) < 0.002
+    assert fitted.relative_time[128, 128] == (1, 1) and "(128, 192): (" in tile_losses.shown(fitted)
+
+
+def written(path, times):
+    rows = [
+        {**vars(shape), **vars(tiling), "us": us, "device": "NVIDIA H200"}
+        for shape, of in times.items()
+        for tiling, us in of.items()
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_read_alone(tmp_path, monkeypatch, capsys):
+    """Report, table and picture from the file; the table has the shapes that lose more than 2 %, and the best tiles."""
+    relative = {**CONSTANTS.relative_time, (64, 256): (0.9, 1.1)}
+    times = times_by(Constants(relative, 1.3), [1024])
+    path = tmp_path / "nvidia_h200_tiles.csv"
+    written(path, times)
+    monkeypatch.setattr(tile_table, "SHIPPED", tmp_path)
+    assert tiles.main([f"--out={tmp_path}", "--report", "--table"]) == 0
+    lost = {shape: loss for shape, loss in tile_losses.losses(times).items() if loss > 0.02}
+    entries = tile_table.read(tmp_path / "nvidia_h200.json")["NVIDIA H200"]
+    assert set(entries) == {shape.problem.key for shape in lost} and 0 < len(lost) < len(times)
+    for shape in lost:
+        entry = entries[shape.problem.key]
+        assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == (64, 256)
+        assert entry["cost_model_us"] / entry["us"] - 1 == pytest.approx(lost[shape], abs=0.01)
+        tile_table.tiling_for(shape.problem, tile_table._config(entry), None)
+    assert f"{max(lost.values()):6.1%}" in capsys.readouterr().out
+    (axes,) = plots.tiles(path).axes
+    line = next(line for line in axes.lines if line.get_label().startswith("all"))
+    assert np.all(np.diff(line.get_xdata()) >= 0) and line.get_ydata()[-1] == 100
+    assert line.get_xdata()[-1] == pytest.approx(100 * max(lost.values()), abs=0.1)
+    assert plots.main([f"--results={tmp_path}"]) == 0 and (tmp_path / "nvidia_h200_tiles.png").stat().st_size > 0
+    plots.plt.close("all")
+    (tmp_path / "b_tiles.csv").write_text("kind\n")
+    with pytest.raises(SystemExit):
+        tiles.main([f"--out={tmp_path}", "--report"])
+    with pytest.raises(ValueError, match="no file of"):
+        tile_losses.read(tmp_path / "b_tiles.csv")
