@@ -15,7 +15,7 @@ from jax import export
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import TILES
+from coda_jax.primitives.config import TILES, candidates
 
 needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
 DEVICE = "NVIDIA H200"
@@ -198,7 +198,7 @@ def test_damaged_entry(table, config, message):
     (default,) = cut(product, A, B)
     write(table, config)
     with pytest.warns(UserWarning, match=f"is ignored: .*{message}") as warned:
-        assert cut(lambda a, b: (coda.gemm(a, b), coda.gemm(a, 2 * b)), A, B) == [default] * 2
+        assert cut(product, A, B) + cut(product, A, B) == [default] * 2
     assert len(warned) == 1
 
 
@@ -289,6 +289,28 @@ def test_programs_that_are_measured():
     sets = tune.random_sets(work, jax.local_devices()[0])()
     assert [[x.shape for x in arguments] for arguments in sets] == [[x.shape for x in types]] * 8
     assert not jnp.array_equal(sets[0][0], sets[1][0])
+
+
+@needs_nvrtc
+def test_measured_on_a_device(monkeypatch):
+    """Every tiling of every product has a time; XLA's form stands for the kernels here."""
+
+    def program(work, tiling):
+        assert tiling in work.tilings
+        return lambda *sets: [tune.coda_gemm_p.bind(*of, **{**work.params, "implementation": "xla"}) for of in sets]
+
+    monkeypatch.setattr(tune, "program", program)
+    monkeypatch.setattr(tune, "candidates", lambda *about: candidates(*about)[:2])
+
+    def f(a, b, x):
+        mask = coda.gemm(a, b, x > 0, epilogue=lambda acc, mask: jnp.where(mask, acc, 0))
+        return jax.vmap(coda.gemm)(jnp.stack([a] * 2), jnp.stack([b] * 2)), mask
+
+    small = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 32), (32, 64), (16, 1))]
+    works = list(tune.products_of(f, *small).values())
+    found = tune.measure_on(works, device=jax.local_devices()[0])
+    assert [list(of) for of in found] == [work.tilings for work in works] and len(works) == 2
+    assert all(0 < seconds < 0.1 for of in found for seconds in of.values())
 
 
 def test_interleaved():

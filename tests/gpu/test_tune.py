@@ -1,0 +1,39 @@
+"""coda.tune on the device: what it finds is kept, lowered, and right."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import coda_jax as coda
+from coda_jax.primitives import tile_table
+
+
+def test_tune(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODA_JAX_TUNED", str(tmp_path / "table.json"))
+    a = jax.random.normal(jax.random.key(0), (1000, 512), jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (512, 768), jnp.bfloat16)
+    x = jnp.ones((1000, 768), jnp.bfloat16)
+
+    def f(a, b, x):
+        def residual_sums(acc, x):
+            return acc + x, jnp.sum(acc, axis=1), jnp.sum(acc, axis=0)
+
+        small = jax.vmap(coda.gemm)(jnp.stack([a[:64]] * 3), jnp.stack([b] * 3))
+        return coda.gemm(a, b, x, epilogue=residual_sums), small
+
+    try:
+        found = coda.tune(f, a, b, x)
+        assert len(found.products) == 2 and all(0 < one.us <= one.cost_model_us < 1e4 for one in found.products)
+        assert json.loads((tmp_path / "table.json").read_text())["devices"].keys() == {found.device}
+        shown = str(coda.explain(f, a, b, x))
+        assert shown.count("(tuned)") == 2, shown
+        # The same with XLA: the tiles differ, the sums' order too.
+        with jax.disable_jit():
+            expected = f(a, b, x)
+        for got, want in zip(jax.tree.leaves(jax.jit(f)(a, b, x)), jax.tree.leaves(expected), strict=True):
+            got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+            assert np.max(np.abs(got - want)) <= 1e-2 * np.max(np.abs(want))
+    finally:
+        tile_table._load.cache_clear()
