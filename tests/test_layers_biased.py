@@ -232,7 +232,7 @@ def test_activations_by_name(name):
                 lambda: layers.GPT2(layers.GPT2Config(9, 4, 8, 1, 1), rngs=nnx.Rngs(0))(jnp.zeros(5, int))
             ),
             ValueError,
-            "5 tokens exceed self.config.n_positions=4",
+            r"5 tokens exceed config\.n_positions=4",
         ),
     ],
 )
