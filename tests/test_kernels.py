@@ -9,7 +9,7 @@ from coda_jax.primitives.config import TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address or a vector's element that waits for
 # its turn while a long elementwise program needs the registers.
-SPILLED = {"bias_gelu": 32, "rotary_whole_tables": 124, "parts": 64}
+SPILLED = {"bias_gelu": 32, "gelu_erf": 8, "rotary_whole_tables": 52, "parts": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +28,12 @@ def test_registers_suffice(name):
     assert "serialized" not in log  # wgmma, where the assembler does not see through a call
 
 
-# A tile of 128 x 192 leaves 40 registers beside the accumulator.
-SPILLED_BY_TILE = {("gated_backward", 192): 520}
-
-
 @pytest.mark.parametrize("tile", TILES[1:], ids=str)
 @pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "gated_backward"])
 def test_every_tile(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
     usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log)
-    assert usage.spilled_bytes <= SPILLED_BY_TILE.get((name, tile[1]), 0)
+    assert usage.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])

@@ -120,7 +120,8 @@ def takes_heads(columns: int) -> bool:
 
 def tiles_for(product: Product, program: Program, traffic: EpilogueTraffic) -> list[tuple[int, int]]:
     """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; the
-    fastest first. A tile of 128 x 192 leaves an epilogue few registers, and is the last resort of one that needs many.
+    fastest first. A tile of 128 x 192 leaves an epilogue few registers and little shared memory, and is the last resort
+    of one that needs much.
     """
     fitting = [
         (tile_m, tile_n)
@@ -128,19 +129,22 @@ def tiles_for(product: Product, program: Program, traffic: EpilogueTraffic) -> l
         if (not program.head or tile_n % program.head == 0)
         and (product.transpose_b or tile_n // program.splits % 64 == 0)
     ]
-    is_long, is_wide = _has_long_epilogue(program, traffic), _needs_many_registers(program, traffic)
+    is_long, needs_room = _has_long_epilogue(program, traffic), _needs_room(program, traffic)
     return sorted(
         fitting,
         key=lambda tile: (
-            tile == (128, 192) and is_wide,
+            tile == (128, 192) and needs_room,
             cost(product, tile, _cluster_m(product, tile[0]), has_long_epilogue=is_long),
         ),
     )
 
 
-def _needs_many_registers(program: Program, traffic: EpilogueTraffic) -> bool:
+def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
     vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
-    return program.head > 0 or len(program.sections) > 1 or traffic.column_reductions > 0 or vectors > _FEW_VECTORS
+    has_registers = not (program.head or len(program.sections) > 1 or traffic.column_reductions)
+    # Rows of less than a cache line cost a float32 array that is added to in place a third of the product.
+    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4
+    return not has_registers or vectors > _FEW_VECTORS or adds_float32
 
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
