@@ -152,6 +152,14 @@ def _rotary_qkv(acc, rstd, cos, sin):
     return _rotary(q, cos, sin), _rotary(k, cos, sin), v
 
 
+def _rotary_96(acc, cos, sin):
+    return _rotary(acc, cos, sin, 96)
+
+
+def _rotary_256(acc, cos, sin):
+    return _rotary(acc, cos, sin, 256)
+
+
 def _rotary_repeated(acc, cos, sin):
     """Tables of fewer rows than the product, which repeat."""
     cos, sin = (jnp.tile(table, (acc.shape[0] // table.shape[0], 1)) for table in (cos, sin))
@@ -278,6 +286,8 @@ PROGRAMS: dict[str, Program] = {
         (jnp.bfloat16,) * 3,
         multiple=192,
     ),
+    "rotary_96": Program(_rotary_96, lambda m, n: (_type((m, 48)), _type((m, 48))), multiple=96),
+    "rotary_256": Program(_rotary_256, lambda m, n: (_type((m, 128)), _type((m, 128))), multiple=256),
     "rotary_repeated": Program(
         _rotary_repeated, lambda m, n: (_type((_period(m), 32), jnp.float32), _type((_period(m), 32))), multiple=64
     ),

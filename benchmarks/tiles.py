@@ -71,7 +71,7 @@ TINY_MODELS, TINY_TOKENS = {"tiny": Model(64, 96, 64, 64)}, (64, 192)
 LARGEST_BYTES = 5e9  # of an array
 CHUNK_BYTES, CHUNK_FUNCTIONS = 30e9, 160  # measured in one trace
 RUN_AHEAD_BYTES = 5e8  # of a shape from which each execution is waited for: many results at once would fill the memory
-CHECKED = (384, 768, 256)  # m, n, k
+CHECKED = ((384, 768, 256), (384, 768, 4096))  # m, n, k; a pipeline may depend on k
 
 
 def shapes(models: dict[str, Model], tokens: Sequence[int]) -> list[Shape]:
@@ -228,20 +228,21 @@ def chunks(ready: Iterator[Compiled]) -> Iterator[list[Compiled]]:
 
 
 def run(
-    grid: Sequence[Shape], budget: float, rounds: int, implementation: str, checked: Sequence[int]
+    grid: Sequence[Shape], budget: float, rounds: int, implementation: str, checked: Sequence[tuple[int, int, int]]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Rows of as many shapes of the grid, in this order, as the budget of seconds allows; and whether all went well."""
     started, rows, passed, well = time.perf_counter(), [], 0, True
     kinds = dict.fromkeys((shape.program, shape.layout) for shape in grid)
     build = functools.partial(compiled, implementation=implementation)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        first = [pool.submit(build, len(grid) + i, Shape(*kind, *checked)) for i, kind in enumerate(kinds)]
+        samples = [Shape(*kind, *sizes) for kind in kinds for sizes in checked]
+        first = [pool.submit(build, len(grid) + i, shape) for i, shape in enumerate(samples)]
         waiting = [pool.submit(build, i, shape) for i, shape in enumerate(grid)]
         try:
             for future in first:
                 check(future.result())
-            kernels = sum(len(future.result().calls) for future in first)
-            print(f"{kernels} kernels agree with XLA's products, {time.perf_counter() - started:.0f} s", flush=True)
+            count = sum(len(future.result().calls) for future in first)
+            print(f"{count} samples agree with XLA's products, {time.perf_counter() - started:.0f} s", flush=True)
             for chunk in chunks(future.result() for future in waiting):
                 if time.perf_counter() - started > budget:
                     break
@@ -277,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _read(parser, options)
     grid = shapes(TINY_MODELS, TINY_TOKENS) if options.tiny else shapes(MODELS, TOKENS)
     random.Random(options.seed).shuffle(grid)
-    checked = (64, 128, 64) if options.tiny else CHECKED
+    checked = [(64, 128, 64)] if options.tiny else CHECKED
     rows, well = run(grid, options.budget, options.rounds, "auto" if options.tiny else "cuda", checked)
     columns = ["program", "layout", "m", "n", "k", *tile_losses.FIELDS, "us", "measured_at"]
     path = results.write("_tiles", columns, rows, folder=options.out, commit=options.commit, shapes=len(grid))

@@ -13,7 +13,9 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
                                                   Ring<EpilogueLayout<Config, Epilogue>::load_slots> ring,
                                                   RingPosition<EpilogueLayout<Config, Epilogue>::load_slots>& at) {
   using Layout = EpilogueLayout<Config, Epilogue>;
+#pragma unroll 1
   for (int box = 0; box < Layout::boxes; ++box) {
+#pragma unroll 1
     for (int block = 0; block < Layout::blocks; ++block) {
       ring.wait_empty(at);
       ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::load_slot_bytes);
@@ -153,7 +155,9 @@ struct EpilogueOperands {
 
   /// Tile operands of a box: wait for them, load one subtile after the other, give the slot back.
   __device__ __forceinline__ void wait_tiles() const {
-    if constexpr (Epilogue::tile_loads > 0) ring.wait_full(loaded);
+    if constexpr (Epilogue::tile_loads > 0) {
+      ring.wait_full(loaded);
+    }
   }
   __device__ __forceinline__ void load_tiles(int subtile, Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) const {
     const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;

@@ -72,11 +72,11 @@ struct Gemm {
     }
     synchronize();
     if (warpgroup == 0) {
-      ptx::registers_decrease<40>();
+      ptx::registers_decrease<24>();
       if (warp == 0 && lane == 0) produce();
       if (warp - 1 >= 0 && warp - 1 < consumers && lane == 0) prefetch(warp - 1);
     } else {
-      ptx::registers_increase<232>();
+      ptx::registers_increase<240>();
       consume(warpgroup - 1);
     }
     synchronize();  // no CTA leaves while another one may still arrive on its barriers
@@ -99,6 +99,7 @@ struct Gemm {
     RingPosition<Config::stages> at;
     for (int index = scheduler.first(); index < scheduler.total; index += scheduler.stride()) {
       const Tile tile = scheduler.tile(index, rank);
+#pragma unroll 1  // the producer has few registers
       for (int k_block = 0; k_block < k_blocks; ++k_block) {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::stage_bytes);

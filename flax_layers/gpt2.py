@@ -107,12 +107,17 @@ class GPT2Block(nnx.Module):
 class GPT2(LanguageModel):
     """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding.
 
+    Positions are below n_positions; those of packed sequences begin anew with each, which segment_ids alone do not
+    bring about.
+
     Args:
       config: sizes.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
     """
+
+    max_length = "n_positions"
 
     def __init__(
         self,
@@ -131,39 +136,8 @@ class GPT2(LanguageModel):
         self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)
         self.config = config
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,).
-
-        Args:
-          tokens: integers.
-          positions: (T,) or (B, T) integers below n_positions; default 0 to T - 1. Those of packed sequences begin
-            anew with each, which segment_ids alone do not bring about.
-          mask, segment_ids: as in Attention.
-
-        Raises:
-          ValueError: more tokens than n_positions.
-        """
-        return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
-
     def _embedding(self) -> jax.Array:
         return self.embed.embedding[...]
-
-    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
-        """Empty caches of all layers, for `capacity` tokens a row.
-
-        Raises:
-          ValueError: a capacity beyond n_positions.
-        """
-        if capacity > self.config.n_positions:
-            raise ValueError(f"{capacity} tokens exceed {self.config.n_positions=}")
-        return [layer.attention.init_cache(batch_size, capacity) for layer in self.layers]
 
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
@@ -181,8 +155,6 @@ class GPT2(LanguageModel):
         segment_ids: jax.Array | None,
     ) -> jax.Array:
         """What the head projects."""
-        if tokens.shape[-1] > self.config.n_positions:
-            raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.n_positions=}")
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
         x = self.embed(tokens) + self.position_embed(positions)

@@ -119,6 +119,8 @@ class Llama(LanguageModel):
         without remat.
     """
 
+    max_length = "max_position_embeddings"
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -179,21 +181,6 @@ class Llama(LanguageModel):
         )
         self.config = config
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits (B, T, V) of tokens (B, T), or (T, V) of (T,); `positions`, `mask`, `segment_ids` as in Attention.
-
-        Raises:
-          ValueError: more tokens than max_position_embeddings.
-        """
-        return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
-
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
         return self.embed.embedding[...] if self.config.tie_word_embeddings else None
@@ -206,22 +193,10 @@ class Llama(LanguageModel):
         segment_ids: jax.Array | None,
     ) -> Normalized:
         """What the head projects."""
-        if tokens.shape[-1] > self.config.max_position_embeddings:
-            raise ValueError(f"{tokens.shape[-1]} tokens exceed {self.config.max_position_embeddings=}")
         stream = Stream.of(self.embed(tokens))
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         stream = run_layers(self.layers, stream, remat=self.remat, remat_layers=self.remat_layers, **options)
         return self.norm(stream)
-
-    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
-        """Empty caches of all layers, for `capacity` tokens a row.
-
-        Raises:
-          ValueError: a capacity beyond max_position_embeddings.
-        """
-        if capacity > self.config.max_position_embeddings:
-            raise ValueError(f"{capacity} tokens exceed {self.config.max_position_embeddings=}")
-        return [layer.attention.init_cache(batch_size, capacity) for layer in self._layers()]
 
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None

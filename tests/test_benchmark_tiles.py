@@ -26,7 +26,7 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiles, "shapes", lambda models, tokens: list(grid))
     assert tiles.main(options) == 0
     shown = capsys.readouterr().out
-    assert "kernels agree" in shown and "the ten worst" in shown
+    assert "samples agree" in shown and "the ten worst" in shown
     (path,) = tmp_path.glob("*_tiles.csv")
     device, times = tile_losses.read(path)
     assert device == "cpu" and set(times) == set(grid)

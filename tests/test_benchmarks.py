@@ -1,6 +1,5 @@
 """The benchmarks run from end to end, on a CPU and small sizes."""
 
-import argparse
 import csv
 import functools
 import itertools
@@ -14,10 +13,8 @@ import pytest
 import benchmarks.__main__ as products
 from benchmarks import hlo, launch, layer, loss_curve, peers, plots, timing, train_step
 from benchmarks.peers import cutlass
-from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
-from tests.gpu import sanitized
 
 
 def steps_in(folder):
@@ -283,14 +280,3 @@ def test_kernels_of_a_trace():
         "": ["alone"],
     }
     assert found["jit_f"][0].instruction == "a.1"
-
-
-def test_parts_of_the_sanitizers_run():
-    """Every program in every layout is in one part and in one only, ten or so in each."""
-    parts = [sanitized.cases(f"{i}/9") for i in range(1, 10)]
-    together = sorted(itertools.chain.from_iterable(parts))
-    assert together == sorted(sanitized.cases("1/1")) == sorted(set(together))
-    assert len(sanitized.cases("1/1")) == 3 * len(PROGRAMS) and max(map(len, parts)) <= 12
-    for wrong in ("0/9", "10/9", "3", "a/b", "-1/2"):
-        with pytest.raises(argparse.ArgumentTypeError, match="1 <= i <= n"):
-            sanitized.cases(wrong)

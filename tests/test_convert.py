@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers import Llama, LlamaConfig
+from flax_layers import GPT2Config, Llama, LlamaConfig
 from flax_layers.convert import from_hf, to_hf
+from flax_layers.hf_names import entries
 from flax_layers.layer_stack import stack
 
 CONFIG = LlamaConfig(
@@ -91,14 +92,35 @@ def test_there_and_back(config):
         np.testing.assert_array_equal(back[name], array)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(TIED, qk_norm=True, attention_bias=True),
+        GPT2Config(vocab_size=40, n_positions=16, n_embd=24, n_layer=2, n_head=4, n_inner=56),
+    ],
+    ids=["qwen3_bias", "gpt2"],
+)
+def test_other_models_there_and_back(config):
+    rng = np.random.default_rng(0)
+    arrays = {p.name: rng.standard_normal(p.shape).astype(np.float32) for e in entries(config) for p in e.parts}
+    back = to_hf(from_hf(arrays, config), config)
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array, err_msg=name)
+
+
 def test_stacked_layers():
-    """Of a model whose layers are scanned, and stacked into one."""
+    """They are loaded and written as they are: no layer of its own is made."""
     arrays = checkpoint(CONFIG)
-    model = from_hf(arrays, CONFIG)
-    model.layers = stack(list(model.layers))
-    for name, array in to_hf(model, CONFIG).items():
+    model = from_hf(arrays, CONFIG, scan_layers=True, remat="full")
+    back = to_hf(model, CONFIG)
+    assert model.remat == "full" and back.keys() == arrays.keys()
+    for name, array in back.items():
         np.testing.assert_array_equal(array, arrays[name], err_msg=name)
-    np.testing.assert_allclose(model(TOKENS), from_hf(arrays, CONFIG)(TOKENS), rtol=1e-5, atol=1e-5)
+    want = stack(list(from_hf(arrays, CONFIG).layers))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model.layers), nnx.state(want))
+    logits = nnx.jit(lambda model: model(TOKENS))
+    np.testing.assert_allclose(logits(model), logits(from_hf(arrays, CONFIG)), rtol=1e-5, atol=1e-5)
 
 
 def test_dtypes_and_gradients():
@@ -111,7 +133,7 @@ def test_dtypes_and_gradients():
 
 
 def test_a_fresh_model_has_the_checkpoint_s_names():
-    assert to_hf(Llama(CONFIG, rngs=nnx.Rngs(0)), CONFIG).keys() == checkpoint(CONFIG).keys()
+    assert to_hf(nnx.jit(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))(), CONFIG).keys() == checkpoint(CONFIG).keys()
 
 
 def test_errors_name_the_array():

@@ -205,3 +205,14 @@ def test_gradient_vmap_and_leading_axes():
     for i in range(2):
         for a, b in zip(got, epilogue(x[i] @ w, RSTD, SCALE + i, OTHER, COS, SIN), strict=True):
             np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+def test_one_row():
+    """A vector of a head is taken for a table of one row where there is one, and lies along the heads all the same."""
+
+    def f(acc, scale, bias):
+        return layer_norm(acc, scale, bias)
+
+    acc = jnp.linspace(-1, 2, 3 * DIM)[None]
+    fused = coda.gemm(jnp.eye(1, 4), jnp.pad(acc, ((0, 3), (0, 0))), SCALE, OTHER[None], epilogue=f)
+    np.testing.assert_allclose(fused, layer_norm(acc, SCALE, OTHER), rtol=1e-5, atol=1e-6)

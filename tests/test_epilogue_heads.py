@@ -181,19 +181,17 @@ def test_one_column_does_not_meet_all(f):
         trace(f, acc_of(24), ())
 
 
-def test_a_subtile_is_within_half_a_head():
+def test_a_box_is_within_half_a_head():
     a, b = jnp.ones((M, 16), jnp.bfloat16), jnp.ones((16, 128), jnp.bfloat16)
     call = jax.jit(
         lambda *x: coda.gemm(
             *x,
             epilogue=lambda acc, c, s: turned(acc, c, s, 64),
-            config=coda.GemmConfig(subtile_n=64),
+            config=coda.GemmConfig(box_n=64),
             implementation="cuda",
         )
     )
-    with pytest.raises(
-        (ValueError, NotImplementedError), match=r"subtile_n = 64 does not divide half a head of 64|NVRTC"
-    ):
+    with pytest.raises((ValueError, NotImplementedError), match=r"box_n = 64 does not divide half a head of 64|NVRTC"):
         call.trace(a, b, *angles(M, 32)).lower(lowering_platforms=("cuda",))
 
 

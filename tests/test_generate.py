@@ -31,7 +31,7 @@ NEW = 9
 
 @functools.cache
 def llama(**options):
-    return layers.Llama(dataclasses.replace(CONFIG, **options), rngs=nnx.Rngs(0))
+    return nnx.jit(lambda: layers.Llama(dataclasses.replace(CONFIG, **options), rngs=nnx.Rngs(0)))()
 
 
 @functools.cache
@@ -61,12 +61,13 @@ def test_greedy_is_the_rollout_by_whole_forward_passes(options, wrap):
 def test_gpt2():
     """Learned positions go on from the cache."""
     config = layers.GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
-    model = layers.GPT2(config, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: layers.GPT2(config, rngs=nnx.Rngs(0)))()
+    forward = nnx.jit(lambda m, tokens: m(tokens))
     model.position_embed.embedding[...] *= 3
     tokens = np.zeros((2, 10), int)
     tokens[:, :6], lengths = PROMPTS[:2], LENGTHS[:2]
     for i in range(4):
-        logits = model(jnp.asarray(tokens))
+        logits = forward(model, jnp.asarray(tokens))
         tokens[[0, 1], lengths + i] = np.argmax(logits[[0, 1], lengths + i - 1], axis=1)
     got, _ = layers.generate(model, PROMPTS[:2], lengths=lengths, max_new_tokens=4)
     for row, out, length in zip(tokens, np.asarray(got), lengths, strict=True):

@@ -104,10 +104,13 @@ def test_transformations():
         "checkpoint": lambda f: jax.grad(jax.checkpoint(value(f)), (0, 1, 2, 3)),
         "second derivative": lambda f: jax.grad(summed_gradient(f), 2),
     }
-    for name, transform in transforms.items():
-        got, want = (jit(transform(f))(x, scale, kernel, weights, labels) for f in (loss, plain))
-        for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-4 * float(jnp.abs(w).max()), err_msg=name)
+
+    def all_of(f):
+        return jit(lambda *a: {name: transform(f)(*a) for name, transform in transforms.items()})
+
+    got, want = (all_of(f)(x, scale, kernel, weights, labels) for f in (loss, plain))
+    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-4 * float(jnp.abs(w).max()), err_msg=str(path))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])

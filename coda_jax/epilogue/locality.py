@@ -38,6 +38,7 @@ from coda_jax.epilogue.values import (
     Tag,
     Value,
     is_tile,
+    same_size,
 )
 
 IDENTITIES = frozenset(
@@ -291,6 +292,8 @@ class Analysis:
     def unify(self, tags: Sequence[Tag]) -> Tag:
         found = {tag for tag in tags if tag is not None}
         known = found - {INDEX}
+        if len(known) > 1 and same_size(self.m, 1):
+            known -= {ROW}  # a vector taken for one row lies along the other axis too
         if len(known) > 1:
             one, other = sorted(known)[::-1]
             raise NotElementwise(

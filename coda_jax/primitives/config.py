@@ -14,6 +14,7 @@ from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product, cost
 
 # Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
+_LONG_K = 3072  # from which a long epilogue hides under the products
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
@@ -115,35 +116,43 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
 
 
 def takes_heads(columns: int) -> bool:
-    """Whether some tile has whole heads of so many columns, and half a head whole subtiles."""
-    return columns % 32 == 0 and any(tile_n % columns == 0 for _, tile_n in TILES)
+    """Whether some tile has whole heads of so many columns, and half a head whole boxes."""
+    return any(_has_heads(tile_n, columns) for _, tile_n in TILES)
+
+
+def _has_heads(tile_n: int, columns: int) -> bool:
+    return columns % 32 == 0 and tile_n % columns == 0
 
 
 def tiles_for(
     product: Product, program: Program, traffic: EpilogueTraffic, constants: Constants = CONSTANTS
 ) -> list[tuple[int, int]]:
     """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; the
-    fastest first. A tile of 128 x 192 leaves an epilogue few registers, and is the last resort of one that needs many.
+    fastest first. A tile of 128 x 192 leaves an epilogue few registers and little shared memory, and is the last resort
+    of one that needs much.
     """
     fitting = [
         (tile_m, tile_n)
         for tile_m, tile_n in TILES
-        if (not program.head or tile_n % program.head == 0)
+        if (not program.head or _has_heads(tile_n, program.head))
         and (product.transpose_b or tile_n // program.splits % 64 == 0)
     ]
-    is_long, is_wide = _has_long_epilogue(program, traffic), _needs_many_registers(program, traffic)
+    is_long, needs_room = _has_long_epilogue(program, traffic), _needs_room(program, traffic)
     return sorted(
         fitting,
         key=lambda tile: (
-            tile == (128, 192) and is_wide,
+            tile == (128, 192) and needs_room,
             cost(product, tile, cluster_for(product, tile[0]), has_long_epilogue=is_long, constants=constants),
         ),
     )
 
 
-def _needs_many_registers(program: Program, traffic: EpilogueTraffic) -> bool:
+def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
     vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
-    return program.head > 0 or len(program.sections) > 1 or traffic.column_reductions > 0 or vectors > _FEW_VECTORS
+    has_registers = not (program.head or len(program.sections) > 1 or traffic.column_reductions)
+    # Rows of less than a cache line cost a float32 array that is added to in place a third of the product.
+    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4
+    return not has_registers or vectors > _FEW_VECTORS or adds_float32
 
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
@@ -196,7 +205,7 @@ def choose_tiling(
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
     for tile_m, tile_n in tiles:
-        for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile_n):
+        for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile_n, product.k):
             tiling = Tiling(
                 tile_m=tile_m,
                 tile_n=tile_n,
@@ -234,7 +243,7 @@ def candidates(product: Product, program: Program, out_dtypes: Sequence[np.dtype
 
 
 def _preferred(
-    program: Program, traffic: EpilogueTraffic, tile_n: int
+    program: Program, traffic: EpilogueTraffic, tile_n: int, k: int
 ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
     """Stages, and (box_n, subtile_n, load_slots, store_slots), the best first.
 
@@ -248,8 +257,9 @@ def _preferred(
         narrow = [(32, 16, 2, 1), *narrow]
     wide = [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
     if _has_long_epilogue(program, traffic):
-        if tile_n > 128:
-            yield from itertools.product((4,), [(32, 16, 2, 1), (32, 16, 1, 1)])
+        if tile_n > 128:  # two slots where the epilogue is longer than the other warpgroup's products
+            two, one = (32, 16, 2, 1), (32, 16, 1, 1)
+            yield from itertools.product((4,), [two, one] if k < _LONG_K else [one, two])
         yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
     elif program.ways == 1 and len(program.nodes) <= _LIGHT_NODES:

@@ -50,6 +50,11 @@ class Norm(NamedTuple):
     mean: jax.Array | None
     bias: jax.Array | None
 
+    def of_rows(self) -> Norm:
+        """The norm of x as (M, D), its statistics as (M,)."""
+        mean = None if self.mean is None else self.mean.reshape(-1)
+        return self._replace(sumsq=self.sumsq.reshape(-1), mean=mean)
+
 
 class Projection(NamedTuple):
     """What the product with a normalised x needs of the parameters.
@@ -73,11 +78,18 @@ def layer_statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def check_shapes(
-    name: str, x: jax.Array, arrays: dict[str, tuple[jax.Array | None, tuple[int, ...]]], *, has_mean: bool
+    name: str, x: jax.Array, norm: Norm, arrays: dict[str, tuple[jax.Array | None, tuple[int, ...]]]
 ) -> None:
-    """As `deferred_norm.check_shapes`; and a norm_bias without a mean is refused."""
-    deferred_norm.check_shapes(name, x, arrays)
-    if not has_mean and arrays["norm_bias"][0] is not None:
+    """As `deferred_norm.check_shapes`, of the norm's arrays and others; and a norm_bias without a mean is refused."""
+    rows, width = x.shape[:-1], x.shape[-1:]
+    norms: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
+        "sumsq": (norm.sumsq, rows),
+        "mean": (norm.mean, rows),
+        "scale": (norm.scale, width),
+        "norm_bias": (norm.bias, width),
+    }
+    deferred_norm.check_shapes(name, x, norms | arrays)
+    if norm.mean is None and norm.bias is not None:
         raise ValueError(f"{name}: norm_bias is LayerNorm's, which also needs mean=; without mean the norm is RMSNorm")
 
 
@@ -159,9 +171,36 @@ def multiply(a: jax.Array, b: jax.Array, *operands: jax.Array | None, epilogue: 
     return deferred_norm.multiply(a, b, *(x for x in operands if x is not None), epilogue=given, **options)
 
 
-def normalized(acc: jax.Array, rstd: jax.Array, mean: jax.Array | None, column_sums: Any) -> jax.Array:
-    """z - shift of the accumulator of x W'."""
-    return rstd * (acc if mean is None else acc - mean * column_sums)
+def multiply_normalized(
+    x: jax.Array,
+    norm: Norm,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    epilogue: Any,
+    dtype: Any,
+    epsilon: float,
+    **options: Any,
+) -> tuple[list[jax.Array], Projection]:
+    """The product x W', whose `epilogue` is given z - shift and the shift (N,) or None; and what it took of the kernel.
+
+    Args:
+      x: (M, D).
+      norm, kernel, bias: z is norm(x) kernel + bias.
+      dtype: compute dtype.
+      **options: of `deferred_norm.multiply`.
+    """
+
+    def of_normalized(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any) -> Any:
+        return epilogue(rstd * (acc if mean is None else acc - mean * column_sums), shift)
+
+    of_normalized.__name__ = epilogue.__name__
+    mean, rstd = mean_and_rstd(x, norm, epsilon)
+    made = projection(norm, kernel, bias, dtype)
+    arrays = multiply(
+        x.astype(dtype), made.kernel, rstd, mean, made.column_sums, made.shift, epilogue=of_normalized, **options
+    )
+    return arrays, made
 
 
 def row_cotangents(

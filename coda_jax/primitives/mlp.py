@@ -73,20 +73,17 @@ def mlp(
       ValueError: shapes that do not fit, or norm_bias without mean.
     """
     width, rows, features = x.shape[-1], x.shape[:-1], down.shape[0]
+    norm = Norm(sumsq, scale, mean, norm_bias)
     layer_norm.check_shapes(
         "mlp",
         x,
+        norm,
         {
-            "sumsq": (sumsq, rows),
-            "mean": (mean, rows),
-            "scale": (scale, (width,)),
-            "norm_bias": (norm_bias, (width,)),
             "up": (up, (width, features)),
             "down": (down, (features, width)),
             "up_bias": (up_bias, (features,)),
             "down_bias": (down_bias, (width,)),
         },
-        has_mean=mean is not None,
     )
     dtype = jnp.dtype(dtype or jnp.result_type(x, up))
 
@@ -106,24 +103,21 @@ def mlp(
         return [hidden, *sums] if shift is None else [hidden, *sums, jnp.sum(dz, axis=0)]
 
     def up_projection(x: jax.Array, norm: Norm, weights: Weights, *, keep: bool) -> tuple[list[jax.Array], Any]:
-        def norm_activation(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any) -> Any:
-            z = layer_norm.normalized(acc, rstd, mean, column_sums)
+        def norm_activation(z: jax.Array, shift: jax.Array | None) -> Any:
             hidden = activated(z, shift)
             return (z, hidden) if keep else hidden
 
-        mean, rstd = layer_norm.mean_and_rstd(x, norm, epsilon)
-        made = layer_norm.projection(norm, weights.up, weights.up_bias, dtype)
-        arrays = multiply(
-            x.astype(dtype),
-            made.kernel,
-            rstd,
-            mean,
-            made.column_sums,
-            made.shift,
+        return layer_norm.multiply_normalized(
+            x,
+            norm,
+            weights.up,
+            weights.up_bias,
             epilogue=norm_activation,
+            dtype=dtype,
+            epsilon=epsilon,
             out_dtypes=[dtype] * (1 + keep),
+            implementation=implementation,
         )
-        return arrays, made
 
     def down_projection(hidden: jax.Array, x: jax.Array, norm: Norm, weights: Weights) -> list[jax.Array]:
         def add_residual(acc: jax.Array, x: jax.Array, bias: Any) -> Any:
@@ -185,6 +179,6 @@ def mlp(
         return dx, dnorm, Weights(dup, ddown, dup_bias, ddown_bias)
 
     run.defvjp(forward, backward)
-    norm = Norm(sumsq.reshape(-1), scale, None if mean is None else mean.reshape(-1), norm_bias)
-    y, *squares = run(*layer_norm.vary_alike(x.reshape(-1, width), norm, Weights(up, down, up_bias, down_bias)))
+    weights = Weights(up, down, up_bias, down_bias)
+    y, *squares = run(*layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), weights))
     return y.reshape(x.shape), squares[0].reshape(rows) if squares else None

@@ -57,38 +57,25 @@ def norm_projection(
     """
     width, rows = x.shape[-1], x.shape[:-1]
     features = kernel.shape[-1]
-    layer_norm.check_shapes(
-        "norm_projection",
-        x,
-        {
-            "sumsq": (sumsq, rows),
-            "mean": (mean, rows),
-            "scale": (scale, (width,)),
-            "norm_bias": (norm_bias, (width,)),
-            "kernel": (kernel, (width, features)),
-            "bias": (bias, (features,)),
-        },
-        has_mean=mean is not None,
-    )
+    norm = Norm(sumsq, scale, mean, norm_bias)
+    arrays = {"kernel": (kernel, (width, features)), "bias": (bias, (features,))}
+    layer_norm.check_shapes("norm_projection", x, norm, arrays)
     dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
 
     def project(
         x: jax.Array, norm: Norm, kernel: jax.Array, bias: jax.Array | None
     ) -> tuple[jax.Array, layer_norm.Projection]:
-        def norm_shift(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any) -> jax.Array:
-            z = layer_norm.normalized(acc, rstd, mean, column_sums)
+        def norm_shift(z: jax.Array, shift: jax.Array | None) -> jax.Array:
             return z if shift is None else z + shift
 
-        mean, rstd = layer_norm.mean_and_rstd(x, norm, epsilon)
-        made = layer_norm.projection(norm, kernel, bias, dtype)
-        (z,) = layer_norm.multiply(
-            x.astype(dtype),
-            made.kernel,
-            rstd,
-            mean,
-            made.column_sums,
-            made.shift,
+        (z,), made = layer_norm.multiply_normalized(
+            x,
+            norm,
+            kernel,
+            bias,
             epilogue=norm_shift,
+            dtype=dtype,
+            epsilon=epsilon,
             out_dtypes=[dtype],
             implementation=implementation,
         )
@@ -122,6 +109,5 @@ def norm_projection(
         return dx, dnorm, dkernel, layer_norm.bias_cotangent(dshift, bias)
 
     run.defvjp(forward, backward)
-    norm = Norm(sumsq.reshape(-1), scale, None if mean is None else mean.reshape(-1), norm_bias)
-    z, same = run(*layer_norm.vary_alike(x.reshape(-1, width), norm, kernel, bias))
+    z, same = run(*layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), kernel, bias))
     return z.reshape(*rows, features), same.reshape(x.shape)

@@ -23,7 +23,7 @@ def test_gated_mlp(activation, dtype, rows, width, hidden):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("lead", "width"), [((3, 11), 40), ((4, 301), 520)])
-@pytest.mark.parametrize("head_dim", [8, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 256])
 def test_qkv_projection(dtype, lead, width, head_dim):
     compare(functools.partial(qkv, implementation="cuda"), plain_qkv, qkv_arguments(dtype, lead, width, head_dim))
 

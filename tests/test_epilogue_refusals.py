@@ -1,0 +1,163 @@
+"""Refusals: each names the operation, the line, and what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import coda_jax as coda
+from coda_jax.epilogue import NotTileLocalError, trace
+from tests.trace_cases import ACC, M, N, typed
+
+REFUSED = {
+    "cumsum": (lambda a: jnp.cumsum(a, axis=1), "cumsum"),
+    "sort": (lambda a: jnp.sort(a, axis=1), "sort"),
+    "argsort": (lambda a: jnp.argsort(a, axis=1), "argsort"),
+    "top_k": (lambda a: lax.top_k(a, 2)[0], "top_k"),
+    "argmax": (lambda a: jnp.argmax(a, axis=1), "argmax.*Return the maximum"),
+    "dot_general": (lambda a: a @ jnp.ones((N, N)), "dot_general.*coda.gemm of its own"),
+    "captured_matrix": (lambda a: a @ MATRIX, r"captured array 0 has shape \(8, 8\), which does not broadcast"),
+    "gram": (lambda a: jnp.einsum("mk,nk->mn", a, a), "dot_general.*coda.gemm of its own"),
+    "transpose": (lambda a: a.T, "transpose.*exchanges the rows and columns"),
+    "reverse": (lambda a: a[:, ::-1], "rev"),
+    "roll": (lambda a: jnp.roll(a, 1, axis=1), "roll"),
+    "gather": (lambda a: a[:, jnp.array([0, 3])], r"captured array|gather"),
+    "column": (lambda a: a[:, 0], r"output 0 has shape \(6,\).*that of a part of the columns"),
+    "row": (lambda a: a[2:3] + a, "slice.*takes 2:3 of the 6 rows"),
+    "strided": (lambda a: a[:, ::3], "slice.*takes 0:8:3"),
+    "every_second": (lambda a: a[:, ::2], r"output 0 has shape \(6, 4\)"),
+    "dynamic_slice": (lambda a: lax.dynamic_slice_in_dim(a, 0, 4, axis=1), "dynamic_slice.*static indices"),
+    "update": (lambda a: a.at[:, 0].set(0.0), "scatter"),
+    "quarters": (
+        lambda a: jnp.concatenate(jnp.split(a, 4, axis=1)[::-1], axis=1),
+        "joins 2 and 2 and 2 and 2.*one by one",
+    ),
+    "two_parts": (lambda a: a[:, :3] * a[:, 3:6], "combines columns 0:3 with columns 3:6"),
+    "repeated_rows": (
+        lambda a: jnp.sum(jnp.broadcast_to(a[:, :1], (M, 5)), axis=0),
+        "of repeated rows or columns|of a part of the columns",
+    ),
+    "no_columns": (lambda a: a[:, :0], "takes columns 0:0 of 8"),
+    "sum_of_a_part": (lambda a: a[:, :3].sum(1), "reduction of a part of the columns"),
+    "odd_heads": (lambda a: a[:, :6].reshape(M, 2, 3), "heads of 3 of 8 columns"),
+    "two_head_sizes": (
+        lambda a: (a.reshape(M, 2, 4).reshape(M, N), a.reshape(M, 4, 2).reshape(M, N)),
+        "heads of 2 columns beside heads of 4",
+    ),
+    "half_of_the_heads": (
+        lambda a: (a.reshape(M, 2, 4)[:, :, :2] + a.reshape(M, 2, 4)[:, :, 1:3]),
+        "takes 1:3 of the 4 column of a heads",
+    ),
+    "halves_and_neighbours": (
+        lambda a: jnp.concatenate([a.reshape(M, 2, 4)[..., 2:], a.reshape(M, 2, 4)[..., 1::2]], axis=-1).reshape(M, N),
+        "halves of heads beside even and odd columns|takes every second column",
+    ),
+    "not_whole_heads": (lambda a: (a.reshape(M, 2, 4).reshape(M, N), a[:, :2]), "no whole heads of 4"),
+    "counting_in_heads": (
+        lambda a: (a.reshape(M, 2, 4) + jnp.arange(4.0)).reshape(M, N),
+        "neither the rows nor the columns",
+    ),
+    "rows_apart": (lambda a: jnp.split(a, 2, axis=0)[0], r"split.*rows apart into \(3, 3\)"),
+    "uneven_concatenate": (lambda a: jnp.concatenate([a, a[:, :4]], axis=1), "joins 8 and 4 elements along axis 1"),
+    "three_times": (lambda a: jnp.concatenate([a, a, a], axis=1), "joins 8 and 8 and 8 elements along axis 1"),
+    "halves_and_twice": (
+        lambda a: jnp.concatenate([jnp.concatenate(jnp.split(a, 2, axis=1)[::-1], axis=1), a], axis=1),
+        "joins 8 and 8 elements along axis 1",
+    ),
+    "concatenate_rows": (lambda a: jnp.concatenate([a, a], axis=0), "joins 8 and 8|joins 6 and 6"),
+    "pad_more": (lambda a: jnp.pad(a, 1), "pads axis 0 by 1 and 1"),
+    "sum_within_heads": (lambda a: a.reshape(M, 2, 4).sum(-1), r"\(6, 2\), a value for each head.*not returned"),
+    "flatten": (lambda a: a.reshape(-1), "reshapes"),
+    "row_index_of_product": (lambda a: a.reshape(2, 3, N), "reshapes"),
+    "softmax": (lambda a: jax.nn.softmax(a, axis=-1), "with the reduction 'reduce_max'.*only after all tiles"),
+    "layer_norm": (lambda a: a - jnp.mean(a, axis=1, keepdims=True), "'sub'.*with the reduction 'reduce_sum'"),
+    "logsumexp": (lambda a: coda.logsumexp(a, axis=0), "reduce_logsumexp.*is a log-sum-exp along columns"),
+    "weighted_logsumexp": (lambda a: jax.nn.logsumexp(a, axis=1, b=2.0 + a), "with the reduction 'reduce_max'"),
+    "log_softmax": (lambda a: a - coda.logsumexp(a, keepdims=True), "with the reduction 'reduce_logsumexp'"),
+    "variance": (lambda a: jnp.var(a, axis=1), "combines the tile with the reduction"),
+    "vector_sum": (lambda a: a * jnp.sum(VECTOR), "combines the tile with the result of 'reduce_sum'.*before the call"),
+    "vector_cumsum": (lambda a: a * jnp.cumsum(VECTOR), "combines the tile with the result of 'cumsum'"),
+    "product": (lambda a: jnp.prod(a, axis=1), "reduce_prod.*logarithms"),
+    "scan": (lambda a: lax.fori_loop(0, 3, lambda _, x: x * 2, a), "scan.*Unroll"),
+    "while": (lambda a: lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x * 2, a), "while.*Unroll"),
+    "cond": (lambda a: lax.cond(VECTOR[0] > 0, lambda x: x, lambda x: -x, a), "cond|combines"),
+    "sum_of_integers": (lambda a: jnp.sum(a.astype(jnp.int32), axis=1), "reduction of int32 values.*float32"),
+    "integer_tile": (lambda a: a.astype(jnp.int32), "output 0 is a tile of dtype int32"),
+    "bool_tile": (lambda a: (a, a > 0), "output 1 is a tile of dtype bool"),
+    "stacked_output": (lambda a: jnp.stack([a, a]), "stack"),
+    "extra_axis": (lambda a: a[None], r"output 0 has shape \(1, 6, 8\)"),
+    "fp8": (lambda a: a.astype(jnp.float8_e4m3fn).astype(jnp.float32), "float8_e4m3fn.*computes in"),
+    "bits": (lambda a: lax.bitcast_convert_type(a, jnp.int32), "bitcast_convert_type"),
+    "complex": (lambda a: jnp.abs(lax.complex(a, a)), "complex"),
+    "digamma": (lambda a: lax.digamma(a), "digamma.*not an operation that epilogues know"),
+    "random": (lambda a: a * jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), "combines the tile with|random"),
+    "debug_print": (lambda a: [jax.debug.print("{}", a[0, 0]), a][1], "slice|calls back"),
+    "callback": (lambda a: jax.pure_callback(lambda x: x, a, a), "pure_callback.*calls back into Python"),
+}  # fmt: skip
+MATRIX = jnp.ones((N, N))
+VECTOR = jnp.arange(float(N))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal(name):
+    f, message = REFUSED[name]
+    with pytest.raises(NotTileLocalError, match=message) as info:
+        trace(f, ACC, ())
+    assert "epilogue 'lambda'" in str(info.value)
+
+
+def test_refusal_names_the_users_line():
+    def my_epilogue(acc):
+        scaled = acc * 2
+        return jnp.cumsum(scaled, axis=0)
+
+    line = my_epilogue.__code__.co_firstlineno + 2
+    message = rf"epilogue 'my_epilogue': 'cumsum' at .*test_epilogue_refusals.py:{line}.*Allowed in an epilogue"
+    with pytest.raises(NotTileLocalError, match=message):
+        trace(my_epilogue, ACC, ())
+
+
+@pytest.mark.parametrize("shape", [(2, 1, N), (2, M, N), (M,), (5,), (M, 2), (1, 4, 1), (2 * M, N), (1, 3)])
+def test_refused_operand_shape(shape):
+    with pytest.raises(NotTileLocalError, match=r"operand 'bias' has shape .* does not broadcast"):
+        trace(lambda acc, bias: acc, ACC, (typed(*shape),))
+
+
+def test_row_shaped_operand_of_length_m_says_what_to_do():
+    with pytest.raises(NotTileLocalError, match=r"Pass it with shape \(M, 1\)"):
+        trace(lambda acc, scale: acc, ACC, (typed(M),))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((M, N), jnp.int32), ((M, N), jnp.bool_), ((N,), jnp.int8), ((N,), jnp.uint32)]
+)
+def test_refused_operand_dtype(shape, dtype):
+    with pytest.raises(NotTileLocalError, match=f"operand 'x' of shape .* has dtype {np.dtype(dtype)}"):
+        trace(lambda acc, x: acc, ACC, (typed(*shape, dtype=dtype),))
+
+
+def test_refused_float64():
+    with jax.enable_x64(True):
+        with pytest.raises(NotTileLocalError, match="float64"):
+            trace(lambda acc: acc.astype(jnp.float64), ACC, ())
+        with pytest.raises(NotTileLocalError, match="has dtype float64"):
+            trace(lambda acc, x: acc + x, ACC, (typed(N, dtype=jnp.float64),))
+
+
+def test_64_bit_mode():
+    """Where 64-bit types are enabled, constants of Python are 64-bit until they meet the tile."""
+    with jax.enable_x64(True):
+
+        def f(acc):
+            return jnp.where(acc > 0, acc * 2, 0.5), jnp.mean(acc, axis=1), jnp.round(acc, 2)
+
+        assert trace(f, ACC, ())[0].out_avals[0].dtype == jnp.float32
+        with pytest.raises(NotTileLocalError, match="makes int64 indices"):
+            trace(lambda acc: acc * jnp.arange(N), ACC, ())
+
+
+def test_captured_key_is_refused():
+    key = jax.random.key(0)
+    with pytest.raises(NotTileLocalError, match="pass random numbers"):
+        trace(lambda acc: acc * jax.random.normal(key, acc.shape), ACC, ())
