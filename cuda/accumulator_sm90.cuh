@@ -86,19 +86,19 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_WGMMA_N256(type) \
   CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
-/// d (64 x columns) = a (64 x 16) b (16 x columns) + (accumulate ? d : 0), a and b through descriptors; d's first
-/// columns are 128, 192 or 256. Asynchronous.
-template <int columns, DType input, int a_is_mn_major, int b_is_mn_major, int registers>
+/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a and b through descriptors; N is 128, 192 or 256.
+/// Asynchronous.
+template <DType input, int a_is_mn_major, int b_is_mn_major, int registers>
 __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
-  static_assert((columns == 128 || columns == 192 || columns == 256) && columns / 2 <= registers, "columns of d");
+  static_assert(registers == 64 || registers == 96 || registers == 128, "products of 128, 192 or 256 columns");
   if constexpr (input == DType::bf16) {
-    if constexpr (columns == 128) CODA_WGMMA_N128("bf16");
-    if constexpr (columns == 192) CODA_WGMMA_N192("bf16");
-    if constexpr (columns == 256) CODA_WGMMA_N256("bf16");
+    if constexpr (registers == 64) CODA_WGMMA_N128("bf16");
+    if constexpr (registers == 96) CODA_WGMMA_N192("bf16");
+    if constexpr (registers == 128) CODA_WGMMA_N256("bf16");
   } else {
-    if constexpr (columns == 128) CODA_WGMMA_N128("f16");
-    if constexpr (columns == 192) CODA_WGMMA_N192("f16");
-    if constexpr (columns == 256) CODA_WGMMA_N256("f16");
+    if constexpr (registers == 64) CODA_WGMMA_N128("f16");
+    if constexpr (registers == 96) CODA_WGMMA_N192("f16");
+    if constexpr (registers == 128) CODA_WGMMA_N256("f16");
   }
 }
 

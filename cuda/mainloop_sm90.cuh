@@ -32,8 +32,6 @@ struct Gemm {
   static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
   using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Epilogue>;
   static constexpr int consumers = 2;
-  static constexpr int narrow_n = 128;
-  static constexpr bool may_be_narrow = Config::tile_n == 192 && splits == 1;
   static constexpr int threads = 128 * (1 + consumers);
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
                 "a tile is whole operand chunks");
@@ -185,19 +183,23 @@ struct Gemm {
       // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
       const bool is_first = index == scheduler.first(), is_last = index + scheduler.stride() >= scheduler.total;
       if (!is_first) ptx::named_barrier_sync(1 + consumer, 128 * consumers);
-      TileAccumulator accumulator;
-      RingPosition<Config::stages> last;
-      // The last tile of a row may need fewer columns than it has.
-      if (may_be_narrow && tile.column_end - tile.column <= narrow_n) {
-        last = issue_products<narrow_n>(at, accumulator);
-      } else {
-        last = issue_products<Config::tile_n>(at, accumulator);
+      Accumulator<Config::tile_m / 64, Config::tile_n> accumulator;
+      RingPosition<Config::stages> previous = at;
+      for (int k_block = 0; k_block < k_blocks; ++k_block) {
+        stages.wait_full(at);
+        multiply(at.slot, k_block > 0, accumulator);
+        if (k_block > 0) {
+          wgmma::wait<1>();
+          release(previous.slot);
+        }
+        previous = at;
+        at.advance();
       }
       if (!is_last) ptx::named_barrier_arrive(1 + (consumer ^ 1), 128 * consumers);
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::tile_m / 64; ++block) wgmma::keep_behind_wait(accumulator.registers[block]);
-      release(last.slot);
+      release(previous.slot);
       at.advance(k_blocks);
 
       epilogue.visit(tile, accumulator);
@@ -205,31 +207,10 @@ struct Gemm {
     epilogue.finish();
   }
 
-  using TileAccumulator = Accumulator<Config::tile_m / 64, Config::tile_n>;
-
-  /// Issues the products of a tile's first `columns` columns, stage by stage from `at` on. Returns the last stage,
-  /// which they may still be reading; those before it are released.
-  template <int columns>
-  __device__ __forceinline__ RingPosition<Config::stages> issue_products(RingPosition<Config::stages>& at,
-                                                                         TileAccumulator& accumulator) const {
-    RingPosition<Config::stages> previous = at;
-    for (int k_block = 0; k_block < k_blocks; ++k_block) {
-      stages.wait_full(at);
-      multiply<columns>(at.slot, k_block > 0, accumulator);
-      if (k_block > 0) {
-        wgmma::wait<1>();
-        release(previous.slot);
-      }
-      previous = at;
-      at.advance();
-    }
-    return previous;
-  }
-
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
   /// one's.
-  template <int columns>
-  __device__ __forceinline__ void multiply(int slot, bool accumulate, TileAccumulator& accumulator) const {
+  __device__ __forceinline__ void multiply(int slot, bool accumulate,
+                                           Accumulator<Config::tile_m / 64, Config::tile_n>& accumulator) const {
     constexpr int a_step = Config::transpose_a ? 2048 : 32, b_step = Config::transpose_b ? 32 : 2048;
     const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
     const ptx::uint64 a = wgmma::descriptor(stage), b = wgmma::descriptor(stage + Layout::a_bytes);
@@ -238,7 +219,7 @@ struct Gemm {
     for (int step = 0; step < Config::tile_k / 16; ++step)
 #pragma unroll
       for (int block = 0; block < Config::tile_m / 64; ++block)
-        wgmma::multiply<columns, Config::input, Config::transpose_a, !Config::transpose_b>(
+        wgmma::multiply<Config::input, Config::transpose_a, !Config::transpose_b>(
             accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
             accumulate || step > 0);
     wgmma::commit();

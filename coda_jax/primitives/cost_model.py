@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-NARROW_N = 128  # columns of the last tile of 192, where they suffice, as in cuda/mainloop_sm90.cuh
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 
 
@@ -77,11 +76,8 @@ def cost(
     tile_m, tile_n = tile
     m = product.m if isinstance(product.m, int) else 1 << 14
     batch = product.batch if isinstance(product.batch, int) else 1
-    tiles_n = -(-product.n // tile_n)
-    waves = -(-(-(-m // (tile_m * cluster_m)) * tiles_n * batch) // (MULTIPROCESSORS // cluster_m))
-    columns = product.n // tile_n * tile_n  # that are multiplied: the last tile of a row may be narrower
-    if product.n > columns:
-        columns += NARROW_N if tile_n == 192 and product.n - columns <= NARROW_N else tile_n
-    of_tile = tile_m * columns / tiles_n / (128 * 128) * constants.relative_time[tile][has_long_epilogue]
+    clusters = -(-m // (tile_m * cluster_m)) * -(-product.n // tile_n) * batch
+    waves = -(-clusters // (MULTIPROCESSORS // cluster_m))
+    of_tile = tile_m * tile_n / (128 * 128) * constants.relative_time[tile][has_long_epilogue]
     multicast = 1.0 if cluster_m > 1 else constants.without_multicast
     return waves * -(-product.k // 64) * of_tile * multicast + _START_AND_END
