@@ -153,16 +153,28 @@ class LossHead:
     def _dlogits(
         self, z: jax.Array, lse: jax.Array, target: jax.Array, labels: jax.Array, weights: jax.Array
     ) -> jax.Array:
-        """dz of the chunk, rounded. The label's own logit is the exact one: its cotangent is often a difference."""
+        """dz of the chunk, rounded. The label's own logit is the exact one: its cotangent is often a difference.
+
+        What depends on the row alone stays out of the pass over the chunk.
+        """
         lse, target, labels, weights = (y[:, None] for y in (lse, target, labels, weights))
+        scale = weights * (1 + 2 * self.z_loss * lse)
+        smoothing = weights * (self.label_smoothing / self.vocabulary)
+
+        def cotangent(capped: jax.Array) -> jax.Array:  # of a logit that is not the label's
+            dz = scale * jnp.exp(capped - lse)
+            return dz - smoothing if self.label_smoothing else dz
+
+        def through_cap(dz: jax.Array, capped: jax.Array) -> jax.Array:
+            return dz if self.soft_cap is None else dz * (1 - jnp.square(capped / self.soft_cap))
+
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        hit = column == labels
-        capped = jnp.where(hit, target, self._capped(z.astype(jnp.float32)))
-        dz = (1 + 2 * self.z_loss * lse) * jnp.exp(capped - lse) - (1 - self.label_smoothing) * hit
-        dz = weights * (dz - self.label_smoothing / self.vocabulary)
-        if self.soft_cap is not None:
-            dz = dz * (1 - jnp.square(capped / self.soft_cap))
-        return jnp.where(column < self.vocabulary, dz, 0.0).astype(self.dtype)
+        capped = self._capped(z.astype(jnp.float32))
+        of_label = through_cap(cotangent(target) - weights * (1 - self.label_smoothing), target)
+        dz = jnp.where(column == labels, of_label, through_cap(cotangent(capped), capped))
+        if self.columns > self.vocabulary:
+            dz = jnp.where(column < self.vocabulary, dz, 0.0)
+        return dz.astype(self.dtype)
 
     def _multiply(
         self,
