@@ -76,7 +76,7 @@ def products(rows: Sequence[Row]) -> plt.Figure:
     labels = [f"{row['program']}\n{row['m']}, {row['n']}, {row['k']}" for row in rows]
     axes.set_xticks(np.arange(len(rows)), labels, fontsize="x-small")
     axes.set(ylabel="TFLOP/s", title=f"bare product, a and b stored as shown; M, N, K\n{rows[0]['clock']}")
-    axes.legend(fontsize="small", ncols=len(columns), loc="lower right")
+    axes.legend(fontsize="small", ncols=len(columns), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
     axes.grid(axis="y", alpha=0.3)
     return figure
 
