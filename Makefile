@@ -54,7 +54,7 @@ lint: $(STAMPS)/dev
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(TOOLS)clang-format --dry-run -Werror $$(git ls-files 'cuda/*.cuh' 'coda_jax/ffi/*.cc' 'coda_jax/ffi/*.h' 'benchmarks/*.c*' 'benchmarks/*.h')
+	$(TOOLS)clang-format --dry-run -Werror $$(git ls-files 'cuda/*.cuh' 'coda_jax/ffi/*.cc' 'coda_jax/ffi/*.h' 'benchmarks/*.cc' 'benchmarks/*.cu' 'benchmarks/*.h')
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
