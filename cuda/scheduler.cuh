@@ -17,7 +17,7 @@ struct Tile {
 
 /// Tiles of a (batch, m, n) output; a cluster covers `cluster_m` tiles that follow each other along m. Rasterised in
 /// bands of clusters along m, so that what runs at one time is roughly square, and as many as leave a band's rows of a
-/// in L2: where they do not, products with k from 16384 on run at two thirds of their speed.
+/// in L2: with bands of 8 where two fit, a product with k = 24576 took 40 % longer.
 /// Along n, every section of the Epilogue starts a new tile.
 template <int tile_m, int columns, int cluster_m, class Epilogue>
 struct Scheduler {

@@ -117,8 +117,8 @@ def arrays_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator
     """The arrays of a checkpoint, one after another, in the parameters' own dtypes.
 
     Args:
-      model: a model, or a state with its structure, as a gradient is. Its layers may be stacked for a scan.
-      table: its parameters.
+      model: a model, or a state with its structure. Its layers may be stacked for a scan.
+      table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
     for entry in table:

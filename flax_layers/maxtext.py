@@ -71,7 +71,8 @@ def to_maxtext(
     """The inverse of `from_maxtext`: nested dictionaries of arrays in the parameters' own dtype.
 
     Args:
-      model: a model, or a state with its structure. Its layers may be stacked for a scan.
+      model: a model, or the state of its parameters. Its layers may be stacked for a scan. Not gradients, unless
+        query_scaled=False: those of query kernels are scaled the other way.
       config: its sizes.
       query_scaled, rotary: as in `from_maxtext`. 1 / sqrt(Dh) goes in in float32: exactly if Dh is a power of 4.
       scan_layers: MaxText's setting: whether its layers are stacked, along axis 1.

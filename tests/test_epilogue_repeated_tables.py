@@ -142,6 +142,15 @@ def test_what_is_no_repetition_of_rows():
         trace(lambda acc, cos: acc.reshape(M, -1, DIM).reshape(M, N) + cos[0, 0], normal(0, M, N), (jnp.ones((5, 4)),))
 
 
+def test_a_count_does_not_go_along_a_tables_rows():
+    def f(acc, table):
+        of_rows = jnp.sum(table, axis=1) * jnp.arange(N, dtype=jnp.float32)[:ROWS]
+        return (acc.reshape(M, -1, DIM) * jnp.tile(of_rows, BATCH)[:, None, None]).reshape(acc.shape)
+
+    with pytest.raises(NotTileLocalError):
+        trace(f, normal(0, M, N), (normal(1, ROWS, DIM),))
+
+
 def test_symbolic_batch():
     (batch,) = export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, ROWS, K), jnp.float32)

@@ -27,6 +27,14 @@ def test_on_a_hopper_gpu():
     assert re.fullmatch(kernel, line)
 
 
+def test_a_config_that_does_not_fit():
+    found = coda.explain(
+        lambda a, b: coda.gemm(a, b, config=coda.GemmConfig(tile_n=256, stages=8)), A, B, platform="cuda"
+    )
+    (product,) = found.products
+    assert "do not fit into 232448 bytes" in product.reason
+
+
 def test_elsewhere():
     found = coda.explain(jax.jit(coda.gemm), A, B)
     assert found.kernels == 0

@@ -308,6 +308,8 @@ class Analysis:
         tag = tags[value.tags.index(INDEX)]
         if tag in COLUMNS and (part or tag not in (COLUMN, HALF)):
             raise NotElementwise("counts along the columns of a part or of heads; take them from jnp.arange(N)")
+        if tag == TABLE_ROW:
+            raise NotElementwise("counts along the rows of a table before jnp.tile repeats them")
         if tag == ROW:
             leaves = [self.node("row", (), "int32")]
         elif tag in (COLUMN, HALF):

@@ -202,7 +202,8 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
         advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
-        if len(shape) == 2 and isinstance(shape[0], int) and not isinstance(m, int):
+        may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
+        if may_repeat and not isinstance(m, int) and not is_repeated:
             advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "

@@ -13,7 +13,7 @@ from coda_jax.epilogue import Program
 from coda_jax.primitives.config import choose_tiling
 from coda_jax.primitives.cost_model import Product
 
-_MAX_BUFFERS, _MAX_PARAMETER_BYTES = 64, 4096  # as in ffi/handler.cc
+_MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
 
 
 def unsupported_reason(
@@ -68,10 +68,10 @@ def unsupported_reason(
             return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
     buffers = 2 + len(program.operands) + len(program.stores) + len(program.reductions)
     maps = 2 + len(program.tile_operands) + len(program.stores)
-    if buffers > _MAX_BUFFERS or 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
+    if 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
         return (
-            f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes {_MAX_BUFFERS}, and "
-            f"{_MAX_PARAMETER_BYTES - 16} bytes at 128 a matrix and 8 an array"
+            f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes "
+            f"{_MAX_PARAMETER_BYTES - 16} bytes, at 128 a matrix and 8 an array"
         )
     try:
         choose_tiling(Product(m, n, k, transpose_b=transpose_b), program, out_dtypes)

@@ -204,7 +204,9 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
+    some_is_whole = False
     for tile_m, tile_n in tiles:
+        columns = tile_n // program.entries(program.acc_width)
         for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile_n, product.k):
             tiling = Tiling(
                 tile_m=tile_m,
@@ -216,10 +218,12 @@ def choose_tiling(
                 load_slots=given.load_slots or load_slots,
                 store_slots=given.store_slots or store_slots,
             )
-            is_whole = tile_n // program.entries(program.acc_width) % tiling.box_n == 0
-            is_whole = is_whole and program.head // 2 % tiling.box_n == 0
+            is_whole = columns % tiling.box_n == 0 and program.head // 2 % tiling.box_n == 0
+            some_is_whole = some_is_whole or is_whole
             if is_whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
                 return tiling
+    if not some_is_whole:
+        raise ValueError(f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}")
     raise ValueError(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"

@@ -47,8 +47,9 @@ def gemm(
       *operands: scalars (), also Python's, row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles
         (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
         tiles beside it. Where it works on heads of Dh columns, also tables of them, (..., M, Dh), and vectors (Dh,); a
-        table (S, Dh), where S divides the rows, it repeats with jnp.tile. Dh/2 may stand in the place of Dh. Tiles
-        are bfloat16, float16 or float32, the others also int32 or bool.
+        table (S, Dh), which it repeats with jnp.tile, where S divides M (with leading axes: is M). Dh/2 may stand
+        in the place of Dh. Tiles and arrays over heads are bfloat16, float16 or float32, the others also int32 or
+        bool.
       epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
         elementwise operations, the two halves of N or 2N, and as outputs sums, maxima and minima along rows or columns
         and log-sum-exps (`coda.logsumexp`, `jax.nn.logsumexp`) along rows.
@@ -192,7 +193,7 @@ def _flattened(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: An
         raise ValueError(
             f"gemm: operand {index} has shape {x.shape}; beside an output of shape {(*leading, m, n)} it must be "
             f"a scalar (), a row vector ({n},) or (1, {n}), a column vector {(*leading, m, 1)} or a tile "
-            f"{(*leading, m, n)}"
+            f"{(*leading, m, n)}; beside heads of Dh columns also a table ({m}, Dh) or of rows {(*leading, m)}"
         )
     return x.reshape(math.prod(leading) * m, x.shape[-1])
 

@@ -11,7 +11,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class Work:
         return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes)
 
 
-Measure = Callable[[Sequence[Work]], list[dict[Tiling, float]]]  # seconds of each work's tilings
+Measure = Callable[[Sequence[Work]], Iterable[dict[Tiling, float]]]  # seconds of each work's tilings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
 
     Raises:
       RuntimeError: there is no Hopper GPU, or its kernels cannot be compiled; the job has several processes.
-      ValueError: there is no place for a table, or the file there is not one.
+      ValueError: there is no place for a table, it cannot be written, or the file there is not one.
 
     Example: `print(coda.tune(train_step, state, batch))`
     """
@@ -143,6 +143,9 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
         tile_table.read(path)
     except ValueError as error:
         raise ValueError(f"tune: {path} is not overwritten: {error}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"tune: {path} cannot be written")
     works = list(products_of(function, *args, **kwargs).values())
     found = []
     for work, seconds in zip(works, measure(works), strict=True):
@@ -151,13 +154,10 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
         best = min(seconds, key=seconds.__getitem__)
         if seconds[first] <= seconds[best] * (1 + _NOISE):
             best = first
-        found.append(Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first]))
-    entries = {
-        one.key: tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
-        for one in found
-    }
-    if entries:
-        tile_table.update(path, device, entries)
+        one = Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first])
+        entry = tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
+        tile_table.update(path, device, {key: entry})
+        found.append(one)
     return Tuning(path, device, tuple(found))
 
 
@@ -178,18 +178,17 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     return found
 
 
-def measure_on(works: Sequence[Work], *, device: Any) -> list[dict[Tiling, float]]:
+def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[Tiling, float]]:
     """Seconds of each work's tilings on a GPU. Programs are compiled side by side, and measured one work at a time."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # A thread of its own has no mesh: what the caller's context says about arrays is not for these.
         programs = [[pool.submit(compiled, work, tiling, device) for tiling in work.tilings] for work in works]
         data = [pool.submit(random_sets, work, device) for work in works]
-        found = []
         for work, of, make in zip(works, programs, data, strict=True):
             sets = make.result()()
             calls = [functools.partial(program.result(), *sets) for program in of]
-            found.append(dict(zip(work.tilings, [s / len(sets) for s in interleaved(calls)], strict=True)))
-    return found
+            yield dict(zip(work.tilings, [s / len(sets) for s in interleaved(calls)], strict=True))
+            del sets, calls  # before the next product's are made
 
 
 def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
