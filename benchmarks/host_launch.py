@@ -7,6 +7,7 @@ the place of ``libcuda.so.1`` in this process, so tests run it in a process of t
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -128,28 +129,26 @@ class Frame:
             raise RuntimeError(message.value.decode())
 
 
-def product(number: int) -> Callable[..., object]:
-    """One call with three tensor maps, of a kernel of its own."""
-
-    def call(a: jax.Array, b: jax.Array, bias: jax.Array) -> list[jax.Array]:
-        return ffi.gemm_call(
-            [a, b, bias],
-            [jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), a.dtype)],
-            name="gemm",
-            source=f'extern "C" __global__ void coda_gemm(int* x) {{ *x = {number}; }}',
-            maps=[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
-            pointers=[2],
-            transpose_a=False,
-            transpose_b=True,
-            tile_m=128,
-            tile_n=192,
-            ways=1,
-            cluster_m=2,
-            threads=384,
-            smem_bytes=200_000,
-        )
-
-    return call
+def product(
+    a: jax.Array, b: jax.Array, bias: jax.Array, *, kernel: int = 0, pointers: Sequence[int] = (2,), box_rows: int = 128
+) -> list[jax.Array]:
+    """One call with three tensor maps; each number `kernel` stands for a kernel of its own."""
+    return ffi.gemm_call(
+        [a, b, bias],
+        [jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16)],
+        name="gemm[launch]",
+        source=f'extern "C" __global__ void coda_gemm(int* x) {{ *x = {kernel}; }}',
+        maps=[0, 1, 0, 64, box_rows, 128, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
+        pointers=pointers,
+        transpose_a=False,
+        transpose_b=True,
+        tile_m=128,
+        tile_n=192,
+        ways=1,
+        cluster_m=2,
+        threads=384,
+        smem_bytes=200_000,
+    )
 
 
 def main() -> None:
@@ -159,7 +158,10 @@ def main() -> None:
         host.library.driver_set_parameter_bytes(3 * 128 + 8 + 16)
         for calls in (20, 320):
             addresses = range(1 << 30, 1 << 40, 1 << 20)
-            frames = [host.frame(product(i % 20), types, addresses[4 * i : 4 * i + 4]) for i in range(calls)]
+            frames = [
+                host.frame(functools.partial(product, kernel=i % 20), types, addresses[4 * i : 4 * i + 4])
+                for i in range(calls)
+            ]
             for stage in STAGES:
                 for frame in frames:
                     frame.call(stage)

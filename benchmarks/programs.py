@@ -15,6 +15,7 @@ from coda_jax.epilogue import logsumexp, trace
 from coda_jax.primitives import deferred_norm, kernel
 from coda_jax.primitives.config import GemmConfig, choose_tiling
 from coda_jax.primitives.cost_model import Product
+from coda_jax.primitives.tune import random_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Program:
     def operands(self, m: int, n: int, seed: int = 7) -> tuple[jax.Array, ...]:
         """Random-normal operands (integers 0 to 9, booleans at random)."""
         keys = jax.random.split(jax.random.key(seed), 16)
-        return tuple(_random(key, type_) for key, type_ in zip(keys, self.operand_types(m, n), strict=False))
+        return tuple(random_array(key, type_) for key, type_ in zip(keys, self.operand_types(m, n), strict=False))
 
     def out_dtype(self, m: int, n: int) -> Any:
         """`out_dtypes` in the structure that the epilogue returns; None where an output is no tile."""
@@ -43,14 +44,6 @@ class Program:
         for store, dtype in zip(epilogue.program.stores, self.out_dtypes, strict=True):
             leaves[store.output] = dtype
         return jax.tree.unflatten(epilogue.out_tree, leaves)
-
-
-def _random(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
-    if type_.dtype == jnp.bool_:
-        return jax.random.bernoulli(key, shape=type_.shape)
-    if jnp.issubdtype(type_.dtype, jnp.integer):
-        return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
-    return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
 
 
 def _type(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

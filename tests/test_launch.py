@@ -12,34 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.host_launch import Host
+from benchmarks.host_launch import Host, product
 from coda_jax import ffi
 
 needs_nvrtc = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
 
 M, N, K = 256, 192, 64
-SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
 PARAMETER_BYTES = 3 * 128 + 8 + 16
 MIB = 1 << 20
-
-
-def product(a, b, bias, pointers=(2,), box_rows=128):
-    return ffi.gemm_call(
-        [a, b, bias],
-        [jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16)],
-        name="gemm[launch]",
-        source=SOURCE,
-        maps=[0, 1, 0, 64, box_rows, 128, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
-        pointers=pointers,
-        transpose_a=False,
-        transpose_b=True,
-        tile_m=128,
-        tile_n=192,
-        ways=1,
-        cluster_m=2,
-        threads=384,
-        smem_bytes=200_000,
-    )
 
 
 def make(host, addresses=(MIB, 2 * MIB, 3 * MIB, 4 * MIB), m=M, dtype=jnp.bfloat16, **options):

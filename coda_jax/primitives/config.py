@@ -149,10 +149,10 @@ def tiles_for(
 
 def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
     vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
-    has_registers = not (program.head or len(program.sections) > 1 or traffic.column_reductions)
+    needs_registers = program.head or len(program.sections) > 1 or traffic.column_reductions or vectors > _FEW_VECTORS
     # Rows of less than a cache line cost a float32 array that is added to in place a third of the product.
-    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4
-    return not has_registers or vectors > _FEW_VECTORS or adds_float32
+    adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4
+    return bool(needs_registers or adds_float32)
 
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:

@@ -219,20 +219,22 @@ def number_of_sets(work: Work) -> int:
     return min(_SETS, math.ceil(_SETS_BYTES / bytes_of_one))
 
 
-def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
-    """The program that makes the sets: normal numbers, as power and with it the clock depend on the data."""
+def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
+    """Normal numbers, integers 0 to 9, or booleans at random."""
+    if type_.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, shape=type_.shape)
+    if jnp.issubdtype(type_.dtype, jnp.integer):
+        return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
+    return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
 
-    def one(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
-        if type_.dtype == jnp.bool_:
-            return jax.random.bernoulli(key, shape=type_.shape)
-        if jnp.issubdtype(type_.dtype, jnp.integer):
-            return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
-        return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
+
+def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
+    """The program that makes the sets, at random, as power and with it the clock depend on the data."""
 
     def make() -> list[tuple[jax.Array, ...]]:
         # The generator that XLA compiles in no time.
         keys = jax.random.split(jax.random.key(0, impl="rbg"), (number_of_sets(work), len(work.types)))
-        return [tuple(map(one, keys_of_set, work.types)) for keys_of_set in keys]
+        return [tuple(map(random_array, keys_of_set, work.types)) for keys_of_set in keys]
 
     return jax.jit(make, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower().compile()
 
