@@ -22,7 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from benchmarks import hlo, plain_llama
+from benchmarks import hlo
 from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, step
 
 OUTPUT = "output"
@@ -280,7 +280,7 @@ def step_passes(name: str, config: Any, batch: int, length: int, *, param_dtype:
             lowered = traced.lower(lowering_platforms=("cuda",))
             computations = hlo.stablehlo_computations(lowered.compiler_ir("stablehlo"))
     # The least of what is looked at is half of the keys; the tables of sines are less.
-    keys = plain_llama.kv_heads_of(config) * plain_llama.head_dim_of(config) // 2
+    keys = config.resolved_num_key_value_heads * config.resolved_head_dim // 2
     return [one for each in computations for one in passes(each, rows_of(batch, length, keys))]
 
 

@@ -44,8 +44,8 @@ def config_of(width: int, hidden: int, heads: int, kv_heads: int) -> LlamaConfig
 
 def parameters(config: LlamaConfig, dtype: Any) -> Params:
     """Random-normal kernels over the square root of their inputs, in the shapes of the fused layer."""
-    width, hidden, head_dim = config.hidden_size, config.intermediate_size, plain_llama.head_dim_of(config)
-    queries, keys = config.num_attention_heads * head_dim, plain_llama.kv_heads_of(config) * head_dim
+    width, hidden, head_dim = config.hidden_size, config.intermediate_size, config.resolved_head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
     shapes = {
         "out": (queries, width),
         "gate_up": (width, 2 * hidden),
@@ -65,7 +65,7 @@ def fused(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tupl
     cos, sin = plain_llama.angles(x.shape[1], config)
     x, sumsq = coda.gemm(y, p["out"], x, epilogue=add_residual_sumsq)
     x, sumsq = coda.gated_mlp(x, sumsq, p["mlp_norm"], p["gate_up"], p["down"], epsilon=config.rms_norm_eps)
-    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": plain_llama.kv_heads_of(config)}
+    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.resolved_num_key_value_heads}
     q, k, v, x = coda.qkv_projection(
         x, sumsq, p["attention_norm"], p["qkv"], cos, sin, **heads, epsilon=config.rms_norm_eps
     )
@@ -74,8 +74,8 @@ def fused(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tupl
 
 def separate(p: Params, config: LlamaConfig, *, packed_qkv: bool) -> Params:
     """The same kernels as checkpoints have them, for `plain`; query, key and value may stay one."""
-    head_dim = plain_llama.head_dim_of(config)
-    queries, keys = config.num_attention_heads * head_dim, plain_llama.kv_heads_of(config) * head_dim
+    head_dim = config.resolved_head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
     p = dict(p)
     p["gate"], p["up"] = jnp.split(p.pop("gate_up"), 2, axis=1)
     if not packed_qkv:

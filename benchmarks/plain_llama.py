@@ -30,8 +30,8 @@ def from_fused(fused: Mapping[str, Any], config: LlamaConfig) -> Params:
 
 def layer_from_fused(layer: Mapping[str, Any], config: LlamaConfig) -> Params:
     """One layer of the same."""
-    head_dim = head_dim_of(config)
-    queries, keys = config.num_attention_heads * head_dim, kv_heads_of(config) * head_dim
+    head_dim = config.resolved_head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
     qkv, gate_up = layer["attention"]["qkv"]["kernel"], layer["mlp"]["gate_up"]
     return {
         "attention_norm": layer["attention_norm"]["scale"],
@@ -44,14 +44,6 @@ def layer_from_fused(layer: Mapping[str, Any], config: LlamaConfig) -> Params:
         "up": gate_up[:, 1],
         "down": layer["mlp"]["down"]["kernel"],
     }
-
-
-def head_dim_of(config: LlamaConfig) -> int:
-    return config.head_dim or config.hidden_size // config.num_attention_heads
-
-
-def kv_heads_of(config: LlamaConfig) -> int:
-    return config.num_key_value_heads or config.num_attention_heads
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -69,7 +61,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def angles(length: int, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
     """cos and sin, (T, Dh / 2) float32."""
-    half = head_dim_of(config) // 2
+    half = config.resolved_head_dim // 2
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] / config.rope_theta ** (jnp.arange(half) / half)
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -84,7 +76,7 @@ def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
 def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
     """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv"."""
     y = rms_norm(x, p["attention_norm"], config.rms_norm_eps)
-    head_dim, kv_heads = head_dim_of(config), kv_heads_of(config)
+    head_dim, kv_heads = config.resolved_head_dim, config.resolved_num_key_value_heads
     if "qkv" in p:
         z = (y @ p["qkv"].astype(x.dtype)).reshape(*y.shape[:-1], -1, head_dim)
         q, k, v = jnp.split(z, [config.num_attention_heads, config.num_attention_heads + kv_heads], axis=-2)

@@ -71,8 +71,8 @@ def config_to_hf(config: LlamaConfig | GPT2Config) -> dict[str, Any]:
         return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **settings}
     name = "qwen3" if config.qk_norm else "llama"
     # Written out: transformers has other defaults for Qwen3.
-    settings["num_key_value_heads"] = config.num_key_value_heads or config.num_attention_heads
-    settings["head_dim"] = config.head_dim or config.hidden_size // config.num_attention_heads
+    settings["num_key_value_heads"] = config.resolved_num_key_value_heads
+    settings["head_dim"] = config.resolved_head_dim
     scaling = config.rope_scaling
     return {
         "model_type": name,

@@ -17,9 +17,8 @@ def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
 def _llama(config: LlamaConfig) -> list[Entry]:
     """LlamaForCausalLM and Qwen3ForCausalLM."""
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    heads = config.num_attention_heads
-    head_dim = config.head_dim or width // heads
-    queries, keys = heads * head_dim, (config.num_key_value_heads or heads) * head_dim
+    head_dim = config.resolved_head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     kernel = partial(Part, transposed=True)
     found = [

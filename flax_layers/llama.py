@@ -49,6 +49,16 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
 
+    @property
+    def resolved_head_dim(self) -> int:
+        """head_dim, or what it is by default."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def resolved_num_key_value_heads(self) -> int:
+        """num_key_value_heads, or what it is by default."""
+        return self.num_key_value_heads or self.num_attention_heads
+
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
         """Llama 3 8B."""

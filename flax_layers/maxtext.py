@@ -120,9 +120,8 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
     if rotary not in ("halves", "interleaved"):
         raise ValueError(f"{rotary=} must be 'halves' or 'interleaved'")
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    heads = config.num_attention_heads
-    head_dim = config.head_dim or width // heads
-    queries, keys = (heads, head_dim), (config.num_key_value_heads or heads, head_dim)
+    head_dim = config.resolved_head_dim
+    queries, keys = (config.num_attention_heads, head_dim), (config.resolved_num_key_value_heads, head_dim)
     turned = partial(Part, interleaved=rotary == "interleaved")
     query = partial(turned, factor=math.sqrt(head_dim) if query_scaled else 1.0)
     found = [
