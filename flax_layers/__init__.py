@@ -1,10 +1,9 @@
 """Flax modules whose norms, gates and residuals run inside the products of `coda_jax`."""
 
-from flax.nnx import Embed
-
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.block import TransformerBlock
+from flax_layers.embed import Embed
 from flax_layers.generate import Decoder, Generated, generate
 from flax_layers.gpt2 import GPT2, GPT2Block, GPT2Config
 from flax_layers.kv_cache import KVCache

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.attention import Attention
+from flax_layers.embed import Embed
 from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.language_model import LanguageModel
 from flax_layers.lm_head import LMHead
@@ -129,8 +130,8 @@ class GPT2(LanguageModel):
     ):
         init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.embed = nnx.Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
-        self.position_embed = nnx.Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
+        self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
+        self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
         self.layers = nnx.List(GPT2Block(config, **options) for _ in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
+from flax_layers.embed import Embed
 from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.language_model import LanguageModel
 from flax_layers.layer_stack import run_layers, stack, unstack
@@ -154,7 +155,7 @@ class Llama(LanguageModel):
         self.remat_layers = remat_layers
         width = config.hidden_size
         kernel_init = nnx.initializers.normal(config.initializer_range)
-        self.embed = nnx.Embed(
+        self.embed = Embed(
             config.vocab_size, width, dtype=dtype, param_dtype=param_dtype, embedding_init=kernel_init, rngs=rngs
         )
         blocks = [

@@ -1,0 +1,51 @@
+"""The token embedding beside flax.nnx.Embed: the same rows, and gradients that do not stagnate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_layers import Embed
+
+dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["f32", "bf16", "f16"])
+param_dtypes = pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["param_f32", "param_bf16"])
+
+
+@dtypes
+@param_dtypes
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+def test_rows_are_those_of_nnx(shape, param_dtype, dtype):
+    ours, stock = (kind(7, 16, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)) for kind in (Embed, nnx.Embed))
+    tokens = jax.random.randint(jax.random.key(1), shape, -7, 7)  # negative ones count from the end
+    rows = jax.jit(lambda tokens: ours(tokens))(tokens)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, stock(tokens))
+
+
+def test_rows_outside_the_table_are_nan():
+    rows = Embed(7, 16, rngs=nnx.Rngs(0))(jnp.array([6, 7, -8]))
+    assert np.isfinite(rows[0]).all() and np.isnan(rows[1:]).all()
+
+
+@param_dtypes
+def test_the_gradient_of_a_frequent_token_is_rounded_once(param_dtype):
+    """4096 tokens of one row and 64 of another. Sums in bfloat16 end near 256 times their addends."""
+    embed = Embed(3, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    tokens = jnp.repeat(jnp.array([0, 2]), jnp.array([4096, 64]), total_repeat_length=4160)
+    weights = jax.random.uniform(jax.random.key(0), (tokens.size, 8)).astype(jnp.bfloat16)
+
+    def loss(embed):
+        return jnp.sum((embed(tokens) * weights).astype(jnp.float32))
+
+    gradient = nnx.grad(loss)(embed).embedding[...]
+    assert gradient.dtype == param_dtype
+    exact = np.zeros((3, 8))
+    np.add.at(exact, np.asarray(tokens), np.asarray(weights, np.float64))
+    tolerance = 1e-6 if param_dtype == jnp.float32 else 2.0**-8
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), exact, rtol=tolerance)
+
+
+def test_floating_tokens_are_refused():
+    with pytest.raises(ValueError, match="tokens are integers, got float32"):
+        Embed(7, 16, rngs=nnx.Rngs(0))(jnp.zeros(3))
