@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 
 
 class Embed(nnx.Embed):
@@ -34,5 +37,32 @@ class Embed(nnx.Embed):
         if not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
         table = self.embedding[...]
-        wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))  # XLA takes rows, then widens them
-        return wide.at[inputs].get(mode="fill", out_sharding=out_sharding).astype(self.dtype)
+        if out_sharding is not None or explicit_sharding(table) is not None:  # JAX lays out this gradient itself
+            rows = table.astype(_sum_dtype(table)).at[inputs].get(mode="fill", out_sharding=out_sharding)
+        elif _sum_dtype(table) == table.dtype:
+            rows = jnp.take(table, inputs, axis=0)
+        else:
+            rows = _take(jax.typeof(table), *vary(varying_axes(table, inputs), table, inputs))
+        return rows.astype(self.dtype)
+
+
+def _sum_dtype(table: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(table.dtype, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _take(of_table: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table of 16-bit elements, whose gradient is summed in float32. `of_table` is the table's type."""
+    return jnp.take(table, tokens, axis=0)
+
+
+def _take_forward(of_table: Any, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _take(of_table, table, tokens), tokens
+
+
+def _take_backward(of_table: Any, tokens: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    (zeros,) = vary(varying_axes(tokens, dy), jnp.zeros(of_table.shape, jnp.float32))
+    return zeros.at[tokens].add(dy.astype(jnp.float32)).astype(of_table.dtype), None
+
+
+_take.defvjp(_take_forward, _take_backward)

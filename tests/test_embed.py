@@ -49,3 +49,21 @@ def test_the_gradient_of_a_frequent_token_is_rounded_once(param_dtype):
 def test_floating_tokens_are_refused():
     with pytest.raises(ValueError, match="tokens are integers, got float32"):
         Embed(7, 16, rngs=nnx.Rngs(0))(jnp.zeros(3))
+
+
+@param_dtypes
+def test_gradient_in_a_sharded_map(param_dtype):
+    """The table is whole on every device, the tokens are not: its gradients are summed over the mesh."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    embed = Embed(5, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(embed)
+    tokens = jax.random.randint(jax.random.key(1), (6,), 0, 5)
+
+    def loss(params, tokens):
+        return jnp.sum(jnp.square(nnx.merge(graphdef, params)(tokens).astype(jnp.float32)))
+
+    whole = jax.grad(loss)(params, tokens)
+    spec = jax.sharding.PartitionSpec
+    split = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(params, tokens)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)

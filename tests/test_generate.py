@@ -201,13 +201,16 @@ def outputs(jaxpr):
 
 
 def test_no_weight_is_cast_in_the_loop():
-    """Casts and products with a norm's scale are made before it: a step only reads the weights."""
+    """Casts and products with a norm's scale are made before it: a step only reads the weights.
+
+    Of the embedding it takes rows, which are cast.
+    """
     model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim == 2} | {(32, 96)}  # gate_up in two axes
     whole = jax.make_jaxpr(lambda m, t: layers.generate(m, t, max_new_tokens=NEW))(model, PROMPTS).jaxpr
     (inner,) = (e.params["jaxpr"].jaxpr for e in whole.eqns if e.params.get("name") == "_generate")
     (loop,) = (e for e in inner.eqns if e.primitive.name == "while")
-    assert kernels <= {x.shape for x in outputs(inner)}
+    assert kernels - {model.embed.embedding.shape} <= {x.shape for x in outputs(inner)}
     assert not kernels & {x.shape for x in outputs(loop.params["body_jaxpr"].jaxpr)}
 
 
