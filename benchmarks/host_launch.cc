@@ -78,6 +78,7 @@ XLA_FFI_CallFrame Describe(Frame& frame, int stage) {
 /// What the stand-in driver was asked for.
 struct Record {
   uint64_t encodings = 0, launches = 0, device_queries = 0;
+  uint64_t zeroed_address = 0, zeroed_words = 0;  // of the last memset
   uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0;
   unsigned char parameters[4096] = {};
 } record;
@@ -226,6 +227,12 @@ int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, co
   std::memset(map, 0, 128);
   std::memcpy(map, &arguments, sizeof(arguments));
   return 0;
+}
+
+int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void*) {
+  record.zeroed_address = address;
+  record.zeroed_words = count;
+  return value;
 }
 
 int cuLaunchKernelEx(const void* config, void*, void** parameters, void**) {

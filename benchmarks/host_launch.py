@@ -30,6 +30,8 @@ class Record(ctypes.Structure):
         ("encodings", ctypes.c_uint64),
         ("launches", ctypes.c_uint64),
         ("device_queries", ctypes.c_uint64),
+        ("zeroed_address", ctypes.c_uint64),
+        ("zeroed_words", ctypes.c_uint64),
         ("grid", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
@@ -130,12 +132,24 @@ class Frame:
 
 
 def product(
-    a: jax.Array, b: jax.Array, bias: jax.Array, *, kernel: int = 0, pointers: Sequence[int] = (2,), box_rows: int = 128
+    a: jax.Array,
+    b: jax.Array,
+    bias: jax.Array,
+    *,
+    kernel: int = 0,
+    pointers: Sequence[int] = (2,),
+    box_rows: int = 128,
+    flags: int = 0,
 ) -> list[jax.Array]:
-    """One call with three tensor maps; each number `kernel` stands for a kernel of its own."""
+    """One call with three tensor maps; each number `kernel` stands for a kernel of its own. With `flags` it is one
+    with split-K, for so many blocks.
+    """
     return ffi.gemm_call(
         [a, b, bias],
-        [jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16)],
+        [
+            jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16),
+            *([jax.ShapeDtypeStruct((flags, 4), jnp.int32)] if flags else []),
+        ],
         name="gemm[launch]",
         source=f'extern "C" __global__ void coda_gemm(int* x) {{ *x = {kernel}; }}',
         maps=[0, 1, 0, 64, box_rows, 128, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
@@ -148,6 +162,7 @@ def product(
         cluster_m=2,
         threads=384,
         smem_bytes=200_000,
+        flags=4 if flags else -1,
     )
 
 

@@ -128,7 +128,7 @@ def tiles(path: pathlib.Path) -> plt.Figure:
         shares = 100 * np.arange(1, len(of) + 1) / len(of)
         style = {"color": "black", "linewidth": 2} if name == "all" else {"alpha": 0.8}
         axes.step([100 * loss for loss in of], shares, where="post", label=f"{name} ({len(of)})", **style)
-    axes.axvline(100 * tile_losses.WORTH_AN_ENTRY, color="grey", linewidth=0.8, linestyle=":")
+    axes.axvline(100 * tile_losses.CLOSE, color="grey", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="time over that of the best tile, %", ylabel="shapes that lose no more, %", ylim=(0, 101), xlim=(0, None)
     )

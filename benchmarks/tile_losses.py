@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 import random
@@ -20,12 +21,15 @@ import numpy as np
 from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table
-from coda_jax.primitives.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cluster_for, tiles_for
+from coda_jax.primitives.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cuts_for
 from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product
 from coda_jax.primitives.tile_table import Problem
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
-WORTH_AN_ENTRY = 0.02  # loss of the cost model's choice from which a shape is entered in the library's table
+CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
+# From which a shape is entered in the library's table. Of two runs on two H200s, the best tiles of one were within 2 %
+# of the best in the other for 80 % of 70 shapes; of losses beyond 4 % five in six were seen in both.
+WORTH_AN_ENTRY = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +89,19 @@ def read(path: pathlib.Path) -> tuple[str, dict[Shape, dict[Tiling, float]]]:
     times: dict[Shape, dict[Tiling, float]] = {}
     for row in rows:
         shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
-        times.setdefault(shape, {})[Tiling(**{name: int(row[name]) for name in FIELDS})] = float(row["us"])
+        config = {name: json.loads(row[name].lower()) for name in FIELDS}
+        times.setdefault(shape, {})[Tiling(**config)] = float(row["us"])
     return rows[0]["device"], times
 
 
 def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants = CONSTANTS) -> Tiling | None:
-    """The one of the measured tilings that the cost model chooses; None where its choice was not measured."""
+    """The one of the measured tilings that the cost model chooses."""
     problem = shape.problem
     traffic = _traffic(shape.program)
-    for tile_m, tile_n in tiles_for(problem.product, problem.program, traffic, constants):
-        cluster_m = cluster_for(problem.product, tile_m)
-        fitting = [tiling for tiling in of if (tiling.tile_m, tiling.tile_n) == (tile_m, tile_n)]
+    for cut in cuts_for(problem.product, problem.program, traffic, constants=constants):
+        fitting = [tiling for tiling in of if tiling.cut == cut]
         if fitting:  # else it has no room for the epilogue
-            return next((tiling for tiling in fitting if tiling.cluster_m == cluster_m), None)
+            return fitting[0]
     return None
 
 
@@ -123,7 +127,7 @@ def summary(times: Times) -> str:
         return "no shape whose tiles were measured"
     lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
     for name, of in by_program(found).items():
-        share = sum(loss <= WORTH_AN_ENTRY for loss in of) / len(of)
+        share = sum(loss <= CLOSE for loss in of) / len(of)
         lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
     lines.append("the ten worst:")
     for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
@@ -135,7 +139,7 @@ def summary(times: Times) -> str:
 
 
 def _named(tiling: Tiling) -> str:
-    return f"{tiling.tile_m} x {tiling.tile_n}, cluster of {tiling.cluster_m}:"
+    return f"{tiling.name}, cluster of {tiling.cluster_m}:"
 
 
 def fit(times: Times, *, starts: int = 3, seed: int = 0) -> Constants:
@@ -147,12 +151,14 @@ def fit(times: Times, *, starts: int = 3, seed: int = 0) -> Constants:
     values = {
         (tile, is_long): CONSTANTS.relative_time[tile][is_long] for tile in TILES[1:] for is_long in (False, True)
     }
-    present = [*values.values(), CONSTANTS.without_multicast]
+    others = (CONSTANTS.alone, CONSTANTS.without_multicast, *CONSTANTS.start, CONSTANTS.end)
+    present = [*values.values(), *others]
 
     def constants(point: Sequence[float]) -> Constants:
         of = dict(zip(values, point, strict=False))
         relative = {tile: (of.get((tile, False), 1.0), of.get((tile, True), 1.0)) for tile in TILES}
-        return Constants(relative, point[-1])
+        alone, without_multicast, *start, end = point[len(values) :]
+        return Constants(relative, alone, without_multicast, (start[0], start[1]), end)
 
     @functools.cache
     def objective(point: tuple[float, ...]) -> float:
@@ -179,14 +185,13 @@ def shown(constants: Constants) -> str:
     """As cost_model.py has them."""
     lines = [f"        {tile}: ({x:.4g}, {y:.4g})," for tile, (x, y) in constants.relative_time.items()]
     table = "\n".join(lines)
-    return (
-        f"CONSTANTS = Constants(\n    relative_time={{\n{table}\n    }},\n"
-        f"    without_multicast={constants.without_multicast:.4g},\n)"
-    )
+    others = {field.name: getattr(constants, field.name) for field in dataclasses.fields(constants)[1:]}
+    rest = "".join(f"    {name}={value},\n" for name, value in others.items())
+    return f"CONSTANTS = Constants(\n    relative_time={{\n{table}\n    }},\n{rest})"
 
 
 def table(times: Times) -> dict[str, Any]:
-    """Entries for the shapes where the cost model's choice loses more than 2 %, by their keys."""
+    """Entries for the shapes where the cost model's choice loses more than 4 %, by their keys."""
     entries = {}
     for shape, loss in losses(times).items():
         tiling = chosen(shape, times[shape])

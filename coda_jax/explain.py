@@ -94,7 +94,7 @@ def _product(equation: core.JaxprEqn, platform: str) -> Product:
     if reason is None:
         try:
             tiling, origin = tiling_for(problem_of(avals, params), params["config"], attached_device())
-            tile = f"{tiling.tile_m} x {tiling.tile_n} ({origin})"
+            tile = f"{tiling.name} ({origin})"
         except ValueError as error:  # a config that does not fit, which the lowering raises
             reason = str(error)
     return Product(params["name"], a, b, reason, tile)

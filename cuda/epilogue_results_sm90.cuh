@@ -86,8 +86,7 @@ struct EpilogueResults {
       const Tile& tile, const RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
     static_for<Epilogue::row_reductions>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
-      const int tiles_n =
-          Scheduler<Config::tile_m, Config::tile_n / Layout::splits, Config::cluster_m, Epilogue>::tiles_along_n(n);
+      const int tiles_n = tiles_along_n<Config::tile_n / Layout::splits, Epilogue>(n);
       float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                        (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
 #pragma unroll

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "epilogue_sm90.cuh"
+#include "partial_tiles_sm90.cuh"
 
 namespace coda {
 
@@ -30,7 +31,9 @@ template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
-  using TileScheduler = Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Epilogue>;
+  using WorkScheduler =
+      Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Config::split_k, Epilogue>;
+  using TileAccumulator = Accumulator<Config::tile_m / 64, Config::tile_n>;
   static constexpr int consumers = 2;
   static constexpr int threads = 128 * (1 + consumers);
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
@@ -41,8 +44,7 @@ struct Gemm {
   const ptx::uint32 shared;
   const int warpgroup, warp, lane;  // warp within the warpgroup
   const int rank;                   // of this CTA in its cluster
-  const int k_blocks;
-  const TileScheduler scheduler;
+  const WorkScheduler scheduler;
   const Ring<Config::stages> stages;
 
   __device__ __forceinline__ Gemm(const Params& params, ptx::uint32 shared)
@@ -52,8 +54,8 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        k_blocks((params.k + Config::tile_k - 1) / Config::tile_k),
-        scheduler(params.m, params.n / splits, params.k, params.batch),
+        scheduler(params.m, params.n / splits, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
+                  params.batch),
         stages{shared + Layout::stage_ring_offset} {}
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
@@ -97,15 +99,15 @@ struct Gemm {
     ptx::tma_prefetch_map(params.map[0]);
     ptx::tma_prefetch_map(params.map[1]);
     RingPosition<Config::stages> at;
-    for (int index = scheduler.first(); index < scheduler.total; index += scheduler.stride()) {
-      const Tile tile = scheduler.tile(index, rank);
+    for (int i = 0; i < scheduler.count; ++i) {
+      const Work work = scheduler.work(i, rank);
 #pragma unroll 1  // the producer has few registers
-      for (int k_block = 0; k_block < k_blocks; ++k_block) {
+      for (int k_block = work.first_block; k_block < work.first_block + work.blocks; ++k_block) {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::stage_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        load_a(tile, k_block * Config::tile_k, stage, stages.full(at.slot));
-        load_b(tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
+        load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
         at.advance();
       }
     }
@@ -163,29 +165,35 @@ struct Gemm {
   __device__ __forceinline__ void prefetch(int consumer) {
     if constexpr (Epilogue::tile_loads > 0) {
       RingPosition<LoadRing::slots> at;
-      for (int index = scheduler.first() + consumer * scheduler.stride(); index < scheduler.total;
-           index += consumers * scheduler.stride())
-        prefetch_operands<Config, Epilogue>(params, scheduler.tile(index, rank), epilogue_base(consumer),
-                                            load_ring(consumer), at);
+      for (int i = consumer; i < scheduler.count; i += consumers) {
+        const Work work = scheduler.work(i, rank);
+        if (work.first_block == 0)
+          prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(consumer), at);
+      }
     }
+  }
+
+  /// At the last two of the kernel's pointers.
+  __device__ __forceinline__ PartialTiles<TileAccumulator> partial_tiles() const {
+    constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
+    return {static_cast<float4*>(params.pointer[last - 1]), static_cast<int*>(params.pointer[last]), warp, lane};
   }
 
   __device__ __forceinline__ void consume(int consumer) {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(consumer), consumer,
                                                        warp, lane);
     RingPosition<Config::stages> at;
-    if (consumer == 1) at.advance(k_blocks);
-    for (int index = scheduler.first() + consumer * scheduler.stride(); index < scheduler.total;
-         index += consumers * scheduler.stride()) {
-      const Tile tile = scheduler.tile(index, rank);
-      epilogue.begin(tile);
+    if (consumer == 1 && scheduler.count > 0) at.advance(scheduler.work(0, rank).blocks);
+    for (int i = consumer; i < scheduler.count; i += consumers) {
+      const Work work = scheduler.work(i, rank);
+      if (work.first_block == 0) epilogue.begin(work.tile);
 
       // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
-      const bool is_first = index == scheduler.first(), is_last = index + scheduler.stride() >= scheduler.total;
+      const bool is_first = i == 0, is_last = i + 1 == scheduler.count;
       if (!is_first) ptx::named_barrier_sync(1 + consumer, 128 * consumers);
-      Accumulator<Config::tile_m / 64, Config::tile_n> accumulator;
+      TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
-      for (int k_block = 0; k_block < k_blocks; ++k_block) {
+      for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
         multiply(at.slot, k_block > 0, accumulator);
         if (k_block > 0) {
@@ -200,17 +208,26 @@ struct Gemm {
 #pragma unroll
       for (int block = 0; block < Config::tile_m / 64; ++block) wgmma::keep_behind_wait(accumulator.registers[block]);
       release(previous.slot);
-      at.advance(k_blocks);
+      if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
 
-      epilogue.visit(tile, accumulator);
+      if constexpr (Config::split_k) {
+        if (work.first_block > 0) {
+          partial_tiles().send(accumulator);
+          continue;
+        }
+        if (work.blocks < scheduler.k_blocks) {
+          const int stride = scheduler.split_tiles * Config::cluster_m;
+          partial_tiles().add(blockIdx.x + stride, stride, scheduler.parts - 1, accumulator);
+        }
+      }
+      epilogue.visit(work.tile, accumulator);
     }
     epilogue.finish();
   }
 
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
   /// one's.
-  __device__ __forceinline__ void multiply(int slot, bool accumulate,
-                                           Accumulator<Config::tile_m / 64, Config::tile_n>& accumulator) const {
+  __device__ __forceinline__ void multiply(int slot, bool accumulate, TileAccumulator& accumulator) const {
     constexpr int a_step = Config::transpose_a ? 2048 : 32, b_step = Config::transpose_b ? 32 : 2048;
     const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
     const ptx::uint64 a = wgmma::descriptor(stage), b = wgmma::descriptor(stage + Layout::a_bytes);

@@ -67,6 +67,7 @@ def test_custom_call_carries_everything():
         "cluster_m = 2 : i32",
         "threads = 384 : i32",
         "smem_bytes = 200000 : i32",
+        "flags = -1 : i32",
         "coda_gemm(float* x)",
     ):
         assert attribute in text, attribute
@@ -210,7 +211,16 @@ def test_tensor_map_refused(map_, dtype, dims, message):
 
 
 def geometry(
-    a, b, transpose_a=False, transpose_b=False, tile=(128, 128), ways=1, cluster_m=2, multiprocessors=132, batch=None
+    a,
+    b,
+    transpose_a=False,
+    transpose_b=False,
+    tile=(128, 128),
+    ways=1,
+    cluster_m=2,
+    multiprocessors=132,
+    batch=None,
+    flags=-1,
 ):
     if batch is None:
         batch = max(a, b, key=len)[:-2]
@@ -225,6 +235,7 @@ def geometry(
         ways=ways,
         cluster_m=cluster_m,
         multiprocessors=multiprocessors,
+        flags=flags,
     )
 
 
@@ -254,6 +265,8 @@ def test_sizes_are_read_off_the_operands(transpose_a, transpose_b):
         ((128, 64), (64, 0), {}, 0, 0),
         ((0, 128, 64), (64, 128), {}, 0, 0),
         ((1, 8), (8, 8), {"multiprocessors": 1}, 1, 2),
+        ((256, 640), (640, 256), {"flags": 3}, 2, 132),  # split-K
+        ((0, 640), (640, 256), {"flags": 3}, 0, 0),
     ],
 )
 def test_grid(a, b, options, clusters, blocks):

@@ -53,7 +53,13 @@ def test_one_call_with_its_attributes():
     lowered = text(lambda a, b, x: coda.gemm(a, b, x, epilogue=residual_sumsq), *typed((M, K), (K, N), (M, N)))
     (call,) = calls(lowered)
     assert operands_and_results(call) == (["128x64xbf16", "64x256xbf16", "128x256xbf16"], ["128x256xbf16", "2x128xf32"])
-    for attribute in ("abi = 1", 'arch = "sm_90a"', 'name = "residual_sumsq"', "transpose_a = false", "ways = 1"):
+    for attribute in (
+        f"abi = {ffi.ABI}",
+        'arch = "sm_90a"',
+        'name = "residual_sumsq"',
+        "transpose_a = false",
+        "ways = 1",
+    ):
         assert attribute in call
     assert "dot_general" not in lowered
     assert "xf32>" not in lowered.replace("128xf32>", "").replace("2x128xf32>", "")  # but for the row sums

@@ -10,7 +10,15 @@ from coda_jax.primitives.config import TILES, GemmConfig
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address or a vector's element that waits for
 # its turn while a long elementwise program needs the registers. Heads of 96 lie in tiles of 192 columns, whose tables
 # are as wide.
-SPILLED = {"bias_gelu": 32, "gelu_erf": 8, "rotary_whole_tables": 52, "rotary_96": 1192, "parts": 40}
+SPILLED = {
+    "gated_backward": 8,
+    "bias_gelu": 32,
+    "gelu_erf": 8,
+    "exp_sum": 8,
+    "rotary_whole_tables": 80,
+    "rotary_96": 1192,
+    "parts": 40,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +37,13 @@ def test_registers_suffice(name):
     assert "serialized" not in log  # wgmma, where the assembler does not see through a call
 
 
-@pytest.mark.parametrize("tile", TILES[1:], ids=str)
+@pytest.mark.parametrize("split_k", [False, True], ids=["whole_tiles", "split_k"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "gated_backward"])
-def test_every_tile(name, tile):
-    config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
+def test_every_tile(name, tile, split_k):
+    config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=split_k)
     usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log)
-    assert usage.spilled_bytes == 0
+    assert usage.spilled_bytes <= (24 if split_k else 0)
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])

@@ -117,6 +117,15 @@ def check_devices_at_once(host):
     assert host.record.launches > launches
 
 
+def check_split_k(host):
+    """Every flag is zeroed, and there are no more blocks than have some."""
+    addresses = (MIB, 2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB)
+    make(host, addresses, m=128 * 1000, flags=132).call("execute")
+    assert (host.record.zeroed_address, host.record.zeroed_words, host.record.grid) == (5 * MIB, 528, 132)
+    make(host, addresses, m=128 * 1000, flags=100).call("execute")
+    assert (host.record.zeroed_words, host.record.grid) == (400, 100)
+
+
 def check_errors(host):
     with pytest.raises(RuntimeError, match=r"gemm\[launch\] \(bf16\[256,64\], bf16\[192,64\], bf16\[192\] -> bf16\["):
         make(host, (8, MIB, MIB, MIB)).call("execute")
@@ -128,7 +137,7 @@ def check_errors(host):
         frame.call("execute")
     frame = make(host)
     frame.set_attribute("colour", np.int32(1))
-    with pytest.raises(RuntimeError, match="there is no attribute headers"):
+    with pytest.raises(RuntimeError, match="there is no attribute flags"):
         frame.call("execute")
     frame = make(host)
     frame.set_attribute("zeal", np.int32(1))

@@ -188,10 +188,11 @@ def test_damaged_file(table, text, message):
         ({"tile_m": 96, "tile_n": 128}, "tile_m = 96"),
         ({"tile_m": 64, "tile_n": 192}, "none has tile_m = 64 tile_n = 192"),
         ({"tile_m": 128, "tile_n": 192, "stages": 8, "load_slots": 16}, "shared memory"),
-        ({"tile_m": 128.0}, "object of integers"),
-        ({"tile_m": True}, "object of integers"),
-        ({"tile": 128}, "object of integers"),
-        (None, "object of integers"),
+        ({"tile_m": 128.0}, "the others integers"),
+        ({"tile_m": True}, "the others integers"),
+        ({"split_k": 1}, "the others integers"),
+        ({"tile": 128}, "the others integers"),
+        (None, "the others integers"),
     ],
 )
 def test_damaged_entry(table, config, message):

@@ -143,6 +143,7 @@ def gemm_call(
     cluster_m: int,
     threads: int,
     smem_bytes: int,
+    flags: int = -1,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
     """The custom call. Buffers are numbered operands first, then results, all row-major.
@@ -162,6 +163,7 @@ def gemm_call(
       cluster_m: blocks of a cluster, along m.
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
+      flags: with split-K, the int32 buffer with a row for each block that may run, which is zeroed before; or -1.
       input_output_aliases: operand number to result number, equal in shape and dtype.
     """
     call = jax.ffi.ffi_call(TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
@@ -184,6 +186,7 @@ def gemm_call(
             cluster_m=np.int32(cluster_m),
             threads=np.int32(threads),
             smem_bytes=np.int32(smem_bytes),
+            flags=np.int32(flags),
         )
     )
 

@@ -31,6 +31,7 @@ Driver Open() {
   CODA_RESOLVE(cuKernelGetFunction);
   CODA_RESOLVE(cuKernelSetAttribute);
   CODA_RESOLVE(cuTensorMapEncodeTiled);
+  CODA_RESOLVE(cuMemsetD32Async);
   CODA_RESOLVE(cuLaunchKernelEx);
 #undef CODA_RESOLVE
   return driver;

@@ -9,6 +9,7 @@ namespace coda {
 
 using CUresult = int;
 using CUdevice = int;
+using CUdeviceptr = unsigned long long;
 using CUlibrary = struct CUlibraryObject*;
 using CUkernel = struct CUkernelObject*;
 using CUfunction = struct CUfunctionObject*;
@@ -71,6 +72,7 @@ struct Driver {
                                      const uint64_t* strides_bytes, const uint32_t* box,
                                      const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion,
                                      int out_of_bounds_fill);
+  CUresult (*cuMemsetD32Async)(CUdeviceptr, unsigned value, size_t count, CUstream);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void** parameters, void** extra);
 
   /// Throws std::runtime_error when there is no driver.

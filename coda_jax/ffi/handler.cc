@@ -38,10 +38,10 @@ struct xla::ffi::AttrDecoding<coda::GemmCall> {
     };
     Type call{};
     if (!read("abi", call.abi) || !read("arch", call.arch) || !read("cluster_m", call.cluster_m) ||
-        !read("headers", call.headers) || !read("key", call.key) || !read("maps", call.maps) ||
-        !read("name", call.name) || !read("pointers", call.pointers) || !read("smem_bytes", call.smem_bytes) ||
-        !read("source", call.source) || !read("threads", call.threads) || !read("tile_m", call.tile_m) ||
-        !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
+        !read("flags", call.flags) || !read("headers", call.headers) || !read("key", call.key) ||
+        !read("maps", call.maps) || !read("name", call.name) || !read("pointers", call.pointers) ||
+        !read("smem_bytes", call.smem_bytes) || !read("source", call.source) || !read("threads", call.threads) ||
+        !read("tile_m", call.tile_m) || !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
         !read("transpose_b", call.transpose_b) || !read("ways", call.ways)) {
       return std::nullopt;
     }
@@ -188,8 +188,15 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   }
   const Driver& driver = Driver::Get();
   const CUdevice device = CurrentDevice(driver);
+  int multiprocessors = Multiprocessors(driver, device);
+  Buffer flags;  // of split-K, a row for each block that may run
+  if (call.flags >= 0) {
+    flags = buffers[call.flags];
+    if (flags.dims.size() != 2) throw std::invalid_argument("the flags are " + flags.ToString());
+    multiprocessors = std::min<int64_t>(multiprocessors, flags.dims[0]);
+  }
   const Geometry geometry =
-      DescribeGeometry(call, buffers[0], buffers[1], buffers[buffers.operands()], Multiprocessors(driver, device));
+      DescribeGeometry(call, buffers[0], buffers[1], buffers[buffers.operands()], multiprocessors);
   if (geometry.blocks == 0) return;
 
   // The kernel's one parameter: tensor maps, pointers (at least one slot), m, n, k, batch.
@@ -225,6 +232,11 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   config.stream = stream;
   config.attributes = &cluster;
   config.attribute_count = 1;
+  if (call.flags >= 0) {
+    const size_t words = flags.dims[0] * flags.dims[1];
+    driver.Check(driver.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(flags.data), 0, words, stream),
+                 "cuMemsetD32Async");
+  }
   const Kernel* kernel = Registry::Get().Find(call.key);
   if (kernel == nullptr) throw std::logic_error("the program was not initialized in this process");
   void* arguments[] = {parameters};
@@ -328,7 +340,9 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.clusters =
       batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.ways, call.tile_n / call.ways);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
-  geometry.blocks = static_cast<uint32_t>(call.cluster_m * std::min(geometry.clusters, resident));
+  // With split-K even few tiles may be work for all.
+  const int64_t working = call.flags < 0 || geometry.clusters == 0 ? std::min(geometry.clusters, resident) : resident;
+  geometry.blocks = static_cast<uint32_t>(call.cluster_m * working);
   return geometry;
 }
 

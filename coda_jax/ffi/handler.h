@@ -22,6 +22,7 @@ struct GemmCall {
   xla::ffi::Span<const int32_t> pointers;  // buffer index each
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
   int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
+  int32_t flags = -1;  // buffer index; -1 without split-K
 };
 
 /// The product's sizes, read off operands 0 and 1 and the first result, and the number of thread blocks.

@@ -80,8 +80,8 @@ nb::dict DescribeMapForTest(std::array<int32_t, 6> map, const std::string& dtype
 }
 
 nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& result_dims, bool transpose_a,
-                                 bool transpose_b, int tile_m, int tile_n, int ways, int cluster_m,
-                                 int multiprocessors) {
+                                 bool transpose_b, int tile_m, int tile_n, int ways, int cluster_m, int multiprocessors,
+                                 int flags) {
   GemmCall call{};
   call.transpose_a = transpose_a;
   call.transpose_b = transpose_b;
@@ -89,6 +89,7 @@ nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& resul
   call.tile_n = tile_n;
   call.ways = ways;
   call.cluster_m = cluster_m;
+  call.flags = flags;
   const Geometry geometry = DescribeGeometry(call, {.dims = a}, {.dims = b}, {.dims = result_dims}, multiprocessors);
   nb::dict result;
   result["m"] = geometry.m;
@@ -118,7 +119,7 @@ NB_MODULE(_ffi, module) {
   module.def("describe_map", DescribeMapForTest, nb::arg("map"), nb::arg("dtype"), nb::arg("dims"));
   module.def("describe_geometry", DescribeGeometryForTest, nb::kw_only(), nb::arg("a"), nb::arg("b"), nb::arg("result"),
              nb::arg("transpose_a"), nb::arg("transpose_b"), nb::arg("tile_m"), nb::arg("tile_n"), nb::arg("ways"),
-             nb::arg("cluster_m"), nb::arg("multiprocessors"));
+             nb::arg("cluster_m"), nb::arg("multiprocessors"), nb::arg("flags"));
 }
 
 }  // namespace coda

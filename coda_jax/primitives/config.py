@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program
-from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product, cost
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, Cut, Product, cost, may_split
 
 # Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
@@ -34,6 +35,7 @@ class GemmConfig:
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
+      split_k: whether the last tiles, where they fill no half of the chip, are split along k among multiprocessors.
     """
 
     tile_m: int | None = None
@@ -44,6 +46,7 @@ class GemmConfig:
     subtile_n: int | None = None
     load_slots: int | None = None
     store_slots: int | None = None
+    split_k: bool | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -55,6 +58,7 @@ class GemmConfig:
             ("subtile_n", (16, 32, 64)),
             ("load_slots", range(1, 17)),
             ("store_slots", range(1, 17)),
+            ("split_k", (False, True)),
         ):
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -73,8 +77,19 @@ class Tiling:
     subtile_n: int
     load_slots: int
     store_slots: int
+    split_k: bool
 
     tile_k: ClassVar[int] = 64
+
+    @property
+    def cut(self) -> Cut:
+        """What its cost depends on."""
+        return Cut(self.tile_m, self.tile_n, self.cluster_m, self.split_k)
+
+    @property
+    def name(self) -> str:
+        """For a reader: "128 x 192", or "128 x 192, split-K"."""
+        return f"{self.tile_m} x {self.tile_n}{', split-K' if self.split_k else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,27 +139,51 @@ def _has_heads(tile_n: int, columns: int) -> bool:
     return columns % 32 == 0 and tile_n % columns == 0
 
 
-def tiles_for(
-    product: Product, program: Program, traffic: EpilogueTraffic, constants: Constants = CONSTANTS
-) -> list[tuple[int, int]]:
-    """Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; the
-    fastest first. A tile of 128 x 192 leaves an epilogue few registers and little shared memory, and is the last resort
-    of one that needs much.
+def cuts_for(
+    product: Product,
+    program: Program,
+    traffic: EpilogueTraffic,
+    given: GemmConfig | None = None,
+    constants: Constants = CONSTANTS,
+) -> list[Cut]:
+    """What may be chosen where `given` leaves it open, the fastest first.
+
+    Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
+    clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 leaves an epilogue
+    few registers and little shared memory, and is the last resort of one that needs much.
     """
-    fitting = [
-        (tile_m, tile_n)
-        for tile_m, tile_n in TILES
-        if (not program.head or _has_heads(tile_n, program.head))
-        and (product.transpose_b or tile_n // program.splits % 64 == 0)
-    ]
+    given = given or GemmConfig()
+    found = []
+    for tile_m, tile_n in TILES:
+        if (given.tile_m or tile_m, given.tile_n or tile_n) != (tile_m, tile_n):
+            continue
+        if program.head and not _has_heads(tile_n, program.head):
+            continue
+        if not product.transpose_b and tile_n // program.splits % 64:
+            continue
+        for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(product, tile_m):
+            if given.split_k is not None:
+                found.append(Cut(tile_m, tile_n, cluster_m, given.split_k))
+                continue
+            found += [
+                cut
+                for cut in (Cut(tile_m, tile_n, cluster_m, False), Cut(tile_m, tile_n, cluster_m, True))
+                if not cut.split_k or may_split(product, cut)
+            ]
     is_long, needs_room = _has_long_epilogue(program, traffic), _needs_room(program, traffic)
-    return sorted(
-        fitting,
-        key=lambda tile: (
-            tile == (128, 192) and needs_room,
-            cost(product, tile, cluster_for(product, tile[0]), has_long_epilogue=is_long, constants=constants),
-        ),
-    )
+
+    def order(cut: Cut) -> tuple[bool, float]:
+        is_last_resort = needs_room and (cut.tile_m, cut.tile_n) == (128, 192)
+        return is_last_resort, cost(product, cut, has_long_epilogue=is_long, constants=constants)
+
+    return sorted(found, key=order)
+
+
+def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
+    """Numbers of CTAs that may share b's tiles; of two one would be idle where there is one tile of rows."""
+    if not isinstance(product.m, int) or product.m > _FEW_TILES * tile_m:
+        return (2,)
+    return (2, 1) if product.m > tile_m else (1,)
 
 
 def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
@@ -157,11 +196,6 @@ def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
     return program.ways == 2 and traffic.load_bytes > 0 and not program.head
-
-
-def cluster_for(product: Product, tile_m: int) -> int:
-    """CTAs that share b's tiles."""
-    return 1 if isinstance(product.m, int) and product.m <= tile_m else 2
 
 
 def choose_tiling(
@@ -191,12 +225,8 @@ def choose_tiling(
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
     if box_n % (given.subtile_n or 16):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
-    tiles = [
-        (tile_m, tile_n)
-        for tile_m, tile_n in tiles_for(product, program, traffic)
-        if tile_m == (given.tile_m or tile_m) and tile_n == (given.tile_n or tile_n)
-    ]
-    if not tiles:
+    cuts = cuts_for(product, program, traffic, given)
+    if not cuts:
         raise ValueError(
             f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
             + (f" tile_m = {given.tile_m}" if given.tile_m else "")
@@ -205,14 +235,12 @@ def choose_tiling(
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
     some_is_whole = False
-    for tile_m, tile_n in tiles:
-        columns = tile_n // program.entries(program.acc_width)
-        for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile_n, product.k):
+    for cut in cuts:
+        columns = cut.tile_n // program.entries(program.acc_width)
+        for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, cut.tile_n, product.k):
             tiling = Tiling(
-                tile_m=tile_m,
-                tile_n=tile_n,
+                **cut._asdict(),
                 stages=given.stages or stages,
-                cluster_m=given.cluster_m or cluster_for(product, tile_m),
                 box_n=given.box_n or max(box_n, given.subtile_n or 16),
                 subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
                 load_slots=given.load_slots or load_slots,
@@ -231,19 +259,14 @@ def choose_tiling(
 
 
 def candidates(product: Product, program: Program, out_dtypes: Sequence[np.dtype]) -> list[Tiling]:
-    """The tilings that are worth measuring: first the cost model's choice, then every other tile that fits, each with
-    the pipeline that `choose_tiling` gives it; for few rows also in clusters of one, of which none is half idle.
+    """The tilings that are worth measuring, the cost model's choice first: every cut that fits, with the pipeline that
+    `choose_tiling` gives it.
     """
-    found = [choose_tiling(product, program, out_dtypes)]
-    for tile_m, tile_n in TILES:
-        few_rows = isinstance(product.m, int) and product.m <= _FEW_TILES * tile_m
-        for cluster_m in (None, 1) if few_rows else (None,):
-            try:
-                given = GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m)
-                found.append(choose_tiling(product, program, out_dtypes, given))
-            except ValueError:  # not a tile that this program can have
-                break
-    return list(dict.fromkeys(found))
+    found = []
+    for cut in cuts_for(product, program, EpilogueTraffic.of(program, out_dtypes)):
+        with contextlib.suppress(ValueError):  # too large for shared memory
+            found.append(choose_tiling(product, program, out_dtypes, GemmConfig(**cut._asdict())))
+    return found
 
 
 def _preferred(

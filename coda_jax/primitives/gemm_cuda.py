@@ -199,5 +199,5 @@ def _launch(
     # The custom call's results are typed as varying over no mesh axis.
     results = vary(varying_axes(a, b, *operands), *results)
     stores, partials = results[: len(dtypes)], results[len(dtypes) :]
-    over_tiles = zip(program.reductions, partials, strict=True)
+    over_tiles = zip(program.reductions, partials, strict=False)  # split-K's come last
     return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]

@@ -12,6 +12,7 @@ import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, shared_bytes
+from coda_jax.primitives.cost_model import MULTIPROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Kernel:
     Attributes:
       source: the translation unit for NVRTC.
       results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
-        ([batch,] tiles along n, M) for a row reduction, ([batch,] tiles along m, N) for a column reduction, float32.
+        ([batch,] tiles along n, M) for a row reduction, ([batch,] tiles along m, N) for a column reduction, float32;
+        with split-K two more, of no use to anyone else.
       attributes: keyword arguments of `coda_jax.ffi.gemm_call`.
     """
 
@@ -79,7 +81,8 @@ def lower(
             "maps": [
                 map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, tiling)
             ],
-            "pointers": _pointers(program, len(operands)),
+            "pointers": _pointers(program, len(operands), tiling),
+            "flags": _first_partial(program, len(operands)) + len(program.reductions) + 1 if tiling.split_k else -1,
             "transpose_a": transpose_a,
             "transpose_b": transpose_b,
             "tile_m": tiling.tile_m,
@@ -107,7 +110,15 @@ def _results(
         )
         for reduction in program.reductions
     ]
-    return (*stores, *partials)
+    return (*stores, *partials, *_partial_tiles(tiling))
+
+
+def _partial_tiles(tiling: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Split-K's sums on their way from one block to another, a tile each, and a flag for each of its four warps."""
+    if not tiling.split_k:
+        return ()
+    shape = (MULTIPROCESSORS, tiling.tile_m, tiling.tile_n)
+    return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)
 
 
 def _maps(
@@ -139,11 +150,15 @@ def _maps(
     return maps
 
 
-def _pointers(program: Program, operand_count: int) -> list[int]:
-    """Buffers in the order of the kernel's pointers: vectors and scalars, then the partials."""
+def _pointers(program: Program, operand_count: int, tiling: Tiling) -> list[int]:
+    """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, split-K's."""
     vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
-    first_partial = 2 + operand_count + len(program.stores)
-    return vectors + [first_partial + i for i in range(len(program.reductions))]
+    partials = len(program.reductions) + len(_partial_tiles(tiling))
+    return vectors + [_first_partial(program, operand_count) + i for i in range(partials)]
+
+
+def _first_partial(program: Program, operand_count: int) -> int:
+    return 2 + operand_count + len(program.stores)
 
 
 def _source(
@@ -157,7 +172,7 @@ def _source(
 ) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
     maps = 2 + len(program.tile_operands) + len(program.stores)
-    pointers = len(_pointers(program, len(program.operands)))
+    pointers = len(_pointers(program, len(program.operands), tiling))
     flags = {True: "true", False: "false"}
     return f"""#include "elementwise.cuh"
 
@@ -170,6 +185,7 @@ struct Config {{
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
   static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
+  static constexpr bool split_k = {flags[tiling.split_k]};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
   static constexpr int shared_bytes = {shared_bytes(tiling, program, traffic)};

@@ -199,8 +199,16 @@ def _load(path: pathlib.Path) -> _Devices:
 def _config(entry: Any) -> GemmConfig:
     config = entry.get("config") if isinstance(entry, dict) else None
     names = {field.name for field in dataclasses.fields(GemmConfig)}
-    if not isinstance(config, dict) or not config.keys() <= names or any(type(x) is not int for x in config.values()):
-        raise ValueError(f"its config is {config!r}; it must be an object of integers named as GemmConfig's fields")
+    kinds = {True: bool, False: int}
+    if (
+        not isinstance(config, dict)
+        or not config.keys() <= names
+        or any(type(x) is not kinds[name == "split_k"] for name, x in config.items())
+    ):
+        raise ValueError(
+            f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k a boolean and the others "
+            "integers"
+        )
     return GemmConfig(**config)
 
 

@@ -83,7 +83,7 @@ class Tuning:
             return "no product with known sizes is lowered to the Hopper kernel with a tile of coda_jax's choice"
         rows = [("epilogue", "product", "tile", "us", "cost model's us")]
         for one in self.products:
-            tile = f"{one.tiling.tile_m} x {one.tiling.tile_n}, cluster of {one.tiling.cluster_m}"
+            tile = f"{one.tiling.name}, cluster of {one.tiling.cluster_m}"
             rows.append((one.epilogue, one.key, tile, f"{one.us:.1f}", f"{one.cost_model_us:.1f}"))
         wide = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [

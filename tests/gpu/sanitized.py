@@ -28,6 +28,10 @@ def main() -> None:
 
             jax.block_until_ready(jax.jit(fused)(a, b, *program.operands(m, n)))
             print(name, "ran", flush=True)
+    a, b = (jax.random.normal(jax.random.key(i), (264, 2056)).astype(jnp.bfloat16) for i in range(2))
+    split = coda.GemmConfig(split_k=True)
+    jax.block_until_ready(coda.gemm(a, b, transpose_b=True, implementation="cuda", config=split))
+    print("split-K ran", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
+from coda_jax.primitives.config import TILES
 from tests import tolerance
 
 CPU = jax.devices("cpu")[0]
@@ -105,6 +106,27 @@ def test_programs_at_tile_edges(name):
         for type_, dtype in zip(types, jax.tree.leaves(asked, is_leaf=lambda x: x is None), strict=True):
             assert type_.dtype == (dtype or jnp.float32)
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
+
+
+# A tile in many parts; some in some; whole tiles and then parts; one row; nothing to split.
+SHARED = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "column_sum", "logsumexp_pick"])
+def test_split_k(name, tile):
+    program = PROGRAMS[name]
+    fused = functools.partial(
+        coda.gemm,
+        epilogue=program.epilogue,
+        transpose_b=True,
+        implementation="cuda",
+        config=coda.GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=True),
+    )
+    for m, n, k in SHARED:
+        n = program.columns(n)
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])

@@ -13,6 +13,8 @@ REPEATS = 1000
 # Small k lets the epilogue run ahead of everything else; more tiles than SMs make both consumers work. The first has
 # edges that clip; races of the epilogue's rings showed in the second alone, in a few launches of a hundred.
 CLIPPED, LARGE = (1160, 1552, 136), (4096, 4096, 256)
+# With split-K 8 blocks to a tile; and whole tiles beside some that are split.
+SPLIT, SOME_SPLIT = (264, 400, 4104), (2056, 2064, 520)
 CASES = [
     *((name, jnp.bfloat16, False, True, None) for name in PROGRAMS),
     ("residual_sumsq", jnp.float16, False, False, None),
@@ -31,6 +33,16 @@ CASES = [
             ("column_sum", True, False),
         )
     ),
+    *(
+        (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n, split_k=True))
+        for tile_m, tile_n in TILES
+        for name, transpose_a, transpose_b in (
+            ("identity", True, False),
+            ("residual_sumsq", False, False),
+            ("gated_backward", False, True),
+        )
+    ),
+    ("column_sum", jnp.bfloat16, True, False, GemmConfig(split_k=True, cluster_m=1)),
 ]
 
 
@@ -61,8 +73,14 @@ def _count_differing(call, repeats):
     return first, int(total)
 
 
-@pytest.mark.parametrize("shape", [CLIPPED, LARGE], ids=["clipped", "large"])
-@pytest.mark.parametrize(("name", "dtype", "transpose_a", "transpose_b", "config"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "transpose_a", "transpose_b", "config", "shape"),
+    [
+        (*case, shape)
+        for case in CASES
+        for shape in ([SPLIT, SOME_SPLIT] if case[-1] and case[-1].split_k else [CLIPPED, LARGE])
+    ],
+)
 def test_every_launch_gives_the_same_bits_and_writes_everything(name, dtype, transpose_a, transpose_b, config, shape):
     a, b, operands = _arguments(name, shape, dtype, transpose_a, transpose_b)
     call = poisoned_call(
@@ -91,6 +109,9 @@ FAULTS = {
     "overwrite a result that is still being stored": [
         ("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),
     ],
+    "add a part of a tile before it is there": [
+        ("while (ptx::load_acquire(flags + 4 * (first + lane * stride) + warp) == 0) __nanosleep(32);", ""),
+    ],
     "refill a tile operand's slot without a fence": [
         (
             "ptx::fence_async_proxy();\n      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
@@ -103,7 +124,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_shows(fault):
     """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
-    a, b, operands = _arguments("residual_sumsq", LARGE)
+    a, b, operands = _arguments("residual_sumsq", SPLIT if fault.startswith("add a part") else LARGE)
 
     def plant(source):
         for there, instead in FAULTS[fault]:
@@ -111,7 +132,7 @@ def test_a_missing_wait_shows(fault):
             source = source.replace(there, instead)
         return source
 
-    config = GemmConfig(store_slots=1)
+    config = GemmConfig(store_slots=1, split_k=True)
     arguments = (PROGRAMS["residual_sumsq"], a, b, operands)
     right = poisoned_call(*arguments, transpose_b=True, config=config)()
     broken = poisoned_call(*arguments, transpose_b=True, config=config, rewrite=plant)

@@ -1,0 +1,68 @@
+// Split-K's partial sums: accumulators on their way through global memory to the CTA that has the tile.
+#pragma once
+
+#include "accumulator_sm90.cuh"
+
+namespace coda {
+
+/// A slot for every CTA, which sends one tile at most, and a flag for each of its warps, 0 when the kernel starts. A
+/// warp needs what the same warp of another CTA has sent: no barrier is involved. One object a consumer thread.
+template <class Accumulator>
+struct PartialTiles {
+  static constexpr int quads = Accumulator::columns / 8;  // of a thread's registers in one block
+  static constexpr int batch = 8;                         // loads on their way at a time
+  static_assert(quads % batch == 0, "a block's registers are whole batches");
+  float4* const slots;
+  int* const flags;
+  const int warp, lane;
+
+  /// Lets another CTA have this one's sums.
+  __device__ __forceinline__ void send(const Accumulator& accumulator) const {
+    float4* const slot = slot_of(blockIdx.x);
+#pragma unroll
+    for (int block = 0; block < Accumulator::blocks; ++block)
+#pragma unroll
+      for (int i = 0; i < quads; ++i) {
+        const float* from = accumulator.registers[block] + 4 * i;
+        __stcg(slot + 128 * (block * quads + i), make_float4(from[0], from[1], from[2], from[3]));
+      }
+    __syncwarp();
+    if (lane == 0) ptx::store_release(flags + 4 * blockIdx.x + warp, 1);
+  }
+
+  /// Adds the sums of `count` other CTAs, `stride` apart from the first, in this order, once they are all there.
+  __device__ __forceinline__ void add(int first, int stride, int count, Accumulator& accumulator) const {
+    if (lane < count) {
+      while (ptx::load_acquire(flags + 4 * (first + lane * stride) + warp) == 0) __nanosleep(32);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int other = 0; other < count; ++other) {
+      const float4* const slot = slot_of(first + other * stride);
+#pragma unroll
+      for (int block = 0; block < Accumulator::blocks; ++block)
+#pragma unroll
+        for (int i = 0; i < quads; i += batch) {
+          float4 more[batch];
+#pragma unroll
+          for (int j = 0; j < batch; ++j) more[j] = __ldcg(slot + 128 * (block * quads + i + j));
+#pragma unroll
+          for (int j = 0; j < batch; ++j) {
+            float* to = accumulator.registers[block] + 4 * (i + j);
+            to[0] += more[j].x;
+            to[1] += more[j].y;
+            to[2] += more[j].z;
+            to[3] += more[j].w;
+          }
+        }
+    }
+  }
+
+ private:
+  /// This thread's first quad in a CTA's slot; the next one is 128 on.
+  __device__ __forceinline__ float4* slot_of(int cta) const {
+    return slots + static_cast<long long>(cta) * (Accumulator::blocks * quads * 128) + 32 * warp + lane;
+  }
+};
+
+}  // namespace coda
