@@ -215,10 +215,7 @@ struct Gemm {
           partial_tiles().send(accumulator);
           continue;
         }
-        if (work.blocks < scheduler.k_blocks) {
-          const int stride = scheduler.split_tiles * Config::cluster_m;
-          partial_tiles().add(blockIdx.x + stride, stride, scheduler.parts - 1, accumulator);
-        }
+        if (work.blocks < scheduler.k_blocks) partial_tiles().add(scheduler.others(), accumulator);
       }
       epilogue.visit(work.tile, accumulator);
     }

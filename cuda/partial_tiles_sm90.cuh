@@ -2,6 +2,7 @@
 #pragma once
 
 #include "accumulator_sm90.cuh"
+#include "scheduler.cuh"
 
 namespace coda {
 
@@ -30,15 +31,15 @@ struct PartialTiles {
     if (lane == 0) ptx::store_release(flags + 4 * blockIdx.x + warp, 1);
   }
 
-  /// Adds the sums of `count` other CTAs, `stride` apart from the first, in this order, once they are all there.
-  __device__ __forceinline__ void add(int first, int stride, int count, Accumulator& accumulator) const {
-    if (lane < count) {
-      while (ptx::load_acquire(flags + 4 * (first + lane * stride) + warp) == 0) __nanosleep(32);
+  /// Adds the sums of other CTAs, in their order, once they are all there.
+  __device__ __forceinline__ void add(const Others& others, Accumulator& accumulator) const {
+    if (lane < others.count) {
+      while (ptx::load_acquire(flags + 4 * (others.first + lane * others.stride) + warp) == 0) __nanosleep(32);
     }
     __syncwarp();
 #pragma unroll 1
-    for (int other = 0; other < count; ++other) {
-      const float4* const slot = slot_of(first + other * stride);
+    for (int other = 0; other < others.count; ++other) {
+      const float4* const slot = slot_of(others.first + other * others.stride);
 #pragma unroll
       for (int block = 0; block < Accumulator::blocks; ++block)
 #pragma unroll

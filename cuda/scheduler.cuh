@@ -22,6 +22,11 @@ struct Work {
   int first_block, blocks;
 };
 
+/// CTAs `first`, `first` + `stride`, ..., `count` of them.
+struct Others {
+  int first, stride, count;
+};
+
 /// Tiles of `columns` columns; every section of the Epilogue starts a new one.
 template <int columns, class Epilogue>
 __device__ __forceinline__ int tiles_along_n(int n) {
@@ -37,10 +42,10 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 /// bands of clusters along m, so that what runs at one time is roughly square, and as many as leave a band's rows of a
 /// in L2: with bands of 8 where two fit, a product with k = 24576 took 40 % longer.
 ///
-/// Split-K: where the last tiles fill no half of the chip, each of them is split into so many parts along k that it
-/// does. The parts come first, one a cluster at most, so that nobody waits for somebody who waits; all walk along k at
-/// one pace and find in L2 what the others have read. (Stream-K, whose parts begin anywhere in k, took 335 us where
-/// whole tiles take 185: 2048 x 2048 x 16384.)
+/// Split-K: where the last tiles fill no half of the chip, each is split along k into so many parts that they do. The
+/// parts come first, one a cluster at most, and the first part of a tile has the highest cluster: whoever waits, waits
+/// for blocks that start earlier and wait for nobody. All walk along k at one pace and find in L2 what others have
+/// read. (Stream-K, whose parts begin anywhere in k, took 335 us where whole tiles take 185: 2048 x 2048 x 16384.)
 template <int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
@@ -71,12 +76,18 @@ struct Scheduler {
   __device__ __forceinline__ Work work(int i, int rank) const {
     if constexpr (split_k) {
       if (i < has_part()) {
-        const int part = cluster() / split_tiles;
+        const int part = parts - 1 - cluster() / split_tiles;
         const int first = part * k_blocks / parts, end = (part + 1) * k_blocks / parts;
-        return {tile(cluster() - part * split_tiles, rank), first, end - first};
+        return {tile(cluster() % split_tiles, rank), first, end - first};
       }
     }
     return {tile(split_tiles + (i - has_part()) * clusters() + cluster(), rank), 0, k_blocks};
+  }
+
+  /// For the CTA with a tile's first part: those with the others, the second part first.
+  __device__ __forceinline__ Others others() const {
+    const int stride = split_tiles * cluster_m;
+    return {static_cast<int>(blockIdx.x) - stride, -stride, parts - 1};
   }
 
  private:

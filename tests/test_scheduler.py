@@ -1,6 +1,9 @@
-"""What the kernel's clusters work on, by cuda/scheduler.cuh itself on the host: every k block of every tile once."""
+"""What the kernel's clusters work on, by cuda/scheduler.cuh itself on the host: every k block of every tile once; and
+split-K's sums, by cuda/partial_tiles_sm90.cuh, block after block.
+"""
 
 import ctypes
+import functools
 import pathlib
 import subprocess
 
@@ -18,6 +21,20 @@ SOURCE = r"""
 using std::max, std::min;
 static struct { int x; } blockIdx, gridDim;
 #include "scheduler.cuh"
+
+struct float4 {
+  float x, y, z, w;
+};
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static void __stcg(float4* to, float4 value) { *to = value; }
+static float4 __ldcg(const float4* from) { return *from; }
+static void __syncwarp() {}
+static void __nanosleep(int) { throw 1; }  // it waits for a block that has not run
+namespace coda::ptx {
+static void store_release(int* flag, int value) { *flag = value; }
+static int load_acquire(const int* flag) { return *flag; }
+}  // namespace coda::ptx
+PARTIAL_TILES
 using namespace coda;
 
 struct Whole {
@@ -29,22 +46,66 @@ struct Parts {  // of 200 and 136 columns
   static constexpr Section section[2] = {{0, 0, 200}, {0, 200, 336}};
 };
 
-// A row a piece of work: cluster, row, column, batch, first k block, k blocks; the scheduler's split_tiles and parts.
+// A row a piece of work: CTA, row, column, batch, first k block, k blocks; split_tiles, parts, others().
 template <int cluster_m, bool split_k, class Epilogue>
 static int pieces(int m, int n, int k, int batch, int clusters, int* out) {
   int count = 0;
   gridDim.x = clusters * cluster_m;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x += cluster_m) {
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     const Scheduler<128, 128, cluster_m, split_k, Epilogue> scheduler(m, n, k, (k + 63) / 64, batch);
-    for (int i = 0; i < scheduler.count; ++i, ++count, out += 8) {
-      const Work work = scheduler.work(i, 0);
-      const int row[8] = {blockIdx.x / cluster_m, work.tile.row,          work.tile.column, work.tile.batch,
-                          work.first_block,       work.blocks,            scheduler.split_tiles, scheduler.parts};
-      std::copy(row, row + 8, out);
+    const Others others = scheduler.others();
+    for (int i = 0; i < scheduler.count; ++i, ++count, out += 11) {
+      const Work work = scheduler.work(i, blockIdx.x % cluster_m);
+      const Tile& tile = work.tile;
+      const int row[11] = {blockIdx.x,          tile.row,         tile.column,     tile.batch,
+                           work.first_block,    work.blocks,      scheduler.split_tiles, scheduler.parts,
+                           others.first,        others.stride,    others.count};
+      std::copy(row, row + 11, out);
     }
   }
   return count;
 }
+struct Registers {
+  static constexpr int blocks = 2, columns = 128;
+  float registers[blocks][columns / 2];
+};
+
+// All blocks, one after the other: what a thread's registers hold at the end of each tile, out[tile][thread][register].
+// At first those of a part hold value(first k block) in all threads, and their number and the thread's added.
+template <int cluster_m>
+static int sums(int m, int n, int k, int clusters, const float* value, float* out) {
+  gridDim.x = clusters * cluster_m;
+  float4* slots = new float4[gridDim.x * 128 * 32];
+  int* flags = new int[gridDim.x * 4]();
+  const int tiles_n = (n + 127) / 128;
+  try {
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+      const Scheduler<128, 128, cluster_m, true, Whole> scheduler(m, n, k, (k + 63) / 64, 1);
+      for (int i = 0; i < scheduler.count; ++i) {
+        const Work work = scheduler.work(i, blockIdx.x % cluster_m);
+        for (int thread = 0; thread < 128; ++thread) {
+          Registers sum;
+          for (int at = 0; at < 128; ++at) sum.registers[at / 64][at % 64] = value[work.first_block] + at + thread;
+          const PartialTiles<Registers> partial_tiles{slots, flags, thread / 32, thread % 32};
+          if (work.first_block > 0) {
+            partial_tiles.send(sum);
+            continue;
+          }
+          if (work.blocks < scheduler.k_blocks) partial_tiles.add(scheduler.others(), sum);
+          const int tile = work.tile.row / 128 * tiles_n + work.tile.column / 128;
+          for (int at = 0; at < 128; ++at) out[(tile * 128 + thread) * 128 + at] = sum.registers[at / 64][at % 64];
+        }
+      }
+    }
+  } catch (int) {
+    return 1;
+  }
+  return 0;
+}
+extern "C" int run_sums(int cluster_m, int m, int n, int k, int clusters, const float* value, float* out) {
+  return cluster_m == 2 ? sums<2>(m, n, k, clusters, value, out) : sums<1>(m, n, k, clusters, value, out);
+}
+
 extern "C" int run(int parts, int split_k, int cluster_m, int m, int n, int k, int batch, int clusters, int* out) {
   const auto with = [&]<class Epilogue>(Epilogue) {
     if (split_k)
@@ -59,15 +120,20 @@ extern "C" int run(int parts, int split_k, int cluster_m, int m, int n, int k, i
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scheduler")
-    (folder / "run.cc").write_text(SOURCE)
+    partial_tiles = (HEADERS / "partial_tiles_sm90.cuh").read_text().splitlines()
+    text = "\n".join(line for line in partial_tiles if not line.startswith("#include") and "#pragma" not in line)
+    (folder / "run.cc").write_text(SOURCE.replace("PARTIAL_TILES", text))
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HEADERS}", "-o", "run.so", "run.cc"]
     subprocess.run(command, cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "run.so"))
+    return ctypes.CDLL(str(folder / "run.so"))
 
+
+@pytest.fixture
+def run(library):
     def run(m, n, k, *, batch=1, clusters=66, cluster_m=2, parts=False, split_k=True):
-        out = np.zeros((1 << 16, 8), np.int32)
+        out = np.zeros((1 << 16, 11), np.int32)
         count = library.run(parts, split_k, cluster_m, m, n, k, batch, clusters, out.ctypes.data_as(ctypes.c_void_p))
         return out[:count]
 
@@ -96,11 +162,12 @@ def test_every_k_block_of_every_tile_once(run, sizes, options):
     m, n, k = sizes
     cluster_m, k_blocks = options.get("cluster_m", 2), -(-k // 64)
     done = {}
-    for _, row, column, batch, first, blocks, _, _ in run(*sizes, **options):
+    for _, row, column, batch, first, blocks, *_ in run(*sizes, **options).tolist():
         assert blocks > 0
         done.setdefault((row, column, batch), []).append((first, first + blocks))
     columns = [*range(0, 200, 128), *range(200, 336, 128)] if options.get("parts") else range(0, n, 128)
-    rows, batches = range(0, m, 128 * cluster_m), range(options.get("batch", 1))
+    rows = range(0, -(-m // (128 * cluster_m)) * 128 * cluster_m, 128)
+    batches = range(options.get("batch", 1))
     assert done.keys() == {(row, column, batch) for row in rows for column in columns for batch in batches}
     for parts in done.values():
         ends = [0, *(end for _, end in sorted(parts))]
@@ -111,35 +178,68 @@ def test_every_k_block_of_every_tile_once(run, sizes, options):
 def test_no_cluster_has_much_more_than_another(run, sizes, options):
     """One tile, or the part of one, at most."""
     pieces = run(*sizes, **options)
-    work = np.bincount(pieces[:, 0], pieces[:, 5], minlength=options.get("clusters", 66))
-    split, parts = pieces[0, 6:]
+    ctas = options.get("clusters", 66) * options.get("cluster_m", 2)
+    work = np.bincount(pieces[:, 0], pieces[:, 5], minlength=ctas)
+    split, parts = pieces[0, 6:8]
     k_blocks = -(-sizes[2] // 64)
     assert work.max() - work.min() <= (-(-k_blocks // parts) if split else k_blocks)
 
 
 @pytest.mark.parametrize(("sizes", "options"), SHAPES, ids=str)
 def test_parts(run, sizes, options):
-    """The j-th part of the t-th split tile is what cluster t + j * split_tiles does before anything else."""
+    """Parts come before anything else. A tile's first part has a higher block than the others, which it adds in the
+    order of k.
+    """
     pieces = run(*sizes, **options).tolist()
-    k_blocks, split, parts = -(-sizes[2] // 64), *pieces[0][6:]
-    of_cluster = {}
-    for cluster, *tile, first, blocks, _, _ in pieces:
-        of_cluster.setdefault(cluster, []).append((tile, first, blocks))
-    for of in of_cluster.values():
-        assert all((first, blocks) == (0, k_blocks) for _, first, blocks in of[1:])
-    for t in range(split):
-        starts = [of_cluster[t + j * split][0] for j in range(parts)]
-        assert [tile for tile, _, _ in starts] == [starts[0][0]] * parts
-        assert [first for _, first, _ in starts] == [j * k_blocks // parts for j in range(parts)]
-        assert min(blocks for _, _, blocks in starts) >= 4
+    k_blocks, split, parts = -(-sizes[2] // 64), *pieces[0][6:8]
+    of_cta = {}
+    for cta, *tile, first, blocks, _, _, start, stride, count in pieces:
+        of_cta.setdefault(cta, []).append((tile, first, blocks, [start + stride * i for i in range(count)]))
+    found = 0
+    for cta, ((tile, first, blocks, others), *more) in of_cta.items():
+        assert all((of[1], of[2]) == (0, k_blocks) for of in more)
+        if first == 0 and blocks < k_blocks:
+            found += 1
+            assert len(others) == parts - 1 and max(others) < cta
+            rest = [of_cta[other][0] for other in others]
+            assert all(of[0] == tile for of in rest)
+            assert [of[1] for of in rest] == [j * k_blocks // parts for j in range(1, parts)]
+            assert min(blocks, *(of[2] for of in rest)) >= 4
+    assert found == split * options.get("cluster_m", 2)
 
 
-@pytest.mark.parametrize(("sizes", "options"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"), [case for case in SHAPES if not {"parts", "split_k"} & case[1].keys()], ids=str
+)
 def test_the_cost_model_knows(run, sizes, options):
     m, n, k = sizes
-    if options.get("parts") or not options.get("split_k", True):
-        pytest.skip("sections and whole tiles")
     product = Product(m, n, k, options.get("batch", 1))
     expected = split_tiles(product, Cut(128, 128, options.get("cluster_m", 2), True))
-    split, parts = run(*sizes, **options)[0, 6:]
+    split, parts = run(*sizes, **options)[0, 6:8]
     assert (split, parts if split else 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "cluster_m", "clusters"),
+    [
+        (768, 768, 16384, 2, 66),  # 18 tiles in 3 parts
+        (768, 3072, 16384, 2, 66),  # a whole tile each, then 6 in 8 parts
+        (4096, 1280, 520, 2, 66),
+        (264, 400, 4104, 1, 132),
+        (200, 136, 1000, 2, 4),
+    ],
+)
+def test_sums(library, run, m, n, k, cluster_m, clusters):
+    """With blocks that run one after the other nobody waits, and parts are added in the order of k."""
+    k_blocks, pointer = -(-k // 64), ctypes.c_void_p
+    value = 1e3 * np.random.default_rng(0).normal(size=k_blocks).astype(np.float32)
+    tiles = -(-m // (128 * cluster_m)) * cluster_m * -(-n // 128)
+    out = np.full((tiles, 128, 128), np.nan, np.float32)
+    arrays = (x.ctypes.data_as(pointer) for x in (value, out))
+    assert library.run_sums(cluster_m, m, n, k, clusters, *arrays) == 0
+    split, parts = run(m, n, k, cluster_m=cluster_m, clusters=clusters)[0, 6:8]
+    counts = np.arange(128, dtype=np.float32)
+    of_parts = [value[part * k_blocks // parts] + counts + counts[:, None] for part in range(parts)]
+    is_split = [np.array_equal(tile, functools.reduce(np.add, of_parts)) for tile in out]
+    is_whole = [np.array_equal(tile, of_parts[0]) for tile in out]
+    assert parts > 1 and sum(is_split) == split * cluster_m and sum(is_whole) == tiles - sum(is_split)

@@ -110,7 +110,10 @@ FAULTS = {
         ("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),
     ],
     "add a part of a tile before it is there": [
-        ("while (ptx::load_acquire(flags + 4 * (first + lane * stride) + warp) == 0) __nanosleep(32);", ""),
+        (
+            "while (ptx::load_acquire(flags + 4 * (others.first + lane * others.stride) + warp) == 0) __nanosleep(32);",
+            "",
+        ),
     ],
     "refill a tile operand's slot without a fence": [
         (
