@@ -22,7 +22,7 @@ from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cuts_for
-from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product, may_split
 from coda_jax.primitives.tile_table import Problem
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
@@ -89,8 +89,9 @@ def read(path: pathlib.Path) -> tuple[str, dict[Shape, dict[Tiling, float]]]:
     times: dict[Shape, dict[Tiling, float]] = {}
     for row in rows:
         shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
-        config = {name: json.loads(row[name].lower()) for name in FIELDS}
-        times.setdefault(shape, {})[Tiling(**config)] = float(row["us"])
+        tiling = Tiling(**{name: json.loads(row[name].lower()) for name in FIELDS})
+        if not tiling.split_k or may_split(shape.problem.product, tiling.cut):  # else it is noise beside whole tiles
+            times.setdefault(shape, {})[tiling] = float(row["us"])
     return rows[0]["device"], times
 
 

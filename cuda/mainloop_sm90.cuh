@@ -167,13 +167,13 @@ struct Gemm {
       RingPosition<LoadRing::slots> at;
       for (int i = consumer; i < scheduler.count; i += consumers) {
         const Work work = scheduler.work(i, rank);
-        if (work.first_block == 0)
+        if (work.has_tile())
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(consumer), at);
       }
     }
   }
 
-  /// At the last two of the kernel's pointers.
+  /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
   __device__ __forceinline__ PartialTiles<TileAccumulator> partial_tiles() const {
     constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
     return {static_cast<float4*>(params.pointer[last - 1]), static_cast<int*>(params.pointer[last]), warp, lane};
@@ -186,7 +186,7 @@ struct Gemm {
     if (consumer == 1 && scheduler.count > 0) at.advance(scheduler.work(0, rank).blocks);
     for (int i = consumer; i < scheduler.count; i += consumers) {
       const Work work = scheduler.work(i, rank);
-      if (work.first_block == 0) epilogue.begin(work.tile);
+      if (work.has_tile()) epilogue.begin(work.tile);
 
       // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
       const bool is_first = i == 0, is_last = i + 1 == scheduler.count;
@@ -211,7 +211,7 @@ struct Gemm {
       if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
 
       if constexpr (Config::split_k) {
-        if (work.first_block > 0) {
+        if (!work.has_tile()) {
           partial_tiles().send(accumulator);
           continue;
         }

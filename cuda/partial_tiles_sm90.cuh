@@ -11,8 +11,8 @@ namespace coda {
 template <class Accumulator>
 struct PartialTiles {
   static constexpr int quads = Accumulator::columns / 8;  // of a thread's registers in one block
-  static constexpr int batch = 8;                         // loads on their way at a time
-  static_assert(quads % batch == 0, "a block's registers are whole batches");
+  static constexpr int at_once = 8;                       // loads on their way
+  static_assert(quads % at_once == 0, "no load is left over");
   float4* const slots;
   int* const flags;
   const int warp, lane;
@@ -27,7 +27,7 @@ struct PartialTiles {
         const float* from = accumulator.registers[block] + 4 * i;
         __stcg(slot + 128 * (block * quads + i), make_float4(from[0], from[1], from[2], from[3]));
       }
-    __syncwarp();
+    __syncwarp();  // orders what all lanes have stored before lane 0's release
     if (lane == 0) ptx::store_release(flags + 4 * blockIdx.x + warp, 1);
   }
 
@@ -43,12 +43,12 @@ struct PartialTiles {
 #pragma unroll
       for (int block = 0; block < Accumulator::blocks; ++block)
 #pragma unroll
-        for (int i = 0; i < quads; i += batch) {
-          float4 more[batch];
+        for (int i = 0; i < quads; i += at_once) {
+          float4 more[at_once];
 #pragma unroll
-          for (int j = 0; j < batch; ++j) more[j] = __ldcg(slot + 128 * (block * quads + i + j));
+          for (int j = 0; j < at_once; ++j) more[j] = __ldcg(slot + 128 * (block * quads + i + j));
 #pragma unroll
-          for (int j = 0; j < batch; ++j) {
+          for (int j = 0; j < at_once; ++j) {
             float* to = accumulator.registers[block] + 4 * (i + j);
             to[0] += more[j].x;
             to[1] += more[j].y;

@@ -20,6 +20,8 @@ struct Tile {
 struct Work {
   Tile tile;
   int first_block, blocks;
+
+  __device__ __forceinline__ bool has_tile() const { return first_block == 0; }
 };
 
 /// CTAs `first`, `first` + `stride`, ..., `count` of them.
@@ -42,10 +44,11 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 /// bands of clusters along m, so that what runs at one time is roughly square, and as many as leave a band's rows of a
 /// in L2: with bands of 8 where two fit, a product with k = 24576 took 40 % longer.
 ///
-/// Split-K: where the last tiles fill no half of the chip, each is split along k into so many parts that they do. The
-/// parts come first, one a cluster at most, and the first part of a tile has the highest cluster: whoever waits, waits
-/// for blocks that start earlier and wait for nobody. All walk along k at one pace and find in L2 what others have
-/// read. (Stream-K, whose parts begin anywhere in k, took 335 us where whole tiles take 185: 2048 x 2048 x 16384.)
+/// Split-K: tiles left over by whole waves, if at most half as many as clusters, are each split along k into
+/// clusters / left_over parts, 8 at most, of 4 k blocks at least. The parts come first, one a cluster at most, and the
+/// first part of a tile has the highest cluster: whoever waits, waits for blocks that start earlier and wait for
+/// nobody. All walk along k at one pace and find in L2 what others have read. (Stream-K, whose parts begin anywhere in
+/// k, took 335 us where whole tiles take 185: 2048 x 2048 x 16384.)
 template <int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   static constexpr int max_band = 8, panel_bytes = 24 << 20;

@@ -19,9 +19,9 @@ class Embed(nnx.Embed):
 
     A row's gradient is a sum over the tokens that name it, thousands of frequent ones. flax.nnx.Embed casts the table
     to `dtype` and takes rows of the result, so that this sum runs, and stagnates, in `dtype`. Here rows are taken and
-    then cast: the same y, no pass over the table, and the sum is rounded once, to `param_dtype`.
+    then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device.
 
-    Arguments and `attend` are flax.nnx.Embed's.
+    Arguments and `attend` are flax.nnx.Embed's, but for `promote_dtype`, which only `attend` looks at.
     """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -37,30 +37,26 @@ class Embed(nnx.Embed):
         if not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
         table = self.embedding[...]
+        sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
         if out_sharding is not None or explicit_sharding(table) is not None:  # JAX lays out this gradient itself
-            rows = table.astype(_sum_dtype(table)).at[inputs].get(mode="fill", out_sharding=out_sharding)
-        elif _sum_dtype(table) == table.dtype:
-            rows = jnp.take(table, inputs, axis=0)
-        else:
-            rows = _take(jax.typeof(table), *vary(varying_axes(table, inputs), table, inputs))
-        return rows.astype(self.dtype)
+            rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
+            return rows.astype(self.dtype)
+        if sum_dtype == table.dtype:
+            return jnp.take(table, inputs, axis=0).astype(self.dtype)
+        return _take(jax.typeof(table), jnp.dtype(self.dtype), *vary(varying_axes(table, inputs), table, inputs))
 
 
-def _sum_dtype(table: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(table.dtype, jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _take(of_table: Any, dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table of 16-bit elements, in `dtype`, whose gradient is summed in float32; `of_table` is its type."""
+    return jnp.take(table, tokens, axis=0).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _take(of_table: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of a table of 16-bit elements, whose gradient is summed in float32. `of_table` is the table's type."""
-    return jnp.take(table, tokens, axis=0)
+def _take_forward(of_table: Any, dtype: Any, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _take(of_table, dtype, table, tokens), tokens
 
 
-def _take_forward(of_table: Any, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _take(of_table, table, tokens), tokens
-
-
-def _take_backward(of_table: Any, tokens: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+def _take_backward(of_table: Any, dtype: Any, tokens: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
     (zeros,) = vary(varying_axes(tokens, dy), jnp.zeros(of_table.shape, jnp.float32))
     return zeros.at[tokens].add(dy.astype(jnp.float32)).astype(of_table.dtype), None
 

@@ -28,12 +28,13 @@ def test_rows_outside_the_table_are_nan():
     assert np.isfinite(rows[0]).all() and np.isnan(rows[1:]).all()
 
 
+@dtypes
 @param_dtypes
-def test_the_gradient_of_a_frequent_token_is_rounded_once(param_dtype):
+def test_the_gradient_of_a_frequent_token_is_rounded_once(param_dtype, dtype):
     """4096 tokens of one row and 64 of another. Sums in bfloat16 end near 256 times their addends."""
-    embed = Embed(3, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    embed = Embed(3, 8, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     tokens = jnp.repeat(jnp.array([0, 2]), jnp.array([4096, 64]), total_repeat_length=4160)
-    weights = jax.random.uniform(jax.random.key(0), (tokens.size, 8)).astype(jnp.bfloat16)
+    weights = jax.random.normal(jax.random.key(0), (tokens.size, 8)).astype(dtype)
 
     def loss(embed):
         return jnp.sum((embed(tokens) * weights).astype(jnp.float32))
@@ -42,8 +43,8 @@ def test_the_gradient_of_a_frequent_token_is_rounded_once(param_dtype):
     assert gradient.dtype == param_dtype
     exact = np.zeros((3, 8))
     np.add.at(exact, np.asarray(tokens), np.asarray(weights, np.float64))
-    tolerance = 1e-6 if param_dtype == jnp.float32 else 2.0**-8
-    np.testing.assert_allclose(np.asarray(gradient, np.float64), exact, rtol=tolerance)
+    tolerance = 0.0 if param_dtype == jnp.float32 else 2.0**-8
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), exact, rtol=tolerance, atol=2e-4)
 
 
 def test_floating_tokens_are_refused():

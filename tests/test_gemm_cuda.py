@@ -65,6 +65,29 @@ def test_one_call_with_its_attributes():
     assert "xf32>" not in lowered.replace("128xf32>", "").replace("2x128xf32>", "")  # but for the row sums
 
 
+def test_split_k():
+    """A workspace and flags come last, in the results as among the kernel's pointers; no one else sees them."""
+    config = coda.GemmConfig(tile_m=128, tile_n=128, split_k=True)
+    lowered = text(
+        lambda a, b, x: coda.gemm(a, b, x, epilogue=residual_sumsq, config=config), *typed((M, K), (K, N), (M, N))
+    )
+    (call,) = calls(lowered)
+    tile, partials, workspace, flags = operands_and_results(call)[1]
+    assert (tile, partials) == ("128x256xbf16", "2x128xf32")
+    assert (workspace, flags) == ("132x128x128xf32", "132x4xi32")
+    assert "flags = 6 : i32" in call and "pointers = dense<[4, 5, 6]>" in call
+    assert workspace not in lowered.replace(call, "")
+
+
+def test_symbolic_rows_are_not_split():
+    (m,) = jax.export.symbolic_shape("m")
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 4096), (4096, 512)))
+    (call,) = calls(text(lambda a, b: coda.gemm(a, b), a, b))
+    assert "flags = -1 : i32" in call
+    (call,) = calls(text(lambda a, b: coda.gemm(a, b), a.update(shape=(512, 4096)), b))
+    assert "flags = -1 : i32" not in call
+
+
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("transpose_a", [False, True])
 def test_transposes_are_attributes(transpose_a, transpose_b):

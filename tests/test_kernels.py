@@ -11,7 +11,7 @@ from coda_jax.primitives.config import TILES, GemmConfig
 # its turn while a long elementwise program needs the registers. Heads of 96 lie in tiles of 192 columns, whose tables
 # are as wide.
 SPILLED = {
-    "gated_backward": 24,
+    "gated_backward": 40,
     "bias_gelu": 32,
     "gelu_erf": 8,
     "exp_sum": 8,

@@ -150,7 +150,7 @@ def gemm_call(
 
     Args:
       args: a, b, then the epilogue's operands.
-      results: tiles, then one array of partials per reduction.
+      results: tiles, then one array of partials per reduction, then with split-K its workspace and flags.
       name: the operator, for messages.
       source: CUDA text of the kernel, as for `compile_async`.
       maps: six int32 per tensor map: buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes.

@@ -37,11 +37,16 @@ struct xla::ffi::AttrDecoding<coda::GemmCall> {
       return decoded.has_value();
     };
     Type call{};
-    if (!read("abi", call.abi) || !read("arch", call.arch) || !read("cluster_m", call.cluster_m) ||
-        !read("flags", call.flags) || !read("headers", call.headers) || !read("key", call.key) ||
-        !read("maps", call.maps) || !read("name", call.name) || !read("pointers", call.pointers) ||
-        !read("smem_bytes", call.smem_bytes) || !read("source", call.source) || !read("threads", call.threads) ||
-        !read("tile_m", call.tile_m) || !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
+    if (!read("abi", call.abi)) return std::nullopt;
+    if (call.abi != coda::kAbi) {  // its other attributes may be others
+      return diagnostic.Emit("the program was made by a coda_jax of another version (program ABI ")
+             << call.abi << "); this one has program ABI " << coda::kAbi << ". Export it again.";
+    }
+    if (!read("arch", call.arch) || !read("cluster_m", call.cluster_m) || !read("flags", call.flags) ||
+        !read("headers", call.headers) || !read("key", call.key) || !read("maps", call.maps) ||
+        !read("name", call.name) || !read("pointers", call.pointers) || !read("smem_bytes", call.smem_bytes) ||
+        !read("source", call.source) || !read("threads", call.threads) || !read("tile_m", call.tile_m) ||
+        !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
         !read("transpose_b", call.transpose_b) || !read("ways", call.ways)) {
       return std::nullopt;
     }
@@ -192,7 +197,10 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   Buffer flags;  // of split-K, a row for each block that may run
   if (call.flags >= 0) {
     flags = buffers[call.flags];
-    if (flags.dims.size() != 2) throw std::invalid_argument("the flags are " + flags.ToString());
+    if (flags.dtype != ffi::DataType::S32 || flags.dims.size() != 2 || flags.dims[0] < call.cluster_m ||
+        flags.dims[1] != 4) {
+      throw std::invalid_argument("the flags are " + flags.ToString());
+    }
     multiprocessors = std::min<int64_t>(multiprocessors, flags.dims[0]);
   }
   const Geometry geometry =
@@ -251,10 +259,9 @@ Kernel& Prepare(const GemmCall& call) {
   if (Kernel* kernel = Registry::Get().Find(call.key)) return *kernel;
   const std::shared_ptr<Compiler> compiler = Compiler::Get();
   const std::string& headers = compiler->settings().headers_hash;
-  if (call.abi != kAbi || call.headers != headers) {
-    throw std::invalid_argument("the program was made by a coda_jax of another version (program ABI " +
-                                std::to_string(call.abi) + ", kernel headers " + std::string(call.headers) +
-                                "); this one has program ABI " + std::to_string(kAbi) + ", kernel headers " + headers +
+  if (call.headers != headers) {
+    throw std::invalid_argument("the program was made by a coda_jax of another version (kernel headers " +
+                                std::string(call.headers) + "); this one has kernel headers " + headers +
                                 ". Export it again.");
   }
   const Compiler::Job job = compiler->Submit(
@@ -357,7 +364,8 @@ XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-  // One launch of a fixed kernel with its parameters by value: may be recorded into a CUDA graph.
+  // One launch of a fixed kernel with its parameters by value, with split-K after a memset of fixed size: may be
+  // recorded into a CUDA graph.
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<void*>>()
                              .RemainingArgs()

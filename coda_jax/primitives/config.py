@@ -35,7 +35,8 @@ class GemmConfig:
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
-      split_k: whether the last tiles, where they fill no half of the chip, are split along k among multiprocessors.
+      split_k: whether tiles that whole waves leave over, if they fill at most half of the chip, are split along k among
+        all multiprocessors. A launch then has a workspace of 132 float32 tiles.
     """
 
     tile_m: int | None = None

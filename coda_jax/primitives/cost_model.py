@@ -105,7 +105,9 @@ def cost(product: Product, cut: Cut, *, has_long_epilogue: bool, constants: Cons
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:
-    """How many clusters' tiles are split along k, and each into how many parts: as cuda/scheduler.cuh has it."""
+    """How many clusters' tiles are split along k, and each into how many parts: as cuda/scheduler.cuh has it, on 132
+    multiprocessors and for an output that is not in parts.
+    """
     if not cut.split_k or not isinstance(product.m, int) or not isinstance(product.batch, int):
         return 0, 1
     at_once = MULTIPROCESSORS // cut.cluster_m

@@ -260,12 +260,13 @@ def f(acc, x):
     return y, jnp.sum(y * y, axis=1)
 
 def step(a, b, x):
-    for _ in range(4):
-        x, s = coda.gemm(a, b, x, epilogue=f, implementation="cuda")
+    for i in range(4):
+        config = coda.GemmConfig(split_k=i % 2 == 1)
+        x, s = coda.gemm(a, b, x, epilogue=f, implementation="cuda", config=config)
     return x, s
 
-a = jnp.asarray(np.random.default_rng(0).normal(size=(512, 256)), jnp.bfloat16)
-b = jnp.asarray(np.random.default_rng(1).normal(size=(256, 512)), jnp.bfloat16)
+a = jnp.asarray(np.random.default_rng(0).normal(size=(512, 512)), jnp.bfloat16)
+b = jnp.asarray(np.random.default_rng(1).normal(size=(512, 512)), jnp.bfloat16)
 x = jnp.zeros((512, 512), jnp.bfloat16)
 """
 
