@@ -68,3 +68,23 @@ def test_gradient_in_a_sharded_map(param_dtype):
     split = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(params, tokens)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)
+
+
+@param_dtypes
+def test_on_a_mesh_with_explicit_axes(param_dtype):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    embed = Embed(5, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(embed)
+    tokens = jax.random.randint(jax.random.key(1), (6,), 0, 5)
+
+    def loss(params, tokens, **options):
+        rows = nnx.merge(graphdef, params)(tokens, **options)
+        return jnp.sum(jnp.square(rows.astype(jnp.float32)))
+
+    whole = jax.grad(loss)(params, tokens)
+    with jax.set_mesh(mesh):
+        split_tokens = jax.device_put(tokens, jax.P("data"))
+        params = jax.device_put(params, jax.P())
+        gradient = jax.jit(jax.grad(lambda *args: loss(*args, out_sharding=jax.P("data", None))))(params, split_tokens)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)
