@@ -38,11 +38,10 @@ class Embed(nnx.Embed):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
         table = self.embedding[...]
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
-        if out_sharding is not None or explicit_sharding(table) is not None:  # JAX lays out this gradient itself
+        # JAX sums in the table's dtype, and lays out on explicit axes what it differentiates itself.
+        if sum_dtype == table.dtype or out_sharding is not None or explicit_sharding(table) is not None:
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
             return rows.astype(self.dtype)
-        if sum_dtype == table.dtype:
-            return jnp.take(table, inputs, axis=0).astype(self.dtype)
         return _take(jax.typeof(table), jnp.dtype(self.dtype), *vary(varying_axes(table, inputs), table, inputs))
 
 

@@ -1,5 +1,7 @@
 """The token embedding beside flax.nnx.Embed: the same rows, and gradients that do not stagnate."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,39 +54,38 @@ def test_floating_tokens_are_refused():
         Embed(7, 16, rngs=nnx.Rngs(0))(jnp.zeros(3))
 
 
+def over_devices(param_dtype, axis_type):
+    """A mesh, the sum of the squares of an embedding's rows as a function of its parameters and tokens, these, and the
+    check of its gradient.
+    """
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    graphdef, params = nnx.split(Embed(5, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(1), (6,), 0, 5)
+
+    def loss(params, tokens, **options):
+        return jnp.sum(jnp.square(nnx.merge(graphdef, params)(tokens, **options).astype(jnp.float32)))
+
+    whole = jax.grad(loss)(params, tokens)
+
+    def check(gradient):
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)
+
+    return mesh, loss, params, tokens, check
+
+
 @param_dtypes
 def test_gradient_in_a_sharded_map(param_dtype):
     """The table is whole on every device, the tokens are not: its gradients are summed over the mesh."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    embed = Embed(5, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(embed)
-    tokens = jax.random.randint(jax.random.key(1), (6,), 0, 5)
-
-    def loss(params, tokens):
-        return jnp.sum(jnp.square(nnx.merge(graphdef, params)(tokens).astype(jnp.float32)))
-
-    whole = jax.grad(loss)(params, tokens)
-    spec = jax.sharding.PartitionSpec
-    split = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(params, tokens)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)
+    mesh, loss, params, tokens, check = over_devices(param_dtype, jax.sharding.AxisType.Auto)
+    specs = jax.P(), jax.P("data")
+    check(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=specs, out_specs=jax.P())(params, tokens))
 
 
 @param_dtypes
 def test_on_a_mesh_with_explicit_axes(param_dtype):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    embed = Embed(5, 8, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(embed)
-    tokens = jax.random.randint(jax.random.key(1), (6,), 0, 5)
-
-    def loss(params, tokens, **options):
-        rows = nnx.merge(graphdef, params)(tokens, **options)
-        return jnp.sum(jnp.square(rows.astype(jnp.float32)))
-
-    whole = jax.grad(loss)(params, tokens)
+    mesh, loss, params, tokens, check = over_devices(param_dtype, jax.sharding.AxisType.Explicit)
     with jax.set_mesh(mesh):
-        split_tokens = jax.device_put(tokens, jax.P("data"))
-        params = jax.device_put(params, jax.P())
-        gradient = jax.jit(jax.grad(lambda *args: loss(*args, out_sharding=jax.P("data", None))))(params, split_tokens)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(gradient), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7)
+        params, tokens = jax.device_put(params, jax.P()), jax.device_put(tokens, jax.P("data"))
+        gradient = jax.grad(functools.partial(loss, out_sharding=jax.P("data", None)))
+        check(jax.jit(gradient)(params, tokens))

@@ -163,14 +163,10 @@ def cuts_for(
         if not product.transpose_b and tile_n // program.splits % 64:
             continue
         for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(product, tile_m):
-            if given.split_k is not None:
-                found.append(Cut(tile_m, tile_n, cluster_m, given.split_k))
-                continue
-            found += [
-                cut
-                for cut in (Cut(tile_m, tile_n, cluster_m, False), Cut(tile_m, tile_n, cluster_m, True))
-                if not cut.split_k or may_split(product, cut)
-            ]
+            for split_k in (False, True) if given.split_k is None else (given.split_k,):
+                cut = Cut(tile_m, tile_n, cluster_m, split_k)
+                if given.split_k is not None or not split_k or may_split(product, cut):
+                    found.append(cut)
     is_long, needs_room = _has_long_epilogue(program, traffic), _needs_room(program, traffic)
 
     def order(cut: Cut) -> tuple[bool, float]:

@@ -73,6 +73,7 @@ def lower(
     batch = tuple(batch_sizes[:1])
     m = a.shape[-1] if transpose_a else a.shape[-2]
     n = b.shape[-2] if transpose_b else b.shape[-1]
+    pointers = _pointers(program, len(operands), tiling)
     return Kernel(
         source=_source(program, a.dtype, out_dtypes, transpose_a, transpose_b, batched, tiling),
         results=_results(program, batch, m, n, out_dtypes, tiling),
@@ -81,8 +82,8 @@ def lower(
             "maps": [
                 map_.encoded() for map_ in _maps(program, len(operands), out_dtypes, transpose_a, transpose_b, tiling)
             ],
-            "pointers": _pointers(program, len(operands), tiling),
-            "flags": _first_partial(program, len(operands)) + len(program.reductions) + 1 if tiling.split_k else -1,
+            "pointers": pointers,
+            "flags": pointers[-1] if tiling.split_k else -1,
             "transpose_a": transpose_a,
             "transpose_b": transpose_b,
             "tile_m": tiling.tile_m,
@@ -154,11 +155,8 @@ def _pointers(program: Program, operand_count: int, tiling: Tiling) -> list[int]
     """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, split-K's."""
     vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
     partials = len(program.reductions) + len(_partial_tiles(tiling))
-    return vectors + [_first_partial(program, operand_count) + i for i in range(partials)]
-
-
-def _first_partial(program: Program, operand_count: int) -> int:
-    return 2 + operand_count + len(program.stores)
+    first_partial = 2 + operand_count + len(program.stores)
+    return vectors + [first_partial + i for i in range(partials)]
 
 
 def _source(

@@ -199,11 +199,10 @@ def _load(path: pathlib.Path) -> _Devices:
 def _config(entry: Any) -> GemmConfig:
     config = entry.get("config") if isinstance(entry, dict) else None
     names = {field.name for field in dataclasses.fields(GemmConfig)}
-    kinds = {True: bool, False: int}
     if (
         not isinstance(config, dict)
         or not config.keys() <= names
-        or any(type(x) is not kinds[name == "split_k"] for name, x in config.items())
+        or any(type(x) is not (bool if name == "split_k" else int) for name, x in config.items())
     ):
         raise ValueError(
             f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k a boolean and the others "
