@@ -80,18 +80,18 @@ def _traced(name: str) -> Any:
 Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds
 
 
-def read(path: pathlib.Path) -> tuple[str, dict[Shape, dict[Tiling, float]]]:
-    """The device, and the times of each shape's tilings."""
+def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[Tiling, float]]]:
+    """The device, and the times of each shape's tilings: by all rounds, or those in another column of the file."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    if not rows or not {"us", "layout", *FIELDS} <= rows[0].keys():
+    if not rows or not {column, "layout", *FIELDS} <= rows[0].keys():
         raise ValueError(f"{path} is no file of `python -m benchmarks.tiles`")
     times: dict[Shape, dict[Tiling, float]] = {}
     for row in rows:
         shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
         tiling = Tiling(**{name: json.loads(row[name].lower()) for name in FIELDS})
         if not tiling.split_k or may_split(shape.problem.product, tiling.cut):  # else it is noise beside whole tiles
-            times.setdefault(shape, {})[tiling] = float(row["us"])
+            times.setdefault(shape, {})[tiling] = float(row[column])
     return rows[0]["device"], times
 
 
@@ -121,8 +121,15 @@ def losses(times: Times, constants: Constants = CONSTANTS) -> dict[Shape, float]
     return found
 
 
-def summary(times: Times) -> str:
+def repeated(path: pathlib.Path) -> list[float]:
+    """Of each shape, what the best tile by the even rounds loses by the odd ones: what no choice can be told from."""
+    (_, even), (_, odd) = (read(path, column) for column in ("us_even", "us_odd"))
+    return [odd[shape][min(of, key=of.__getitem__)] / min(odd[shape].values()) - 1 for shape, of in even.items()]
+
+
+def summary(path: pathlib.Path) -> str:
     """Of the cost model's choices, for each program and layout and for all; and the ten worst."""
+    times = read(path)[1]
     found = losses(times)
     if not found:
         return "no shape whose tiles were measured"
@@ -130,6 +137,9 @@ def summary(times: Times) -> str:
     for name, of in by_program(found).items():
         share = sum(loss <= CLOSE for loss in of) / len(of)
         lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
+    of = repeated(path)
+    share = sum(loss <= CLOSE for loss in of) / len(of)
+    lines.append(f"{'even rounds choose':24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
     lines.append("the ten worst:")
     for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
         of, tiling = times[shape], chosen(shape, times[shape])

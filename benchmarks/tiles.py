@@ -2,9 +2,9 @@
 
 The products of Llama 3, Qwen3, Gemma 2 and 3 and GPT-2 with 256 to 65536 tokens: forward, back to the activations and
 to the weights, bare and with three epilogues. Each tile is checked once against XLA. A shape's tiles are interleaved
-with those of other shapes, in random order, and timed by the profiler. Shapes come in random order too, so that what
-was measured when the time is over is a fair sample. Writes benchmarks/results/<device>_tiles.csv, a row a shape and
-tile.
+in random order, small shapes' with those of others so that none finds its arguments in L2, and timed by the profiler.
+Shapes come in random order too, so that some of them are a fair sample of the grid. Writes
+benchmarks/results/<device>_tiles.csv, a row a shape and tile.
 
 From that file alone, without a GPU: `--report` says how good the cost model's choice is, `--fit` the constants of
 coda_jax/primitives/cost_model.py that suit it best, and `--table` writes the library's table of the shapes where the
@@ -69,7 +69,8 @@ MODELS = {
 TOKENS = (256, 1024, 4096, 16384, 65536)
 TINY_MODELS, TINY_TOKENS = {"tiny": Model(64, 96, 64, 64)}, (64, 192)
 LARGEST_BYTES = 5e9  # of an array
-CHUNK_BYTES, CHUNK_FUNCTIONS = 30e9, 160  # measured in one trace
+CHUNK_BYTES, CHUNK_FUNCTIONS = 30e9, 400  # measured in one trace
+LEAST_ROUNDS, MOST_ROUNDS = 10, 150  # of a shape's tiles
 RUN_AHEAD_BYTES = 5e8  # of a shape from which each execution is waited for: many results at once would fill the memory
 CHECKED = ((384, 768, 256), (384, 768, 4096))  # m, n, k; a pipeline may depend on k
 
@@ -162,32 +163,64 @@ def check(one: Compiled) -> None:
         programs.check(f"{one.shape} {one.tilings[name]}", call(*arguments), expected)
 
 
-def measure(chunk: Sequence[Compiled], rounds: int) -> list[dict[str, Any]]:
-    """A row a shape and tile; all tiles of all shapes interleaved."""
-    functions: dict[str, Callable[[], Any]] = {}
-    for one in chunk:
-        arguments = one.make()
-        for name, call in one.calls.items():
-            run = functools.partial(call, *arguments)
-            if one.bytes > RUN_AHEAD_BYTES:
-                run = functools.partial(_finished, run)
-            jax.block_until_ready(run())
-            functions[name] = run
+def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
+    """A row a shape and tile, each shape's tiles measured for about so long; see `relative_medians`."""
+    groups = []
+    for of_group in grouped(chunk):
+        functions: dict[str, Callable[[], Any]] = {}
+        for one in of_group:
+            arguments = one.make()
+            for name, call in one.calls.items():
+                run = functools.partial(call, *arguments)
+                if one.bytes > RUN_AHEAD_BYTES:
+                    run = functools.partial(_finished, run)
+                jax.block_until_ready(run())
+                functions[name] = run
+        started = time.perf_counter()
+        jax.block_until_ready([run() for run in functions.values()][-1])
+        rounds = round(seconds * len(of_group) / (time.perf_counter() - started))
+        groups.append(timing.Group(functions, min(max(rounds, LEAST_ROUNDS), MOST_ROUNDS)))
     with _clock() as clocks:
-        executed = timing.executions(functions, rounds=rounds)
+        executed = timing.executions_of_groups(groups)
     rows = []
     for one in chunk:
-        for name, tiling in one.tilings.items():
-            us = statistics.median(sum(kernel.duration for kernel in of) for of in executed[name]) / 1e3
+        us = [[sum(kernel.duration for kernel in of) / 1e3 for of in executed[name]] for name in one.tilings]
+        medians = zip(relative_medians(us), *(relative_medians([of[i::2] for of in us]) for i in (0, 1)), strict=True)
+        for tiling, (all_rounds, even, odd) in zip(one.tilings.values(), medians, strict=True):
             rows.append(
                 {
                     **dataclasses.asdict(one.shape),
                     **dataclasses.asdict(tiling),
-                    "us": round(us, 3),
+                    "us": round(all_rounds, 3),
+                    "us_even": round(even, 3),
+                    "us_odd": round(odd, 3),
+                    "rounds": len(us[0]),
                     "measured_at": clocks[-1],
                 }
             )
     return rows
+
+
+def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
+
+    A round is over in milliseconds, so the clock is the same for all of it, and differs from round to round.
+    """
+    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    level = statistics.median(means)
+    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
+
+
+def grouped(chunk: Sequence[Compiled]) -> Iterator[list[Compiled]]:
+    """Shapes whose tiles are interleaved: as few as are together beyond the cache."""
+    group: list[Compiled] = []
+    for one in chunk:
+        group.append(one)
+        if sum(other.bytes for other in group) > 2 * timing.L2_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _finished(run: Callable[[], Any]) -> Any:
@@ -228,34 +261,35 @@ def chunks(ready: Iterator[Compiled]) -> Iterator[list[Compiled]]:
 
 
 def run(
-    grid: Sequence[Shape], budget: float, rounds: int, implementation: str, checked: Sequence[tuple[int, int, int]]
+    grid: Sequence[Shape], budget: float, seconds: float, implementation: str, checked: Sequence[tuple[int, int, int]]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of as many shapes of the grid, in this order, as the budget of seconds allows; and whether all went well."""
+    """Rows of as many shapes of the grid, in this order, as the budget of seconds allows; and whether all went well.
+
+    All is compiled before anything is measured, so that the host never keeps the device waiting.
+    """
     started, rows, passed, well = time.perf_counter(), [], 0, True
     kinds = dict.fromkeys((shape.program, shape.layout) for shape in grid)
     build = functools.partial(compiled, implementation=implementation)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         samples = [Shape(*kind, *sizes) for kind in kinds for sizes in checked]
-        first = [pool.submit(build, len(grid) + i, shape) for i, shape in enumerate(samples)]
-        waiting = [pool.submit(build, i, shape) for i, shape in enumerate(grid)]
+        first = list(pool.map(build, range(len(grid), len(grid) + len(samples)), samples))
+        for one in first:
+            check(one)
+        count = sum(len(one.calls) for one in first)
+        print(f"{count} samples agree with XLA's products, {time.perf_counter() - started:.0f} s", flush=True)
+        ready = list(pool.map(build, range(len(grid)), grid))
+        print(f"{len(grid)} shapes compiled, {time.perf_counter() - started:.0f} s", flush=True)
+    for chunk in chunks(iter(ready)):
+        if time.perf_counter() - started > budget:
+            break
         try:
-            for future in first:
-                check(future.result())
-            count = sum(len(future.result().calls) for future in first)
-            print(f"{count} samples agree with XLA's products, {time.perf_counter() - started:.0f} s", flush=True)
-            for chunk in chunks(future.result() for future in waiting):
-                if time.perf_counter() - started > budget:
-                    break
-                try:
-                    rows += measure(chunk, rounds)
-                except RuntimeError as error:  # of the memory or the profiler; the other shapes are worth having
-                    well = False
-                    print(f"not measured: {', '.join(str(one.shape) for one in chunk)}: {error}", file=sys.stderr)
-                passed += len(chunk)
-                at = rows[-1]["measured_at"] if rows else ""
-                print(f"{passed} of {len(grid)} shapes, {time.perf_counter() - started:.0f} s   [{at}]", flush=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            rows += measure(chunk, seconds)
+        except RuntimeError as error:  # of the memory or the profiler; the other shapes are worth having
+            well = False
+            print(f"not measured: {', '.join(str(one.shape) for one in chunk)}: {error}", file=sys.stderr)
+        passed += len(chunk)
+        at = rows[-1]["measured_at"] if rows else ""
+        print(f"{passed} of {len(grid)} shapes, {time.perf_counter() - started:.0f} s   [{at}]", flush=True)
     return rows, well
 
 
@@ -263,8 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tiles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", type=float, default=210.0, help="seconds after which no more shapes are begun")
-    parser.add_argument("--rounds", type=int, default=6, help="executions of each tile")
+    parser.add_argument("--shapes", type=int, default=400, help="how many of the grid's, in random order")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no more shapes are begun")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of measurement of each shape")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes' order")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
@@ -277,13 +312,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.report or options.fit or options.table:
         return _read(parser, options)
     grid = shapes(TINY_MODELS, TINY_TOKENS) if options.tiny else shapes(MODELS, TOKENS)
+    total = len(grid)
     random.Random(options.seed).shuffle(grid)
+    grid = grid[: options.shapes]
     checked = [(64, 128, 64)] if options.tiny else CHECKED
-    rows, well = run(grid, options.budget, options.rounds, "auto" if options.tiny else "cuda", checked)
-    columns = ["program", "layout", "m", "n", "k", *tile_losses.FIELDS, "us", "measured_at"]
-    path = results.write("_tiles", columns, rows, folder=options.out, commit=options.commit, shapes=len(grid))
+    rows, well = run(grid, options.budget, options.seconds, "auto" if options.tiny else "cuda", checked)
+    of_times = ["us", "us_even", "us_odd", "rounds", "measured_at"]
+    columns = ["program", "layout", "m", "n", "k", *tile_losses.FIELDS, *of_times]
+    path = results.write("_tiles", columns, rows, folder=options.out, commit=options.commit, shapes=total)
     if rows:
-        print(tile_losses.summary(tile_losses.read(path)[1]))
+        print(tile_losses.summary(path))
     return 0 if rows and well else 1
 
 
@@ -291,9 +329,9 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     found = [options.csv] if options.csv else sorted(options.out.glob("*_tiles.csv"))
     if len(found) != 1:
         parser.error(f"{options.out} has {len(found)} files *_tiles.csv; name one by --csv")
-    device, times = tile_losses.read(found[0])
     if options.report:
-        print(tile_losses.summary(times))
+        print(tile_losses.summary(found[0]))
+    device, times = tile_losses.read(found[0])
     if options.fit:
         fitted = tile_losses.fit(times)
         before, after = (statistics.mean(tile_losses.losses(times, *of).values()) for of in ((), (fitted,)))

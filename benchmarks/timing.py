@@ -109,6 +109,13 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
     return medians
 
 
+class Group(NamedTuple):
+    """Functions that are interleaved with each other, and how often each runs its burst."""
+
+    functions: Functions
+    rounds: int
+
+
 def executions(
     functions: Functions, *, rounds: int, burst: int = 1, pause: float = 0.0
 ) -> dict[str, list[list[Kernel]]]:
@@ -126,29 +133,41 @@ def executions(
     Raises:
       RuntimeError: the trace holds no kernels of a function.
     """
+    return executions_of_groups([Group(functions, rounds)], burst=burst, pause=pause)
+
+
+def executions_of_groups(
+    groups: Sequence[Group], *, burst: int = 1, pause: float = 0.0
+) -> dict[str, list[list[Kernel]]]:
+    """As `executions`, one group after the other in one trace; no two of them have a function of the same name."""
     if jax.default_backend() != "gpu":
-        return _wall_clock(functions, rounds)
+        return {name: found for group in groups for name, found in _wall_clock(*group).items()}
+    alone = any(isinstance(function, Outside) for group in groups for function in group.functions.values())
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call is an event otherwise, which costs the host time
+        # Events of the host's cost it time: those of every Python call, and all others but the bursts'.
+        options.python_tracer_level = 0
+        options.host_tracer_level = 1 if alone else 0
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(rounds):
-                _round(functions, burst, pause)
+            for group in groups:
+                for _ in range(group.rounds):
+                    _round(group.functions, burst, pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
         profile = jax.profiler.ProfileData.from_file(path)
     kernels = _kernels_by_module(profile)
-    alone = any(isinstance(function, Outside) for function in functions.values())
     bursts = _bursts(profile) if alone else {}
-    count, found = rounds * burst, {}
-    for name, function in functions.items():
-        if isinstance(function, Outside):
-            ran = during(bursts.get(name, []), kernels.get("", []))
-        else:
-            ran = kernels.get(f"jit_{name}", [])
-        if not ran or len(ran) % count:
-            raise RuntimeError(f"{name}: {len(ran)} kernels in the trace for {count} executions")
-        each = len(ran) // count
-        found[name] = [ran[i : i + each] for i in range(0, len(ran), each)]
+    found = {}
+    for group in groups:
+        count = group.rounds * burst
+        for name, function in group.functions.items():
+            if isinstance(function, Outside):
+                ran = during(bursts.get(name, []), kernels.get("", []))
+            else:
+                ran = kernels.get(f"jit_{name}", [])
+            if not ran or len(ran) % count:
+                raise RuntimeError(f"{name}: {len(ran)} kernels in the trace for {count} executions")
+            each = len(ran) // count
+            found[name] = [ran[i : i + each] for i in range(0, len(ran), each)]
     return found
 
 

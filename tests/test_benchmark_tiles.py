@@ -22,7 +22,7 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     """A row a shape and tile, as many shapes as the budget allows; a wrong product fails."""
     monkeypatch.setattr(tiles, "candidates", lambda *about: candidates(*about)[:2])
     monkeypatch.setattr(tiles, "CHUNK_FUNCTIONS", 3)
-    options = ["--tiny", "--rounds=2", f"--out={tmp_path}", "--commit=none"]
+    options = ["--tiny", "--seconds=0", f"--out={tmp_path}", "--commit=none"]
     grid = tiles.shapes(tiles.TINY_MODELS, [64])[-2:]
     monkeypatch.setattr(tiles, "shapes", lambda models, tokens: list(grid))
     assert tiles.main(options) == 0
@@ -41,6 +41,15 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiles.programs, "check", lambda *_: (_ for _ in ()).throw(AssertionError("wrong")))
     with pytest.raises(AssertionError, match="wrong"):
         tiles.main(options)
+
+
+def test_relative_medians():
+    """A clock that differs from round to round falls on all variants alike."""
+    generator = np.random.default_rng(0)
+    clocks = np.exp(generator.normal(0, 0.2, 101))
+    slow, fast = tiles.relative_medians([1.02 * clocks, 0.98 * clocks])
+    assert slow / fast == pytest.approx(1.02 / 0.98)
+    assert slow == pytest.approx(1.02 * np.median(clocks), rel=1e-3)
 
 
 def test_grid():
@@ -87,7 +96,7 @@ def test_fit():
 
 def written(path, times):
     rows = [
-        {**vars(shape), **vars(tiling), "us": us, "device": "NVIDIA H200"}
+        {**vars(shape), **vars(tiling), "us": us, "us_even": us, "us_odd": us, "device": "NVIDIA H200"}
         for shape, of in times.items()
         for tiling, us in of.items()
     ]
