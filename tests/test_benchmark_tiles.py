@@ -12,7 +12,7 @@ from benchmarks import plots, programs, tile_losses, tiles
 from benchmarks.tile_losses import Shape
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import candidates
+from coda_jax.primitives.config import EpilogueTraffic, candidates, element_traffic
 from coda_jax.primitives.cost_model import CONSTANTS, cost
 
 MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}
@@ -75,23 +75,26 @@ def times_by(constants, tokens=(256, 1024, 16384)):
     found = {}
     for shape in tiles.shapes(MODELS, tokens):
         problem = shape.problem
-        is_long = shape.program == "gated_backward"
+        traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
         found[shape] = {
-            tiling: cost(problem.product, tiling.cut, has_long_epilogue=is_long, constants=constants)
+            tiling: cost(problem.product, tiling.cut, traffic, constants)
             for tiling in candidates(problem.product, problem.program, problem.out_dtypes)
         }
     return found
 
 
+WIDE, LONG = (128, 192), (64, 256)
+
+
 def test_fit():
     """The constants are found under which nothing is lost; under the true ones nothing is."""
     assert max(tile_losses.losses(times_by(CONSTANTS)).values()) == 0
-    relative = {(128, 128): (1, 1), (128, 192): (1.05, 0.85), (64, 256): (0.95, 1.2), (64, 128): (1.3, 1.05)}
-    times = times_by(dataclasses.replace(CONSTANTS, relative_time=relative, without_multicast=1.15))
+    of_block = {**CONSTANTS.of_block, WIDE: (1.1, 1.06), LONG: (1.2, 0.95)}
+    times = times_by(dataclasses.replace(CONSTANTS, of_block=of_block, load=5.0))
     assert statistics.mean(tile_losses.losses(times).values()) > 0.02
-    fitted = tile_losses.fit(times, starts=1)
+    fitted = tile_losses.fit(times)
     assert statistics.mean(tile_losses.losses(times, fitted).values()) < 0.002
-    assert fitted.relative_time[128, 128] == (1, 1) and "(128, 192): (" in tile_losses.shown(fitted)
+    assert tile_losses.shown(fitted).startswith("CONSTANTS = Constants(\n    of_block={(")
 
 
 def written(path, times):
@@ -108,8 +111,8 @@ def written(path, times):
 
 def test_read_alone(tmp_path, monkeypatch, capsys):
     """Report, table and picture from the file; the table has the shapes that lose more than 4 %, and the best tiles."""
-    relative = {**CONSTANTS.relative_time, (64, 256): (0.9, 1.1)}
-    times = times_by(dataclasses.replace(CONSTANTS, relative_time=relative), [1024])
+    of_block = {**CONSTANTS.of_block, LONG: (1.0, 0.9)}
+    times = times_by(dataclasses.replace(CONSTANTS, of_block=of_block), [1024])
     path = tmp_path / "nvidia_h200_tiles.csv"
     written(path, times)
     monkeypatch.setattr(tile_table, "SHIPPED", tmp_path)
@@ -119,7 +122,7 @@ def test_read_alone(tmp_path, monkeypatch, capsys):
     assert set(entries) == {shape.problem.key for shape in lost} and 0 < len(lost) < len(times)
     for shape in lost:
         entry = entries[shape.problem.key]
-        assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == (64, 256)
+        assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == LONG
         assert entry["cost_model_us"] / entry["us"] - 1 == pytest.approx(lost[shape], abs=0.01)
         tile_table.tiling_for(shape.problem, tile_table._config(entry), None)
     assert f"{max(lost.values()):6.1%}" in capsys.readouterr().out

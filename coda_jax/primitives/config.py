@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program
-from coda_jax.primitives.cost_model import CONSTANTS, Constants, Cut, Product, cost, may_split
+from coda_jax.primitives.cost_model import CONSTANTS, Constants, Cut, ElementTraffic, Product, cost, may_split
 
 # Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
@@ -167,11 +167,11 @@ def cuts_for(
                 cut = Cut(tile_m, tile_n, cluster_m, split_k)
                 if given.split_k is not None or not split_k or may_split(product, cut):
                     found.append(cut)
-    is_long, needs_room = _has_long_epilogue(program, traffic), _needs_room(program, traffic)
+    needs_room, of_element = _needs_room(program, traffic), element_traffic(program, traffic)
 
     def order(cut: Cut) -> tuple[bool, float]:
         is_last_resort = needs_room and (cut.tile_m, cut.tile_n) == (128, 192)
-        return is_last_resort, cost(product, cut, has_long_epilogue=is_long, constants=constants)
+        return is_last_resort, cost(product, cut, of_element, constants)
 
     return sorted(found, key=order)
 
@@ -189,6 +189,13 @@ def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
     # Rows of less than a cache line cost a float32 array that is added to in place a third of the product.
     adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4
     return bool(needs_registers or adds_float32)
+
+
+def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
+    """What the cost model wants to know of an epilogue."""
+    entries = program.entries(program.acc_width)
+    is_long = _has_long_epilogue(program, traffic)
+    return ElementTraffic(traffic.load_bytes / entries, traffic.store_bytes / entries, is_long)
 
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:

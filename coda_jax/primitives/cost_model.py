@@ -36,72 +36,98 @@ class Cut(NamedTuple):
     split_k: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """What `python -m benchmarks.tiles --fit` sets from measured times. Times are those of 64 of k in a 128 x 128 tile
-    in a cluster of two, when every multiprocessor has such a tile and the chip is at its power limit.
+class ElementTraffic(NamedTuple):
+    """What an epilogue moves: bytes loaded and stored for one element of the accumulator.
 
-    Attributes:
-      relative_time: tile -> time of its products relative to that of a 128 x 128 tile, area for area: with an epilogue
-        that hides under the other warpgroup's products, and with one that is as long as they are, for which the larger
-        tile leaves more of L2's bandwidth.
-      alone: the same when the other multiprocessors have nothing to do.
-      without_multicast: the same in clusters of one.
-      start: of a launch in clusters of one and of two.
-      end: of the last 128 x 128 tile's epilogue.
+    is_long says that the epilogue is about as long as the other warpgroup's products, and more than they hide.
     """
 
-    relative_time: Mapping[tuple[int, int], tuple[float, float]]
-    alone: float
-    without_multicast: float
+    load_bytes: float
+    store_bytes: float
+    is_long: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What `python -m benchmarks.tiles --fit` sets from measured times. The unit is the time of 64 of k in a 128 x 128
+    tile in a cluster of two, when every multiprocessor has such a tile and the chip is at its power limit.
+
+    Attributes:
+      of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
+        multiprocessor has such a tile: what they all read from L2 tells.
+      alone: tile -> the least such time, when other multiprocessors have nothing to do.
+      with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
+      load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
+      tile: between a tile and the next.
+      start: of a launch in clusters of one and of two.
+      zero_flags: before a launch with split-K.
+      part: sending or adding a part of a 128 x 128 tile.
+      late_epilogue: of a split tile, whose loads wait for the sum, as a share of the epilogue.
+    """
+
+    of_block: Mapping[tuple[int, int], tuple[float, float]]
+    alone: Mapping[tuple[int, int], float]
+    with_long_epilogue: Mapping[tuple[int, int], float]
+    load: float
+    store: float
+    tile: float
     start: tuple[float, float]
-    end: float
+    zero_flags: float
+    part: float
+    late_epilogue: float
 
 
 CONSTANTS = Constants(
-    relative_time={
-        (128, 128): (1.0, 1.0),
-        (128, 192): (0.975, 0.931),
-        (64, 256): (1.009, 1.04),
-        (64, 128): (1.19, 1.125),
+    of_block={
+        (128, 128): (1.067, 1.0),
+        (128, 192): (1.037, 0.978),
+        (64, 256): (1.311, 1.024),
+        (64, 128): (1.661, 1.192),
     },
-    alone=0.737,
-    without_multicast=1.055,
-    start=(12.0, 13.8),
-    end=2.1,
+    alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
+    with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.026, (64, 128): 1.003},
+    load=4.26,
+    store=1.38,
+    tile=1.13,
+    start=(26.2, 29.2),
+    zero_flags=10.2,
+    part=0.732,
+    late_epilogue=0.232,
 )
-# In the same unit.
-_ZERO_FLAGS = 7.8  # before a launch with split-K
-_PART = 1.5  # sending or adding a part of a 128 x 128 tile
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
 
 
-def cost(product: Product, cut: Cut, *, has_long_epilogue: bool, constants: Constants = CONSTANTS) -> float:
+def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants = CONSTANTS) -> float:
     """Time of a product, in the unit of `Constants`.
 
-    That of the busiest multiprocessor's tiles, each as long as its area and the constants say, and the start and end of
-    the launch; with split-K, of what its part of a split tile takes and of adding the others'.
-
-    Args:
-      product: sizes.
-      cut: tiles and clusters.
-      has_long_epilogue: whether a tile's epilogue is about as long as its products.
+    That of the busiest multiprocessor. Two warpgroups take turns at its tiles, so that one's epilogue runs while the
+    other multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is
+    longer. The last epilogue is alone. With split-K comes what its part of a split tile takes, and adding the others'.
     """
+    of = constants
     at_once, clusters = MULTIPROCESSORS // cut.cluster_m, _clusters(product, cut)
-    k_blocks = -(-product.k // 64)
     split, parts = split_tiles(product, cut)
-    busy = min(1.0, max(clusters, split * parts) / at_once)
-    area = cut.tile_m * cut.tile_n / (128 * 128)
-    full = 1.0 if cut.cluster_m > 1 else constants.without_multicast
-    of_block = area * constants.relative_time[cut.tile_m, cut.tile_n][has_long_epilogue]
-    of_block *= constants.alone + (full - constants.alone) * busy
-    time = -(-(clusters - split) // at_once) * k_blocks * of_block
+    waves, left_over = divmod(clusters - split, at_once)
+    k_blocks, name, area = -(-product.k // 64), (cut.tile_m, cut.tile_n), cut.tile_m * cut.tile_n / (128 * 128)
+    epilogue = (of.load * traffic.load_bytes + of.store * traffic.store_bytes) * area
+
+    def block(clusters_at_work: int) -> float:
+        full = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
+        return area * max(of.alone[name], full * clusters_at_work / at_once)
+
+    def tile(clusters_at_work: int) -> float:
+        products = k_blocks * block(clusters_at_work) + of.tile
+        return max(products, (products + epilogue) / 2)
+
+    time = of.start[cut.cluster_m - 1] + epilogue
+    if clusters > split:
+        time += (waves + (left_over > 0)) * tile(at_once if waves else left_over)
     if split:
-        time += -(-k_blocks // parts) * of_block + parts * _PART * area
-    if cut.split_k:
-        time += _ZERO_FLAGS
-    return time + constants.start[cut.cluster_m - 1] + constants.end * area
+        blocks = -(-k_blocks // parts)
+        time += blocks * block(min(split * parts, at_once)) + of.tile + parts * of.part * area
+        time += of.late_epilogue * epilogue
+    return time + (of.zero_flags if cut.split_k else 0)
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:
