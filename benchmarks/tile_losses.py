@@ -19,15 +19,15 @@ from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import EpilogueTraffic, GemmConfig, Tiling, cuts_for, element_traffic
-from coda_jax.primitives.cost_model import CONSTANTS, Constants, Product, cost, may_split
+from coda_jax.primitives.cost_model import Constants, Product, constants_for, cost, may_split
 from coda_jax.primitives.tile_table import Problem
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
 CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
 LARGE = 0.15  # what a fit counts of a larger loss
 STEPS = (-0.1, -0.05, -0.02, -0.01, 0.01, 0.02, 0.05, 0.1)  # of a fit
-# From which a shape is entered in the library's table. Within a run, the best tile by half of the rounds is within 2 % by
-# the other half for 98 % of 420 shapes; between runs, products with a large k differ by more (AGENTS.md).
+# From which a shape is entered in the library's table. Within a run, the best tile by half of the rounds is within 2 %
+# by the other half for 98 % of 420 shapes; between runs, products with a large k differ by more (AGENTS.md).
 WORTH_AN_ENTRY = 0.04
 
 
@@ -94,11 +94,11 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
     return rows[0]["device"], times
 
 
-def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants = CONSTANTS) -> Tiling | None:
+def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants) -> Tiling | None:
     """The one of the measured tilings that the cost model chooses."""
     problem = shape.problem
     traffic = _traffic(shape.program)
-    for cut in cuts_for(problem.product, problem.program, traffic, constants=constants):
+    for cut in cuts_for(problem.product, problem.program, traffic, None, constants):
         fitting = [tiling for tiling in of if tiling.cut == cut]
         if fitting:  # else it has no room for the epilogue
             return fitting[0]
@@ -110,7 +110,7 @@ def _traffic(name: str) -> EpilogueTraffic:
     return EpilogueTraffic.of(_traced(name), tuple(map(np.dtype, programs.PROGRAMS[name].out_dtypes)))
 
 
-def losses(times: Times, constants: Constants = CONSTANTS) -> dict[Shape, float]:
+def losses(times: Times, constants: Constants) -> dict[Shape, float]:
     """By how much the cost model's choice is slower than the best tiling, in shares of the best one's time."""
     found = {}
     for shape, of in times.items():
@@ -128,8 +128,9 @@ def repeated(path: pathlib.Path) -> list[float]:
 
 def summary(path: pathlib.Path) -> str:
     """Of the cost model's choices, for each program and layout and for all; and the ten worst."""
-    times = read(path)[1]
-    found = losses(times)
+    device, times = read(path)
+    constants = constants_for(device)
+    found = losses(times, constants)
     if not found:
         return "no shape whose tiles were measured"
     lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
@@ -141,7 +142,7 @@ def summary(path: pathlib.Path) -> str:
     lines.append(f"{'even rounds choose':24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
     lines.append("the ten worst:")
     for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
-        of, tiling = times[shape], chosen(shape, times[shape])
+        of, tiling = times[shape], chosen(shape, times[shape], constants)
         assert tiling is not None
         best = min(of, key=of.__getitem__)
         lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {of[tiling]:.1f} us, {_named(best)} {of[best]:.1f} us")
@@ -152,13 +153,13 @@ def _named(tiling: Tiling) -> str:
     return f"{tiling.name}, cluster of {tiling.cluster_m}:"
 
 
-def fit(times: Times, *, rounds: int = 30) -> Constants:
+def fit(times: Times, start: Constants, *, rounds: int = 30) -> Constants:
     """The constants of the cost model with the least losses, as far as a search along each of them finds them.
 
-    It starts from the present ones, and changes one after the other by up to 10 % as long as that helps. Counted is the
+    It changes one of `start`'s after the other by up to 10 % as long as that helps. Counted is the
     mean loss, with a few per cent more for each shape whose loss is not small.
     """
-    numbers, structure = jax.tree.flatten(_fields(CONSTANTS))
+    numbers, structure = jax.tree.flatten(_fields(start))
 
     def constants(numbers: Sequence[float]) -> Constants:
         return Constants(**jax.tree.unflatten(structure, numbers))
@@ -196,14 +197,14 @@ def _fields(constants: Constants) -> dict[str, Any]:
 
 def shown(constants: Constants) -> str:
     """As cost_model.py has them."""
-    return "\n".join(["CONSTANTS = Constants(", *(f"    {name}={of}," for name, of in _fields(constants).items()), ")"])
+    return "\n".join(["Constants(", *(f"    {name}={of}," for name, of in _fields(constants).items()), ")"])
 
 
-def table(times: Times) -> dict[str, Any]:
+def table(times: Times, constants: Constants) -> dict[str, Any]:
     """Entries for the shapes where the cost model's choice loses more than 4 %, by their keys."""
     entries = {}
-    for shape, loss in losses(times).items():
-        tiling = chosen(shape, times[shape])
+    for shape, loss in losses(times, constants).items():
+        tiling = chosen(shape, times[shape], constants)
         if loss > WORTH_AN_ENTRY and tiling is not None:
             of = times[shape]
             best = min(of, key=of.__getitem__)

@@ -39,6 +39,7 @@ from benchmarks.tile_losses import Shape
 from coda_jax.explain import equations
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
+from coda_jax.primitives.cost_model import constants_for
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 
 
@@ -134,10 +135,9 @@ def compiled(number: int, shape: Shape, implementation: str) -> Compiled:
         ]
 
     problem = shape.problem
-    tilings = {
-        f"tile_{number}_{i}": tiling
-        for i, tiling in enumerate(candidates(problem.product, problem.program, problem.out_dtypes))
-    }
+    device = jax.devices()[0].device_kind
+    found = candidates(problem.product, problem.program, problem.out_dtypes, device)
+    tilings = {f"tile_{number}_{i}": tiling for i, tiling in enumerate(found)}
     # Traced once, for that takes longer than all else that one thread at a time can do.
     jaxpr = jax.make_jaxpr(_product(shape, implementation))(*shape.types).jaxpr
     (params,) = (equation.params for equation, _ in equations(jaxpr, 1) if equation.primitive is coda_gemm_p)
@@ -332,12 +332,13 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.report:
         print(tile_losses.summary(found[0]))
     device, times = tile_losses.read(found[0])
+    constants = constants_for(device)
     if options.fit:
-        fitted = tile_losses.fit(times)
-        before, after = (statistics.mean(tile_losses.losses(times, *of).values()) for of in ((), (fitted,)))
+        fitted = tile_losses.fit(times, constants)
+        before, after = (statistics.mean(tile_losses.losses(times, of).values()) for of in (constants, fitted))
         print(f"mean loss {before:.2%} with the present constants, {after:.2%} with\n{tile_losses.shown(fitted)}")
     if options.table:
-        entries = tile_losses.table(times)
+        entries = tile_losses.table(times, constants)
         path = tile_table.shipped_path(device)
         tile_table.write(path, {device: entries})
         print(f"written: {path}, {len(entries)} of {len(times)} shapes")

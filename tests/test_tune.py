@@ -204,6 +204,26 @@ def test_damaged_entry(table, config, message):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    "device, tile", [("NVIDIA H100 80GB HBM3", (128, 192)), (DEVICE, (128, 128)), ("NVIDIA GH200 480GB", (128, 128))]
+)
+def test_each_device_has_a_cost_model(device, tile, monkeypatch):
+    """An H100 reads less from L2; what is exported, and what other devices run, has an H200's tile."""
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", device)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 2048), (2048, 2048))]
+    assert cut(product, *types) == [(*tile, 2)]
+    assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
+    (one,) = tune.tune_with(fastest(tile), device, product, *types).products
+    assert (one.tiling.tile_m, one.tiling.tile_n) == tile and one.us == one.cost_model_us
+    exported = export.export(
+        jax.jit(lambda a, b: product(a, b)),
+        platforms=["cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("coda_gemm")],
+    )
+    assert cuts(exported(*types).mlir_module()) == [(128, 128, 2)]
+
+
+@needs_nvrtc
 def test_key():
     """By everything that the kernel or its best tile depends on, and stable."""
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program
-from coda_jax.primitives.cost_model import CONSTANTS, Constants, Cut, ElementTraffic, Product, cost, may_split
+from coda_jax.primitives.cost_model import Constants, Cut, ElementTraffic, Product, constants_for, cost, may_split
 
 # Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
 _LIGHT_NODES, _FEW_VECTORS = 7, 2
@@ -144,8 +144,8 @@ def cuts_for(
     product: Product,
     program: Program,
     traffic: EpilogueTraffic,
-    given: GemmConfig | None = None,
-    constants: Constants = CONSTANTS,
+    given: GemmConfig | None,
+    constants: Constants,
 ) -> list[Cut]:
     """What may be chosen where `given` leaves it open, the fastest first.
 
@@ -203,7 +203,11 @@ def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
 
 
 def choose_tiling(
-    product: Product, program: Program, out_dtypes: Sequence[np.dtype], given: GemmConfig | None = None
+    product: Product,
+    program: Program,
+    out_dtypes: Sequence[np.dtype],
+    given: GemmConfig | None = None,
+    device: str | None = None,
 ) -> Tiling:
     """Completes `given`: the deepest pipeline that fits beside what the epilogue needs.
 
@@ -212,6 +216,7 @@ def choose_tiling(
       program: the epilogue's program.
       out_dtypes: dtypes of the program's stores.
       given: fields that are not None are kept.
+      device: kind of the device it runs on, if that is known.
 
     Raises:
       ValueError: nothing that keeps `given` fits into shared memory, no tile takes the program's heads or halves, or a
@@ -229,7 +234,7 @@ def choose_tiling(
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
     if box_n % (given.subtile_n or 16):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
-    cuts = cuts_for(product, program, traffic, given)
+    cuts = cuts_for(product, program, traffic, given, constants_for(device))
     if not cuts:
         raise ValueError(
             f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
@@ -262,12 +267,14 @@ def choose_tiling(
     )
 
 
-def candidates(product: Product, program: Program, out_dtypes: Sequence[np.dtype]) -> list[Tiling]:
+def candidates(
+    product: Product, program: Program, out_dtypes: Sequence[np.dtype], device: str | None = None
+) -> list[Tiling]:
     """The tilings that are worth measuring, the cost model's choice first: every cut that fits, with the pipeline that
     `choose_tiling` gives it.
     """
     found = []
-    for cut in cuts_for(product, program, EpilogueTraffic.of(program, out_dtypes)):
+    for cut in cuts_for(product, program, EpilogueTraffic.of(program, out_dtypes), None, constants_for(device)):
         with contextlib.suppress(ValueError):  # too large for shared memory
             found.append(choose_tiling(product, program, out_dtypes, GemmConfig(**cut._asdict())))
     return found

@@ -77,28 +77,57 @@ class Constants:
     late_epilogue: float
 
 
-CONSTANTS = Constants(
-    of_block={
-        (128, 128): (1.067, 1.0),
-        (128, 192): (1.037, 0.978),
-        (64, 256): (1.311, 1.024),
-        (64, 128): (1.661, 1.192),
-    },
-    alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
-    with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.026, (64, 128): 1.003},
-    load=4.26,
-    store=1.38,
-    tile=1.13,
-    start=(26.2, 29.2),
-    zero_flags=10.2,
-    part=0.732,
-    late_epilogue=0.232,
-)
+CONSTANTS = {
+    "NVIDIA H200": Constants(
+        of_block={
+            (128, 128): (1.067, 1.0),
+            (128, 192): (1.037, 0.978),
+            (64, 256): (1.311, 1.024),
+            (64, 128): (1.661, 1.192),
+        },
+        alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.026, (64, 128): 1.003},
+        load=4.26,
+        store=1.38,
+        tile=1.13,
+        start=(26.2, 29.2),
+        zero_flags=10.2,
+        part=0.732,
+        late_epilogue=0.232,
+    ),
+    "NVIDIA H100": Constants(
+        of_block={
+            (128, 128): (1.229, 1.0),
+            (128, 192): (1.136, 0.886),
+            (64, 256): (1.574, 1.084),
+            (64, 128): (2.04, 1.356),
+        },
+        alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
+        load=3.331,
+        store=4.033,
+        tile=3.068,
+        start=(22.5, 26.2),
+        zero_flags=11.9,
+        part=2.671,
+        late_epilogue=0.0,
+    ),
+}
+
+
+def constants_for(device: str | None) -> Constants:
+    """Those of this kind of device, "NVIDIA H100 80GB HBM3" say; an H200's for others, and where it is not known."""
+    for name, constants in CONSTANTS.items():
+        if device is not None and device.startswith(name):
+            return constants
+    return CONSTANTS["NVIDIA H200"]
+
+
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
 
 
-def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants = CONSTANTS) -> float:
+def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
     """Time of a product, in the unit of `Constants`.
 
     That of the busiest multiprocessor. Two warpgroups take turns at its tiles, so that one's epilogue runs while the

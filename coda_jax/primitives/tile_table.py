@@ -73,9 +73,9 @@ class Problem:
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
         return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
 
-    def tiling(self, config: GemmConfig | None = None) -> Tiling:
-        """`config` completed, by the cost model what it leaves open."""
-        return choose_tiling(self.product, self.program, self.out_dtypes, config)
+    def tiling(self, config: GemmConfig | None, device: str | None) -> Tiling:
+        """`config` completed, by the cost model of this kind of device what it leaves open."""
+        return choose_tiling(self.product, self.program, self.out_dtypes, config, device)
 
 
 def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) -> tuple[Tiling, str]:
@@ -83,20 +83,21 @@ def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) 
 
     Args:
       config: the user's, which wins.
-      device: kind of the device it runs on; None where that is not known, and no table is looked at.
+      device: kind of the device it runs on; None where that is not known: no table is looked at, and the cost model is
+        that of an H200.
     """
     if config is not None and config != GemmConfig():
-        return problem.tiling(config), "config"
+        return problem.tiling(config, device), "config"
     key = problem.key
     if device is not None and key is not None:
         for path, origin in ((user_path(), "tuned"), (shipped_path(device), "tuned by coda_jax")):
             entry = _load(path).get(device, {}).get(key) if path else None
             if entry is not None:
                 try:
-                    return problem.tiling(_config(entry)), origin
+                    return problem.tiling(_config(entry), device), origin
                 except ValueError as error:
                     _warn(f"{path}: the entry '{key}' of {device} is ignored: {error}")
-    return problem.tiling(), "cost model"
+    return problem.tiling(None, device), "cost model"
 
 
 def attached_device() -> str | None:

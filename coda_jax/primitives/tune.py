@@ -32,16 +32,17 @@ _ROUNDS, _BURST_SECONDS = 7, 2e-3
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product to be tuned: what is launched, and the primitive's parameters and argument types."""
+    """A product to be tuned: what is launched, the primitive's parameters and argument types, the device's kind."""
 
     problem: Problem
     types: tuple[jax.ShapeDtypeStruct, ...]
     params: dict[str, Any] = dataclasses.field(hash=False, compare=False)
+    device: str | None = None
 
     @property
     def tilings(self) -> list[Tiling]:
         """First the cost model's choice."""
-        return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes)
+        return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes, self.device)
 
 
 Measure = Callable[[Sequence[Work]], Iterable[dict[Tiling, float]]]  # seconds of each work's tilings
@@ -146,7 +147,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"tune: {path} cannot be written")
-    works = list(products_of(function, *args, **kwargs).values())
+    works = [dataclasses.replace(work, device=device) for work in products_of(function, *args, **kwargs).values()]
     found = []
     for work, seconds in zip(works, measure(works), strict=True):
         key, first = work.problem.key, work.tilings[0]
