@@ -31,8 +31,8 @@ endif
 train: $(STAMPS)/train
 	$(RUN) examples/train_lm.py $(ARGS)
 
-test: $(STAMPS)/test
-	$(RUN) -m pytest -n 2 $(ARGS)
+test: $(STAMPS)/test # by file: what a file's tests share, compiled programs above all, is made once
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 gpu-test: $(STAMPS)/test
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)

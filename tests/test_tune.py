@@ -1,5 +1,6 @@
 """coda.tune and its tables: what is found, kept, looked up, and ignored. Times are invented."""
 
+import functools
 import json
 import re
 import subprocess
@@ -211,7 +212,8 @@ def test_each_device_has_a_cost_model(device, tile, monkeypatch):
     """An H100 reads less from L2; what is exported, and what other devices run, has an H200's tile."""
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", device)
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 2048), (2048, 2048))]
-    assert cut(product, *types) == [(*tile, 2)]
+    for epilogue in (None, lambda acc: (acc, acc.sum(axis=0))):
+        assert cut(functools.partial(coda.gemm, epilogue=epilogue), *types) == [(*tile, 2)]
     assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
     (one,) = tune.tune_with(fastest(tile), device, product, *types).products
     assert (one.tiling.tile_m, one.tiling.tile_n) == tile and one.us == one.cost_model_us

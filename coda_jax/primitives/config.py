@@ -150,8 +150,8 @@ def cuts_for(
     """What may be chosen where `given` leaves it open, the fastest first.
 
     Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
-    clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 leaves an epilogue
-    few registers and little shared memory, and is the last resort of one that needs much.
+    clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 is the last resort
+    of an epilogue to which it leaves too little.
     """
     given = given or GemmConfig()
     found = []
@@ -184,18 +184,22 @@ def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
 
 
 def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
-    vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
-    needs_registers = program.head or len(program.sections) > 1 or traffic.column_reductions or vectors > _FEW_VECTORS
-    # Rows of less than a cache line cost a float32 array that is added to in place a third of the product.
+    # Heads spill two kilobytes in 128 x 192. There is shared memory for rows of half a cache line only, which cost a
+    # float32 array that is added to in place a third of the product.
     adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4
-    return bool(needs_registers or adds_float32)
+    return bool(program.head or len(program.sections) > 1 or adds_float32)
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
     """What the cost model wants to know of an epilogue."""
     entries = program.entries(program.acc_width)
-    is_long = _has_long_epilogue(program, traffic)
-    return ElementTraffic(traffic.load_bytes / entries, traffic.store_bytes / entries, is_long)
+    vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
+    return ElementTraffic(
+        load_bytes=traffic.load_bytes / entries,
+        store_bytes=traffic.store_bytes / entries,
+        is_long=_has_long_epilogue(program, traffic),
+        is_crowded=traffic.column_reductions > 0 or vectors > _FEW_VECTORS,
+    )
 
 
 def _has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:

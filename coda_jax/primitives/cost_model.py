@@ -37,14 +37,18 @@ class Cut(NamedTuple):
 
 
 class ElementTraffic(NamedTuple):
-    """What an epilogue moves: bytes loaded and stored for one element of the accumulator.
+    """What an epilogue moves and keeps.
 
-    is_long says that the epilogue is about as long as the other warpgroup's products, and more than they hide.
+    Attributes:
+      load_bytes, store_bytes: for one element of the accumulator.
+      is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
+      is_crowded: whether sums of columns or many vectors want registers, of which a 128 x 192 tile leaves few.
     """
 
     load_bytes: float
     store_bytes: float
     is_long: bool
+    is_crowded: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Constants:
         multiprocessor has such a tile: what they all read from L2 tells.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
+      crowded: factor for a crowded epilogue in a tile of 128 x 192; of column_sum and every_vector (16384, 4096, 4096).
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
@@ -68,6 +73,7 @@ class Constants:
     of_block: Mapping[tuple[int, int], tuple[float, float]]
     alone: Mapping[tuple[int, int], float]
     with_long_epilogue: Mapping[tuple[int, int], float]
+    crowded: float
     load: float
     store: float
     tile: float
@@ -87,6 +93,7 @@ CONSTANTS = {
         },
         alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.026, (64, 128): 1.003},
+        crowded=1.04,
         load=4.26,
         store=1.38,
         tile=1.13,
@@ -104,6 +111,7 @@ CONSTANTS = {
         },
         alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
+        crowded=1.03,
         load=3.331,
         store=4.033,
         tile=3.068,
@@ -143,6 +151,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
     def block(clusters_at_work: int) -> float:
         full = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
+        full *= of.crowded if traffic.is_crowded and name == (128, 192) else 1
         return area * max(of.alone[name], full * clusters_at_work / at_once)
 
     def tile(clusters_at_work: int) -> float:
