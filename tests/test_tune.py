@@ -1,6 +1,5 @@
 """coda.tune and its tables: what is found, kept, looked up, and ignored. Times are invented."""
 
-import functools
 import json
 import re
 import subprocess
@@ -212,8 +211,12 @@ def test_each_device_has_a_cost_model(device, tile, monkeypatch):
     """An H100 reads less from L2; what is exported, and what other devices run, has an H200's tile."""
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", device)
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 2048), (2048, 2048))]
-    for epilogue in (None, lambda acc: (acc, acc.sum(axis=0))):
-        assert cut(functools.partial(coda.gemm, epilogue=epilogue), *types) == [(*tile, 2)]
+    assert cut(product, *types) == [(*tile, 2)]
+    wide = types[1].update(shape=(2048, 4096))  # where only sums of columns keep an H200 from 128 x 192
+    assert cut(product, types[0], wide) == [(128, 192, 2)]
+    assert cut(lambda a, b: coda.gemm(a, b, epilogue=lambda acc: (acc, acc.sum(axis=0))), types[0], wide) == [
+        (*tile, 2)
+    ]
     assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
     (one,) = tune.tune_with(fastest(tile), device, product, *types).products
     assert (one.tiling.tile_m, one.tiling.tile_n) == tile and one.us == one.cost_model_us
@@ -223,6 +226,14 @@ def test_each_device_has_a_cost_model(device, tile, monkeypatch):
         disabled_checks=[export.DisabledSafetyCheck.custom_call("coda_gemm")],
     )
     assert cuts(exported(*types).mlir_module()) == [(128, 128, 2)]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("k, split", [(16384, True), (1024, False)])
+def test_split_k_is_chosen_where_it_pays(k, split):
+    types = [jax.ShapeDtypeStruct((k, 768), jnp.bfloat16)] * 2
+    shown = str(coda.explain(lambda a, b: coda.gemm(a, b, transpose_a=True), *types, platform="cuda"))
+    assert ("split-K (cost model)" in shown) == split and "(cost model)" in shown
 
 
 @needs_nvrtc
