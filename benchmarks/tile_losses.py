@@ -136,18 +136,15 @@ def summary(path: pathlib.Path) -> str:
     if not found:
         return "no shape whose tiles were measured"
     lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
-    for name, of in by_program(found).items():
+    for name, of in {**by_program(found), "even rounds choose": repeated(path)}.items():
         share = sum(loss <= CLOSE for loss in of) / len(of)
         lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
-    of = repeated(path)
-    share = sum(loss <= CLOSE for loss in of) / len(of)
-    lines.append(f"{'even rounds choose':24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
     lines.append("the ten worst:")
     for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
-        of, tiling = times[shape], chosen(shape, times[shape], constants)
+        us, tiling = times[shape], chosen(shape, times[shape], constants)
         assert tiling is not None
-        best = min(of, key=of.__getitem__)
-        lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {of[tiling]:.1f} us, {_named(best)} {of[best]:.1f} us")
+        best = min(us, key=us.__getitem__)
+        lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {us[tiling]:.1f} us, {_named(best)} {us[best]:.1f} us")
     return "\n".join(lines)
 
 

@@ -249,7 +249,7 @@ class _clock:
         self._found.sort(key=lambda one: float((re.search(r"([\d.]+) W", one) or [0, 0])[1]))
 
 
-def chunks(ready: Iterator[Compiled]) -> Iterator[list[Compiled]]:
+def chunks(ready: Sequence[Compiled]) -> Iterator[list[Compiled]]:
     """As many as one trace takes."""
     chunk: list[Compiled] = []
     for one in ready:
@@ -282,7 +282,7 @@ def run(
         ready = list(pool.map(build, range(len(grid)), grid))
         print(f"{len(grid)} shapes compiled, {time.perf_counter() - started:.0f} s", flush=True)
     started = time.perf_counter()
-    for chunk in chunks(iter(ready)):
+    for chunk in chunks(ready):
         if time.perf_counter() - started > budget:
             break
         try:

@@ -137,11 +137,11 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, name, area = -(-product.k // 64), (cut.tile_m, cut.tile_n), cut.tile_m * cut.tile_n / (128 * 128)
     epilogue = (of.load * traffic.load_bytes + of.store * traffic.store_bytes) * area
+    all_at_work = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
+    all_at_work *= of.crowded if traffic.is_crowded and name == (128, 192) else 1
 
     def block(clusters_at_work: int) -> float:
-        full = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
-        full *= of.crowded if traffic.is_crowded and name == (128, 192) else 1
-        return area * max(of.alone[name], full * clusters_at_work / at_once)
+        return area * max(of.alone[name], all_at_work * clusters_at_work / at_once)
 
     def tile(clusters_at_work: int) -> float:
         products = k_blocks * block(clusters_at_work) + of.tile
