@@ -164,7 +164,7 @@ def check(one: Compiled) -> None:
 
 
 def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
-    """A row a shape and tile, each shape's tiles measured for about so long; see `relative_medians`."""
+    """A row a shape and tile, each shape's tiles measured for about so long; see `timing.relative_medians`."""
     groups = []
     for of_group in grouped(chunk):
         functions: dict[str, Callable[[], Any]] = {}
@@ -187,7 +187,8 @@ def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
     rows = []
     for one in chunk:
         us = [[sum(kernel.duration for kernel in of) / 1e3 for of in executed[name]] for name in one.tilings]
-        medians = zip(relative_medians(us), *(relative_medians([of[i::2] for of in us]) for i in (0, 1)), strict=True)
+        of_rounds = (us, [of[0::2] for of in us], [of[1::2] for of in us])
+        medians = zip(*map(timing.relative_medians, of_rounds), strict=True)
         for tiling, (all_rounds, even, odd) in zip(one.tilings.values(), medians, strict=True):
             rows.append(
                 {
@@ -201,16 +202,6 @@ def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
-
-    A round is over before the clock changes much, and another round finds another clock.
-    """
-    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
-    level = statistics.median(means)
-    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
 
 
 def grouped(chunk: Sequence[Compiled]) -> Iterator[list[Compiled]]:

@@ -20,7 +20,7 @@ import jax
 
 
 class Times(NamedTuple):
-    """Medians in microseconds: of all kernels of one execution together, and of the longest one alone."""
+    """Microseconds of one execution: of all its kernels together, and of the longest one alone."""
 
     total: float
     longest: float
@@ -83,9 +83,10 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
     """Device times of each function, kernels only, measured by the profiler (CUPTI).
 
     Each round runs the functions in a fresh random order, `burst` times each, so that clock and temperature fall on all
-    alike; the first third of the rounds is not measured. Without pauses the chip comes to its power limit, as in
-    training; with them it stays below, and the clock at its highest. With an `Outside` among the functions, every
-    burst ends before the next one starts: else kernels of two streams would run at the same time.
+    alike; the first third of the rounds is not measured, and rounds are compared one by one (`relative_medians`).
+    Without pauses the chip comes to its power limit, as in training; with them it stays below, and the clock at its
+    highest. With an `Outside` among the functions, every burst ends before the next one starts: else kernels of two
+    streams would run at the same time.
 
     Args:
       functions: as in `executions`.
@@ -100,13 +101,27 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
         _round(functions, burst, pause)
         warm_rounds += 1
     rounds = max(10, 2 * warm_rounds)
-    medians = {}
-    for name, executed in executions(functions, rounds=rounds, burst=burst, pause=pause).items():
-        durations = [[kernel.duration for kernel in kernels] for kernels in executed]
-        medians[name] = Times(
-            statistics.median(map(sum, durations)) / 1e3, statistics.median(map(max, durations)) / 1e3
-        )
-    return medians
+    found = executions(functions, rounds=rounds, burst=burst, pause=pause)
+
+    def medians(of_kernels: Callable[[Iterable[float]], float]) -> list[float]:
+        of_rounds = []
+        for executed in found.values():
+            us = [of_kernels(kernel.duration / 1e3 for kernel in kernels) for kernels in executed]
+            each = len(us) // rounds
+            of_rounds.append([statistics.mean(us[i : i + each]) for i in range(0, len(us), each)])
+        return relative_medians(of_rounds)
+
+    return {name: Times(*of) for name, *of in zip(found, medians(sum), medians(max), strict=True)}
+
+
+def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
+
+    A round is over before the clock changes much, and another round finds another clock.
+    """
+    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    level = statistics.median(means)
+    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
 
 
 class Group(NamedTuple):

@@ -1,4 +1,5 @@
-// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, all else from global memory.
+// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, row vectors from shared memory,
+// all else from global memory.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
@@ -31,7 +32,8 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
   }
 }
 
-/// Consumer's side: what a thread has read. One object a thread; `begin` before the tile's products.
+/// Consumer's side: what a thread has read. One object a thread; `begin` before the tile's products, and a barrier of
+/// the warpgroup between `begin` and all that follows.
 template <class Config, class Epilogue, class Params>
 struct EpilogueOperands {
   using Layout = EpilogueLayout<Config, Epilogue>;
@@ -52,13 +54,21 @@ struct EpilogueOperands {
   RingPosition<Layout::load_slots> loaded;
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
   Word scalar[at_least_one(Epilogue::scalars)];
+  ptx::uint32 vectors;  // where the tile's row vectors lie in shared memory
 
   __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
                                               int warp, int lane)
-      : params(params), base(base), warp(warp), lane(lane), n(params.n / Layout::splits), ring(ring) {}
+      : params(params),
+        base(base),
+        warp(warp),
+        lane(lane),
+        n(params.n / Layout::splits),
+        ring(ring),
+        vectors(base + Layout::vector_offset) {}
 
-  /// Loads what does not depend on the column, early enough to hide the latency under the products.
+  /// Loads vectors and scalars, early enough to hide the latency under the products.
   __device__ __forceinline__ void begin(const Tile& tile) {
+    begin_row_vectors(tile);
     static_for<Epilogue::scalars>([&](auto index) {
       constexpr VectorAccess access = Epilogue::scalar[decltype(index)::value];
       scalar[decltype(index)::value] =
@@ -78,23 +88,39 @@ struct EpilogueOperands {
     });
   }
 
-  /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
-  /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
-  __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
-
-  __device__ __forceinline__ void load_row_vectors(
-      const Tile& tile, int at, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
+  /// From global to shared memory. Another warp may still read those of the tile before, never those before that: so
+  /// there are two places, which take turns.
+  __device__ __forceinline__ void begin_row_vectors(const Tile& tile) {
+    const ptx::uint32 first = base + Layout::vector_offset;
+    vectors = vectors == first ? first + Layout::vector_bytes : first;
     static_for<Epilogue::row_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
       const int width = Layout::head > 0 ? n : access.ways * n;
       const long long offset =
           (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
+      for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
+        const int column = min(tile.column + Layout::memory_column(access.way, at), n - 1);
+        const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
+        ptx::store_word(row_vector_address(decltype(index)::value, at), word.i);
+      }
+    });
+  }
+  __device__ __forceinline__ ptx::uint32 row_vector_address(int index, int at) const {
+    return vectors + 4 * (index * Layout::columns + at);
+  }
+
+  /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
+  /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
+  __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
+  /// Those of the subtile that begins `at` columns into the tile.
+  __device__ __forceinline__ void load_row_vectors(
+      int at, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
+    static_for<Epilogue::row_vectors>([&](auto index) {
+      constexpr int i = decltype(index)::value;
+      const ptx::uint32 from = row_vector_address(i, at + 2 * (lane & 3));
 #pragma unroll
-      for (int j = 0; j < groups; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          row_vector[decltype(index)::value][j][c] = load_word<access.dtype>(
-              params.pointer[access.pointer], offset + min(Layout::column(tile, lane, access.way, at, j) + c, n - 1));
+      for (int j = 0; j < groups; ++j) ptx::load_pair(from + 32 * j, row_vector[i][j][0].f, row_vector[i][j][1].f);
     });
   }
 

@@ -99,7 +99,7 @@ struct EpilogueVisitor {
       typename Results::OfBox& column_result) {
     const int at = box * Layout::box_n + subtile * Layout::subtile_n;
     OfColumns of_columns;
-    operands.load_row_vectors(tile, at, of_columns.row_vector);
+    operands.load_row_vectors(at, of_columns.row_vector);
     operands.load_head_vectors(tile, at, of_columns.head_vector);
     HeadTables head_table;
     operands.load_head_tables(tile, at, block, head_table);
@@ -224,7 +224,7 @@ struct EpilogueVisitor {
         for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
-          operands.load_row_vectors(tile, at, of_columns.row_vector);
+          operands.load_row_vectors(at, of_columns.row_vector);
           operands.load_head_vectors(tile, at, of_columns.head_vector);
           HeadTables head_table;
           operands.load_head_tables(tile, at, block, head_table);

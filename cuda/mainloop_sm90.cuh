@@ -183,14 +183,17 @@ struct Gemm {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(consumer), consumer,
                                                        warp, lane);
     RingPosition<Config::stages> at;
-    if (consumer == 1 && scheduler.count > 0) at.advance(scheduler.work(0, rank).blocks);
+    if (consumer == 1 && scheduler.count > 0) {
+      at.advance(scheduler.work(0, rank).blocks);
+      wake(0);
+    }
     for (int i = consumer; i < scheduler.count; i += consumers) {
       const Work work = scheduler.work(i, rank);
       if (work.has_tile()) epilogue.begin(work.tile);
 
       // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
-      const bool is_first = i == 0, is_last = i + 1 == scheduler.count;
-      if (!is_first) ptx::named_barrier_sync(1 + consumer, 128 * consumers);
+      const bool is_last = i + 1 == scheduler.count;
+      ptx::named_barrier_sync(1 + consumer, 128 * consumers);
       TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
@@ -203,7 +206,7 @@ struct Gemm {
         previous = at;
         at.advance();
       }
-      if (!is_last) ptx::named_barrier_arrive(1 + (consumer ^ 1), 128 * consumers);
+      if (!is_last) wake(consumer ^ 1);
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::tile_m / 64; ++block) wgmma::keep_behind_wait(accumulator.registers[block]);
@@ -220,6 +223,10 @@ struct Gemm {
       epilogue.visit(work.tile, accumulator);
     }
     epilogue.finish();
+  }
+
+  __device__ __forceinline__ static void wake(int consumer) {
+    ptx::named_barrier_arrive(1 + consumer, 128 * consumers);
   }
 
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major

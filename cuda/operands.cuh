@@ -34,15 +34,17 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
   return word;
 }
 
-/// Two neighbours; index is even, the array aligned to a pair.
+/// Two neighbours, loaded where this stands in the program; index is even, the array aligned to a pair.
 template <DType dtype>
 __device__ __forceinline__ void load_words(const void* base, long long index, Word (&pair)[2]) {
   if constexpr (dtype == DType::f32) {
-    const float2 both = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(base) + index));
-    pair[0].f = both.x;
-    pair[1].f = both.y;
+    const ptx::uint64 both =
+        ptx::load_in_place(reinterpret_cast<const ptx::uint64*>(static_cast<const float*>(base) + index));
+    pair[0].i = static_cast<int>(both);
+    pair[1].i = static_cast<int>(both >> 32);
   } else {
-    const ptx::uint32 both = __ldg(reinterpret_cast<const unsigned*>(static_cast<const unsigned short*>(base) + index));
+    const ptx::uint32 both =
+        ptx::load_in_place(reinterpret_cast<const ptx::uint32*>(static_cast<const ptx::uint16*>(base) + index));
     if constexpr (dtype == DType::bf16) {
       pair[0].f = __uint_as_float(both << 16);
       pair[1].f = __uint_as_float(both & 0xFFFF0000u);

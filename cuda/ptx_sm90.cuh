@@ -148,6 +148,24 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- global memory, where it stands in the program: the assembler moves loads of constant memory in front of barriers
+
+__device__ __forceinline__ uint16 load_in_place(const uint16* from) {
+  uint16 value;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32 load_in_place(const uint32* from) {
+  uint32 value;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64 load_in_place(const uint64* from) {
+  uint64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // ---- shared memory, a fragment at a time
 
 __device__ __forceinline__ void load_matrices(uint32 address, uint32 (&words)[4]) {
@@ -160,6 +178,9 @@ __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&wo
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
+}
+__device__ __forceinline__ void store_word(uint32 address, int word) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 __device__ __forceinline__ void load_pair(uint32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");

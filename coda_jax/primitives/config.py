@@ -95,20 +95,20 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueTraffic:
-    """Bytes of an epilogue's tiles for one element of a way: what is loaded and what is stored."""
+    """Bytes of an epilogue's tiles for one element of a way, loaded and stored; entries of what lies over columns."""
 
     load_bytes: int
     store_bytes: int
     widest_bytes: int
     column_reductions: int
+    row_vectors: int
 
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
-        loads = [
-            np.dtype(program.operands[i].dtype).itemsize
-            for i in program.tile_operands
-            for _ in program.loads(i)[: 1 if program.neighbours else None]
-        ]
+        def entries(index: int) -> int:
+            return min(len(program.loads(index)), 1 if program.neighbours else 2)
+
+        loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in range(entries(i))]
         stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
         of_section = [
             sum(stores[i] * program.entries(program.stores[i].width) for i in program.stores_of(section))
@@ -117,7 +117,8 @@ class EpilogueTraffic:
         columns = sum(
             program.entries(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
-        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns)
+        row_vectors = sum(entries(i) for i, operand in enumerate(program.operands) if operand.kind is Kind.ROW_VECTOR)
+        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, row_vectors)
 
 
 def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
@@ -125,8 +126,10 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
     load_ring = tiling.load_slots * 64 * tiling.box_n * traffic.load_bytes
     store_rings = 4 * tiling.store_slots * 16 * tiling.box_n * traffic.store_bytes
-    columns = traffic.column_reductions * 4 * (tiling.tile_n // program.entries(program.acc_width)) * 4
-    epilogue = _round_up(load_ring + store_rings + columns, 1024)
+    # Column reductions of four warps; row vectors of a tile and of the next.
+    columns = tiling.tile_n // program.entries(program.acc_width)
+    over_columns = (traffic.column_reductions * 4 + traffic.row_vectors * 2) * columns * 4
+    epilogue = _round_up(load_ring + store_rings + over_columns, 1024)
     barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers
 
