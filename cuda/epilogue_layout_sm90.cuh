@@ -86,14 +86,14 @@ struct EpilogueLayout {
   static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
   static constexpr int store_slots = Config::store_slots;
 
-  // Of one consumer warpgroup, from its base: load ring, store rings of its four warps, column reductions, and row
-  // vectors of a tile and of the next.
+  // Of one consumer warpgroup, from its base: load ring, store rings of its four warps, column reductions, and
+  // vectors over columns, of a tile and of the next.
   static constexpr int load_offset = 0;
   static constexpr int store_offset = load_offset + (Epilogue::tile_loads > 0 ? load_slots * load_slot_bytes : 0);
   static constexpr int column_offset = store_offset + 4 * store_slots * store_slot_bytes;
   static constexpr int column_bytes = Epilogue::column_reductions * 4 * columns * 4;
   static constexpr int vector_offset = column_offset + column_bytes;
-  static constexpr int vector_bytes = Epilogue::row_vectors * columns * 4;
+  static constexpr int vector_bytes = (Epilogue::row_vectors + Epilogue::head_vectors) * columns * 4;
   static constexpr int bytes = (vector_offset + 2 * vector_bytes + 1023) / 1024 * 1024;
 
   /// Row within the output of a thread's rows; the fragment's r-th half is 8 rows further down.

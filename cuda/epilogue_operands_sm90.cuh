@@ -1,5 +1,5 @@
-// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, row vectors from shared memory,
-// all else from global memory.
+// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, vectors over columns from
+// shared memory, all else from global memory.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
@@ -54,7 +54,7 @@ struct EpilogueOperands {
   RingPosition<Layout::load_slots> loaded;
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
   Word scalar[at_least_one(Epilogue::scalars)];
-  ptx::uint32 vectors;  // where the tile's row vectors lie in shared memory
+  ptx::uint32 vectors;  // where the tile's vectors over columns lie in shared memory
 
   __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
                                               int warp, int lane)
@@ -68,7 +68,7 @@ struct EpilogueOperands {
 
   /// Loads vectors and scalars, early enough to hide the latency under the products.
   __device__ __forceinline__ void begin(const Tile& tile) {
-    begin_row_vectors(tile);
+    begin_vectors(tile);
     static_for<Epilogue::scalars>([&](auto index) {
       constexpr VectorAccess access = Epilogue::scalar[decltype(index)::value];
       scalar[decltype(index)::value] =
@@ -88,9 +88,9 @@ struct EpilogueOperands {
     });
   }
 
-  /// From global to shared memory. Another warp may still read those of the tile before, never those before that: so
-  /// there are two places, which take turns.
-  __device__ __forceinline__ void begin_row_vectors(const Tile& tile) {
+  /// Vectors over columns go to shared memory, a word for each column of the tile. Another warp may still read the
+  /// words of the tile before, never those before that: so there are two places, which take turns.
+  __device__ __forceinline__ void begin_vectors(const Tile& tile) {
     const ptx::uint32 first = base + Layout::vector_offset;
     vectors = vectors == first ? first + Layout::vector_bytes : first;
     static_for<Epilogue::row_vectors>([&](auto index) {
@@ -101,60 +101,50 @@ struct EpilogueOperands {
       for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
         const int column = min(tile.column + Layout::memory_column(access.way, at), n - 1);
         const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
-        ptx::store_word(row_vector_address(decltype(index)::value, at), word.i);
+        ptx::store_word(word_address(decltype(index)::value, at), word.i);
+      }
+    });
+    static_for<Epilogue::head_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
+      const int offset = access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0;
+      for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
+        const int column = column_of_head<access.way, access.ways>(at);
+        const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
+        ptx::store_word(word_address(Epilogue::row_vectors + decltype(index)::value, at), word.i);
       }
     });
   }
-  __device__ __forceinline__ ptx::uint32 row_vector_address(int index, int at) const {
-    return vectors + 4 * (index * Layout::columns + at);
+  __device__ __forceinline__ ptx::uint32 word_address(int vector, int at) const {
+    return vectors + 4 * (vector * Layout::columns + at);
   }
 
   /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
   /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
-  /// Those of the subtile that begins `at` columns into the tile.
-  __device__ __forceinline__ void load_row_vectors(
-      int at, Word (&row_vector)[at_least_one(Epilogue::row_vectors)][groups][2]) const {
-    static_for<Epilogue::row_vectors>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      const ptx::uint32 from = row_vector_address(i, at + 2 * (lane & 3));
-#pragma unroll
-      for (int j = 0; j < groups; ++j) ptx::load_pair(from + 32 * j, row_vector[i][j][0].f, row_vector[i][j][1].f);
-    });
-  }
-
-  /// First column, within an array over heads, of this thread's pair in the subtile that begins `at` columns into the
-  /// tile. `shared`: see load_pair.
-  template <int way, int shared>
-  __device__ __forceinline__ int column_of_head(int at) const {
-    constexpr int half = Layout::head / 2;
-    const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
-    return way * half + (at % (half * Layout::spread) + 2 * pair) / shared;
-  }
-  /// A pair of columns; an array of half a head has one word for two neighbours, in the first (`shared` is 2).
-  template <DType dtype, int shared>
-  __device__ __forceinline__ static void load_pair(const void* base, long long at, Word (&pair)[2]) {
-    if constexpr (shared == 1) {
-      load_words<dtype>(base, at, pair);
-    } else {
-      pair[0] = load_word<dtype>(base, at);
-    }
-  }
-
-  __device__ __forceinline__ void load_head_vectors(
-      const Tile& tile, int at, Word (&vector)[at_least_one(Epilogue::head_vectors)][groups][2]) const {
+  /// Of the subtile that begins `at` columns into the tile, this thread's columns.
+  __device__ __forceinline__ void load_vectors(int at, OfColumns& of_columns) const {
+    static_for<Epilogue::row_vectors>(
+        [&](auto index) { load_words(decltype(index)::value, at, of_columns.row_vector[decltype(index)::value]); });
     static_for<Epilogue::head_vectors>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
-      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
-      const int first =
-          (access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0) + column_of_head<access.way, shared>(at);
-#pragma unroll
-      for (int j = 0; j < groups; ++j)
-        load_pair<access.dtype, shared>(params.pointer[access.pointer], first + 8 * j / shared,
-                                        vector[decltype(index)::value][j]);
+      load_words(Epilogue::row_vectors + decltype(index)::value, at, of_columns.head_vector[decltype(index)::value]);
     });
   }
+  __device__ __forceinline__ void load_words(int vector, int at, Word (&word)[groups][2]) const {
+#pragma unroll
+    for (int j = 0; j < groups; ++j)
+      ptx::load_pair(word_address(vector, at + 8 * j + 2 * (lane & 3)), word[j][0].f, word[j][1].f);
+  }
+
+  /// Where column `at` of a way of the tile lies in an array over heads. One as wide as half a head has one word for
+  /// two neighbours.
+  template <int way, int ways>
+  __device__ __forceinline__ static int column_of_head(int at) {
+    constexpr int half = Layout::head / 2;
+    return way * half + at % (half * Layout::spread) / words_shared<ways>;
+  }
+  template <int ways>
+  static constexpr int words_shared = ways == 1 ? Layout::spread : 1;
 
   /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
   /// words, which the first brings into L1.
@@ -163,8 +153,9 @@ struct EpilogueOperands {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
       constexpr int width = access.ways * (Layout::head / 2);
-      constexpr int shared = access.ways == 1 ? Layout::spread : 1;
-      const int first = column_of_head<access.way, shared>(at);
+      constexpr int shared = words_shared<access.ways>;
+      const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
+      const int first = column_of_head<access.way, access.ways>(at + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int of_tile = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
@@ -173,8 +164,8 @@ struct EpilogueOperands {
                               (access.period > 0 ? of_tile % rows : of_tile);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
-          load_pair<access.dtype, shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
-                                          table[decltype(index)::value][j][r]);
+          load_in_place<access.dtype, 2 / shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
+                                                  table[decltype(index)::value][j][r]);
       }
     });
   }

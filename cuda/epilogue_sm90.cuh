@@ -99,8 +99,7 @@ struct EpilogueVisitor {
       typename Results::OfBox& column_result) {
     const int at = box * Layout::box_n + subtile * Layout::subtile_n;
     OfColumns of_columns;
-    operands.load_row_vectors(at, of_columns.row_vector);
-    operands.load_head_vectors(tile, at, of_columns.head_vector);
+    operands.load_vectors(at, of_columns);
     HeadTables head_table;
     operands.load_head_tables(tile, at, block, head_table);
     Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
@@ -224,8 +223,7 @@ struct EpilogueVisitor {
         for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
-          operands.load_row_vectors(at, of_columns.row_vector);
-          operands.load_head_vectors(tile, at, of_columns.head_vector);
+          operands.load_vectors(at, of_columns);
           HeadTables head_table;
           operands.load_head_tables(tile, at, block, head_table);
 #pragma unroll

@@ -14,44 +14,43 @@ __host__ __device__ constexpr int bytes_of(DType dtype) {
 
 // ---- one value in global memory
 
+/// The float32 of a 16-bit floating type.
+template <DType dtype>
+__device__ __forceinline__ float widened(ptx::uint16 bits) {
+  if constexpr (dtype == DType::bf16) return __uint_as_float(static_cast<ptx::uint32>(bits) << 16);
+  return ptx::f16_to_float(bits);
+}
+
 template <DType dtype>
 __device__ __forceinline__ Word load_word(const void* base, long long index) {
   Word word;
-  if constexpr (dtype == DType::f32) {
-    word.f = __ldg(static_cast<const float*>(base) + index);
-  } else if constexpr (dtype == DType::i32) {
+  if constexpr (dtype == DType::f32 || dtype == DType::i32) {
     word.i = __ldg(static_cast<const int*>(base) + index);
   } else if constexpr (dtype == DType::pred) {
     word.i = __ldg(static_cast<const unsigned char*>(base) + index) != 0;
   } else {
-    const ptx::uint16 bits = __ldg(static_cast<const unsigned short*>(base) + index);
-    if constexpr (dtype == DType::bf16) {
-      word.f = __uint_as_float(static_cast<ptx::uint32>(bits) << 16);
-    } else {
-      word.f = ptx::f16_to_float(bits);
-    }
+    word.f = widened<dtype>(__ldg(static_cast<const unsigned short*>(base) + index));
   }
   return word;
 }
 
-/// Two neighbours, loaded where this stands in the program; index is even, the array aligned to a pair.
-template <DType dtype>
-__device__ __forceinline__ void load_words(const void* base, long long index, Word (&pair)[2]) {
-  if constexpr (dtype == DType::f32) {
-    const ptx::uint64 both =
-        ptx::load_in_place(reinterpret_cast<const ptx::uint64*>(static_cast<const float*>(base) + index));
-    pair[0].i = static_cast<int>(both);
-    pair[1].i = static_cast<int>(both >> 32);
+/// One word, or two neighbours, then from an even index of an array aligned to pairs. Of a constant array the assembler
+/// would load in front of the barrier that wakes the other consumer; these loads stay where they are.
+template <DType dtype, int count>
+__device__ __forceinline__ void load_in_place(const void* base, long long index, Word (&words)[2]) {
+  const void* from = static_cast<const char*>(base) + index * bytes_of(dtype);
+  if constexpr (bytes_of(dtype) == 4 && count == 2) {
+    const ptx::uint64 both = ptx::load_in_place(static_cast<const ptx::uint64*>(from));
+    words[0].i = static_cast<int>(both);
+    words[1].i = static_cast<int>(both >> 32);
+  } else if constexpr (bytes_of(dtype) == 4) {
+    words[0].i = static_cast<int>(ptx::load_in_place(static_cast<const ptx::uint32*>(from)));
+  } else if constexpr (count == 1) {
+    words[0].f = widened<dtype>(ptx::load_in_place(static_cast<const ptx::uint16*>(from)));
   } else {
-    const ptx::uint32 both =
-        ptx::load_in_place(reinterpret_cast<const ptx::uint32*>(static_cast<const ptx::uint16*>(base) + index));
-    if constexpr (dtype == DType::bf16) {
-      pair[0].f = __uint_as_float(both << 16);
-      pair[1].f = __uint_as_float(both & 0xFFFF0000u);
-    } else {
-      pair[0].f = ptx::f16_to_float(static_cast<ptx::uint16>(both));
-      pair[1].f = ptx::f16_to_float(static_cast<ptx::uint16>(both >> 16));
-    }
+    const ptx::uint32 both = ptx::load_in_place(static_cast<const ptx::uint32*>(from));
+    words[0].f = widened<dtype>(static_cast<ptx::uint16>(both));
+    words[1].f = widened<dtype>(static_cast<ptx::uint16>(both >> 16));
   }
 }
 
@@ -95,13 +94,8 @@ struct Box {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float (&pair)[2] = fragment.value[j + i / 2][i % 2];
-          if constexpr (dtype == DType::bf16) {
-            pair[0] = __uint_as_float(words[i] << 16);
-            pair[1] = __uint_as_float(words[i] & 0xFFFF0000u);
-          } else {
-            pair[0] = ptx::f16_to_float(static_cast<ptx::uint16>(words[i]));
-            pair[1] = ptx::f16_to_float(static_cast<ptx::uint16>(words[i] >> 16));
-          }
+          pair[0] = widened<dtype>(static_cast<ptx::uint16>(words[i]));
+          pair[1] = widened<dtype>(static_cast<ptx::uint16>(words[i] >> 16));
         }
       }
     } else {

@@ -148,7 +148,7 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- global memory, where it stands in the program: the assembler moves loads of constant memory in front of barriers
+// ---- global memory, not moved in front of a barrier
 
 __device__ __forceinline__ uint16 load_in_place(const uint16* from) {
   uint16 value;

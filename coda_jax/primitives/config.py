@@ -101,7 +101,7 @@ class EpilogueTraffic:
     store_bytes: int
     widest_bytes: int
     column_reductions: int
-    row_vectors: int
+    vectors_over_columns: int
 
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
@@ -117,8 +117,9 @@ class EpilogueTraffic:
         columns = sum(
             program.entries(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
-        row_vectors = sum(entries(i) for i, operand in enumerate(program.operands) if operand.kind is Kind.ROW_VECTOR)
-        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, row_vectors)
+        over_columns = (Kind.ROW_VECTOR, Kind.HEAD_VECTOR)
+        vectors = sum(entries(i) for i, operand in enumerate(program.operands) if operand.kind in over_columns)
+        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, vectors)
 
 
 def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> int:
@@ -126,9 +127,9 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     operands = tiling.stages * (tiling.tile_m + tiling.tile_n) * tiling.tile_k * 2
     load_ring = tiling.load_slots * 64 * tiling.box_n * traffic.load_bytes
     store_rings = 4 * tiling.store_slots * 16 * tiling.box_n * traffic.store_bytes
-    # Column reductions of four warps; row vectors of a tile and of the next.
+    # Column reductions of four warps; vectors of a tile and of the next.
     columns = tiling.tile_n // program.entries(program.acc_width)
-    over_columns = (traffic.column_reductions * 4 + traffic.row_vectors * 2) * columns * 4
+    over_columns = (traffic.column_reductions * 4 + traffic.vectors_over_columns * 2) * columns * 4
     epilogue = _round_up(load_ring + store_rings + over_columns, 1024)
     barriers = 16 * tiling.stages + CONSUMERS * 16 * (tiling.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers
