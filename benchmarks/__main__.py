@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from benchmarks import peers, programs, results, timing
+from benchmarks import peers, priced, programs, results, timing
 from coda_jax import ffi
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
@@ -38,25 +38,6 @@ PRODUCTS: Products = [
     ("A[K,M] B[K,N]", 2048, 2048, 16384),
     ("A[M,K] B[N,K]", 4096, 2048, 2048),
     ("A[M,K] B[N,K]", 4096, 4096, 4096),
-]
-# (program, m, n, k)
-EPILOGUES: Products = [
-    (program, *shape)
-    for program, shapes in (
-        (
-            "residual_sumsq",
-            [(16384, 2048, 2048), (16384, 4096, 4096), (16384, 2048, 8192), (16384, 4096, 14336)],
-        ),
-        ("swiglu", [(16384, 16384, 2048), (16384, 28672, 4096)]),
-        ("gated_backward", [(16384, 8192, 2048), (16384, 14336, 4096)]),
-        ("norm_backward", [(16384, 2048, 16384), (16384, 4096, 28672)]),
-        ("residual", [(16384, 2048, 2048), (16384, 4096, 4096)]),
-        ("bias_gelu", [(16384, 8192, 2048), (16384, 16384, 4096)]),
-        ("column_sum", [(16384, 2048, 2048), (16384, 4096, 4096)]),
-        ("rotary_qkv", [(16384, 3072, 2048), (16384, 6144, 4096)]),
-        ("logsumexp_pick", [(4096, 128256, 2048), (4096, 128256, 4096)]),
-    )
-    for shape in shapes
 ]
 TINY: tuple[Products, Products] = (
     [("A[M,K] B[N,K]", 64, 64, 32), ("A[K,M] B[K,N]", 64, 32, 64)],
@@ -76,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
     options = parser.parse_args(arguments)
     timer = functools.partial(timing.interleaved, seconds=options.seconds, pause=options.pause)
     beside = peers.available(modules)
-    products, epilogues = TINY if options.tiny else (PRODUCTS, EPILOGUES)
+    products, epilogues = TINY if options.tiny else (PRODUCTS, priced.SHAPES)
     gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
     cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
     rows = _bare_products(timer, gemm, products, cache_bytes, beside)
@@ -94,30 +75,6 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
     return 0
 
 
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
-
-
-def _jitted(name, function):
-    """jax.jit with the module name that `timing.interleaved` looks for."""
-    function.__name__ = name
-    return jax.jit(function)
-
-
-def _sets(function: Callable[..., Any], make: Callable[[int], tuple], cache_bytes: float) -> list[tuple]:
-    """make(seed), which is (a, b, ...), for as many seeds as it takes to leave the cache before one comes again.
-
-    function is the one that touches least: the bare product.
-    """
-    first = make(0)
-    count = timing.sets_beyond(cache_bytes, first[:2], jax.eval_shape(function, *first))
-    return [first, *map(make, range(1, count))]
-
-
-def _rotated(function: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[], Any]:
-    return timing.rotated([functools.partial(function, *arguments) for arguments in sets])
-
-
 def _bare_products(
     timer: Timer, gemm: Callable[..., Any], shapes: Products, cache_bytes: float, beside: Sequence[peers.Peer]
 ) -> list[dict[str, Any]]:
@@ -130,8 +87,8 @@ def _bare_products(
         transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
 
         def make(seed, m=m, n=n, k=k, flags=(transpose_a, transpose_b)):
-            a = _normal(2 * seed, *((k, m) if flags[0] else (m, k)))
-            return a, _normal(2 * seed + 1, *((n, k) if flags[1] else (k, n)))
+            a = priced.normal(2 * seed, *((k, m) if flags[0] else (m, k)))
+            return a, priced.normal(2 * seed + 1, *((n, k) if flags[1] else (k, n)))
 
         def coda_product(a, b, flags=(transpose_a, transpose_b)):
             return gemm(a, b, transpose_a=flags[0], transpose_b=flags[1])
@@ -141,11 +98,11 @@ def _bare_products(
             product = jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
             return product.astype(jnp.bfloat16)
 
-        ours, xla = _jitted("coda_product", coda_product), _jitted("xla_product", xla_product)
-        sets = _sets(xla, make, cache_bytes)
+        ours, xla = priced.jitted("coda_product", coda_product), priced.jitted("xla_product", xla_product)
+        sets = priced.sets(xla, make, cache_bytes)
         expected = xla(*sets[0])
         programs.check(f"{layout} {m} {n} {k}", ours(*sets[0]), expected)
-        calls = {"coda_product": _rotated(ours, sets), "xla_product": _rotated(xla, sets)}
+        calls = {"coda_product": priced.rotated(ours, sets), "xla_product": priced.rotated(xla, sets)}
         for peer in beside:
             prepared = [peer.prepare(a, b, transpose_a, transpose_b) for a, b in sets]
             result = prepared[0]()
@@ -177,25 +134,7 @@ def _epilogue_prices(
     )
     rows = []
     for name, m, n, k in shapes:
-        program = programs.PROGRAMS[name]
-
-        def make(seed, m=m, n=n, k=k, program=program):
-            b = _normal(2 * seed + 1, n, k) / jnp.bfloat16(math.sqrt(k))
-            return _normal(2 * seed, m, k), b, program.operands(m, n, seed=seed + 7)
-
-        def bare(a, b, operands):
-            return gemm(a, b, transpose_b=True)
-
-        def fused(a, b, operands, program=program):
-            return gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True)
-
-        def xla(a, b, operands, program=program):
-            return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
-
-        functions = {one.__name__: _jitted(one.__name__, one) for one in (bare, fused, xla)}
-        sets = _sets(functions["bare"], make, cache_bytes)
-        programs.check(f"{name} {m} {n} {k}", functions["fused"](*sets[0]), functions["xla"](*sets[0]))
-        times = timer({one: _rotated(function, sets) for one, function in functions.items()})
+        times = timer(priced.calls(name, m, n, k, gemm, cache_bytes))
         bare_us, kernel_us = times["bare"].total, times["fused"].longest
         fused_us, xla_us = times["fused"].total, times["xla"].total
         price, kernel_price = fused_us / bare_us - 1, kernel_us / bare_us - 1

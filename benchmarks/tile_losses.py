@@ -27,7 +27,7 @@ CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
 # Of a fit: what it counts of a larger loss, its steps, and what it leaves alone: units, and what no program tells.
 LARGE = 0.15
 STEPS = (-0.1, -0.05, -0.02, -0.01, 0.01, 0.02, 0.05, 0.1)
-HELD = {("of_block", (128, 128), 1), ("with_long_epilogue", (128, 128)), ("crowded",)}
+HELD = {("of_block", (128, 128), 1), ("with_long_epilogue", (128, 128))}
 # From which a shape is entered in the library's table, and the k up to which: beyond it the time of one and the same
 # kernel differs by more from one compilation to the next (AGENTS.md).
 WORTH_AN_ENTRY, LARGEST_K = 0.04, 8192

@@ -3,6 +3,7 @@
 import csv
 import functools
 import itertools
+import time
 import types
 import weakref
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import benchmarks.__main__ as products
-from benchmarks import hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks import energy, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
 from benchmarks.peers import cutlass
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
@@ -212,6 +213,22 @@ def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
     assert rows == list(itertools.product(("off", "on"), ("coda_product", "xla_product", "reduction")))
     assert ["--xla_gpu_enable_command_buffer=" in of for of in flags] == [True, False]
     assert "kernel(s)" in capsys.readouterr().out
+
+
+def test_energy(tmp_path, capsys, quick_to_compile):
+    """On a device that always takes 100 W, energy is time; and the bytes are those of operands and results."""
+    options = ["--tiny", "--seconds=0.05", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
+    assert energy.main(options, counter=lambda: 100 * time.perf_counter()) == 0
+    with next(tmp_path.glob("*_energy.csv")).open() as file:
+        rows = {row["program"]: row for row in csv.DictReader(file)}
+    for row in rows.values():
+        assert float(row["idle_w"]) == pytest.approx(100, rel=0.1)
+        for one in ("bare", "fused"):
+            assert float(row[f"{one}_j"]) == pytest.approx(100 * float(row[f"{one}_s"]), rel=0.1)
+    assert int(rows["residual_sumsq"]["extra_bytes"]) == 2 * 64 * 32 + 4 * 64
+    assert int(rows["rotary_qkv"]["extra_bytes"]) == 4 * 32 + 2 * 4 * 32 * 32
+    assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
+    assert "pJ a byte" in capsys.readouterr().out
 
 
 def test_rotation():

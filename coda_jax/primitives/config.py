@@ -13,8 +13,7 @@ import numpy as np
 from coda_jax.epilogue import Axis, Kind, Program
 from coda_jax.primitives.cost_model import Constants, Cut, ElementTraffic, Product, constants_for, cost, may_split
 
-# Values that an element's program computes, and vectors that it reads, up to which registers are plenty.
-_LIGHT_NODES, _FEW_VECTORS = 7, 2
+_LIGHT_NODES = 7  # values that an element's program computes, up to which registers are plenty
 _LONG_K = 3072  # from which a long epilogue hides under the products
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
@@ -197,12 +196,10 @@ def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
     """What the cost model wants to know of an epilogue."""
     entries = program.entries(program.acc_width)
-    vectors = sum(operand.kind in (Kind.ROW_VECTOR, Kind.COLUMN_VECTOR) for operand in program.operands)
     return ElementTraffic(
         load_bytes=traffic.load_bytes / entries,
         store_bytes=traffic.store_bytes / entries,
         is_long=_has_long_epilogue(program, traffic),
-        is_crowded=traffic.column_reductions > 0 or vectors > _FEW_VECTORS,
     )
 
 

@@ -37,18 +37,16 @@ class Cut(NamedTuple):
 
 
 class ElementTraffic(NamedTuple):
-    """What an epilogue moves and keeps.
+    """What an epilogue moves.
 
     Attributes:
       load_bytes, store_bytes: for one element of the accumulator.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
-      is_crowded: whether sums of columns or many vectors want registers, of which a 128 x 192 tile leaves few.
     """
 
     load_bytes: float
     store_bytes: float
     is_long: bool
-    is_crowded: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +60,6 @@ class Constants:
         multiprocessor has such a tile: what they all read from L2 tells.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
-      crowded: factor for a crowded epilogue in a tile of 128 x 192; not fitted, but as column_sum and every_vector of
-        benchmarks/programs.py take it (16384, 4096, 4096).
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
@@ -75,7 +71,6 @@ class Constants:
     of_block: Mapping[tuple[int, int], tuple[float, float]]
     alone: Mapping[tuple[int, int], float]
     with_long_epilogue: Mapping[tuple[int, int], float]
-    crowded: float
     load: float
     store: float
     tile: float
@@ -90,7 +85,6 @@ CONSTANTS = {
         of_block={(128, 128): (1.07, 1.0), (128, 192): (1.04, 0.978), (64, 256): (1.31, 1.02), (64, 128): (1.66, 1.19)},
         alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.03, (64, 128): 1.0},
-        crowded=1.04,
         load=4.26,
         store=1.38,
         tile=1.12,
@@ -103,7 +97,6 @@ CONSTANTS = {
         of_block={(128, 128): (1.23, 1.0), (128, 192): (1.14, 0.886), (64, 256): (1.57, 1.08), (64, 128): (2.04, 1.36)},
         alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
-        crowded=1.03,
         load=3.33,
         store=4.03,
         tile=3.07,
@@ -138,7 +131,6 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     k_blocks, name, area = -(-product.k // 64), (cut.tile_m, cut.tile_n), cut.tile_m * cut.tile_n / (128 * 128)
     epilogue = (of.load * traffic.load_bytes + of.store * traffic.store_bytes) * area
     all_at_work = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
-    all_at_work *= of.crowded if traffic.is_crowded and name == (128, 192) else 1
 
     def block(clusters_at_work: int) -> float:
         return area * max(of.alone[name], all_at_work * clusters_at_work / at_once)
