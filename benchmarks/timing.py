@@ -57,6 +57,7 @@ class Outside:
 Functions = Mapping[str, Callable[[], Any]]
 
 L2_BYTES = 60e6  # that of an H200 and an H100, rounded up
+_AHEAD = 0.02  # seconds of work that the host prepares: while the device waits for it, the chip cools
 
 
 def sets_beyond(cache_bytes: float, arguments: Any, results: Any) -> int:
@@ -98,10 +99,12 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
         _wait(function, function())
     started, warm_rounds = time.perf_counter(), 0
     while time.perf_counter() - started < seconds / 2 + pause * warm_rounds:
-        _round(functions, burst, pause)
+        _round(functions, burst)
+        time.sleep(pause)
         warm_rounds += 1
     rounds = max(10, 2 * warm_rounds)
-    found = executions(functions, rounds=rounds, burst=burst, pause=pause)
+    at_once = math.ceil(_AHEAD * warm_rounds / (seconds / 2))
+    found = executions(functions, rounds=rounds, burst=burst, pause=pause, at_once=at_once)
 
     def medians(of_kernels: Callable[[Iterable[float]], float]) -> list[float]:
         of_rounds = []
@@ -132,7 +135,7 @@ class Group(NamedTuple):
 
 
 def executions(
-    functions: Functions, *, rounds: int, burst: int = 1, pause: float = 0.0
+    functions: Functions, *, rounds: int, burst: int = 1, pause: float = 0.0, at_once: int = 1
 ) -> dict[str, list[list[Kernel]]]:
     """What the device ran in each execution of each function, in time order; the functions interleaved as above.
 
@@ -144,15 +147,16 @@ def executions(
         are the ones that ran while its burst did.
       rounds: how often each function is run `burst` times.
       burst, pause: as in `interleaved`.
+      at_once: how many rounds the host may be ahead of the device, which waits for the host in between.
 
     Raises:
       RuntimeError: the trace holds no kernels of a function.
     """
-    return executions_of_groups([Group(functions, rounds)], burst=burst, pause=pause)
+    return executions_of_groups([Group(functions, rounds)], burst=burst, pause=pause, at_once=at_once)
 
 
 def executions_of_groups(
-    groups: Sequence[Group], *, burst: int = 1, pause: float = 0.0
+    groups: Sequence[Group], *, burst: int = 1, pause: float = 0.0, at_once: int = 1
 ) -> dict[str, list[list[Kernel]]]:
     """As `executions`, one group after the other in one trace; no two of them have a function of the same name."""
     if jax.default_backend() != "gpu":
@@ -165,8 +169,10 @@ def executions_of_groups(
         options.host_tracer_level = 1 if alone else 0
         with jax.profiler.trace(folder, profiler_options=options):
             for group in groups:
-                for _ in range(group.rounds):
-                    _round(group.functions, burst, pause)
+                for i in range(group.rounds):
+                    is_waited_for = pause > 0 or (i + 1) % at_once == 0 or i + 1 == group.rounds
+                    _round(group.functions, burst, is_waited_for)
+                    time.sleep(pause)
         path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
         profile = jax.profiler.ProfileData.from_file(path)
     kernels = _kernels_by_module(profile)
@@ -203,7 +209,7 @@ def _wait(function: Callable[[], Any], result: Any) -> None:
         jax.block_until_ready(result)
 
 
-def _round(functions: Functions, burst: int, pause: float) -> None:
+def _round(functions: Functions, burst: int, is_waited_for: bool = True) -> None:
     order = list(functions)
     random.shuffle(order)
     alone = any(isinstance(function, Outside) for function in functions.values())
@@ -211,9 +217,8 @@ def _round(functions: Functions, burst: int, pause: float) -> None:
         with jax.profiler.TraceAnnotation(_BURST + name):
             for _ in range(burst):
                 result = functions[name]()
-            if alone or name == order[-1]:
+            if alone or (is_waited_for and name == order[-1]):
                 _wait(functions[name], result)
-    time.sleep(pause)
 
 
 _BURST = "burst: "  # before a function's name, what the host's trace calls its bursts
