@@ -25,6 +25,7 @@ import coda_jax as coda
 from benchmarks import priced, programs, results, timing
 
 COPIED = 1 << 29  # elements, 2 bytes each
+_AHEAD = 5e-3  # seconds of work that the host prepares
 TINY = [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64)]
 
 
@@ -59,25 +60,26 @@ def device_counter() -> Callable[[], float]:
 
 
 def executed(call: Callable[[], Any], counter: Callable[[], float], seconds: float) -> Execution:
-    """The mean over so many seconds; half as many before, for the clock to settle."""
+    """The mean over so many seconds; half as many before, for the clock to settle.
+
+    The counter stands still for a tenth of a second at a time: what is taken is from one of its steps to another.
+    """
     jax.block_until_ready(call())
     started = time.perf_counter()
     jax.block_until_ready(call())
-    ahead = max(1, round(0.02 / (time.perf_counter() - started)))  # of the device, some 20 ms of work
-
-    def run(seconds: float) -> tuple[int, float]:
-        started, count = time.perf_counter(), 0
-        while time.perf_counter() - started < seconds:
-            for _ in range(ahead):
-                result = call()
-            jax.block_until_ready(result)
-            count += ahead
-        return count, time.perf_counter() - started
-
-    run(seconds / 2)
-    before = counter()
-    count, elapsed = run(seconds)
-    return Execution((counter() - before) / count, elapsed / count)
+    ahead = max(1, round(_AHEAD / (time.perf_counter() - started)))
+    started, count, joules = time.perf_counter(), 0, counter()
+    steps: list[tuple[float, int, float]] = []  # joules, executions and seconds until then
+    while len(steps) < 2 or steps[-1][2] - steps[0][2] < seconds:
+        for _ in range(ahead):
+            result = call()
+        jax.block_until_ready(result)
+        count += ahead
+        before, joules, elapsed = joules, counter(), time.perf_counter() - started
+        if joules != before and elapsed > seconds / 2:
+            steps.append((joules, count, elapsed))
+    taken, executions, elapsed = (last - first for first, last in zip(steps[0], steps[-1], strict=True))
+    return Execution(taken / executions, elapsed / executions)
 
 
 def extra_bytes(name: str, m: int, n: int) -> int:
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.energy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each call, in random order")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
