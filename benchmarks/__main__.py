@@ -16,33 +16,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import coda_jax as coda
-from benchmarks import peers, priced, programs, results, timing
+from benchmarks import cases, peers, programs, results, timing
 from coda_jax import ffi
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
-
-Products = Sequence[tuple[str, int, int, int]]
-
-# (layout, m, n, k); layout: how a and b are stored.
-PRODUCTS: Products = [
-    ("A[M,K] B[N,K]", 16384, 2048, 2048),
-    ("A[M,K] B[N,K]", 16384, 16384, 2048),
-    ("A[M,K] B[N,K]", 16384, 2048, 8192),
-    ("A[M,K] B[N,K]", 16384, 4096, 4096),
-    ("A[M,K] B[K,N]", 16384, 4096, 4096),
-    ("A[K,M] B[K,N]", 8192, 8192, 8192),
-    ("A[K,M] B[K,N]", 2048, 2048, 16384),
-    ("A[M,K] B[N,K]", 4096, 2048, 2048),
-    ("A[M,K] B[N,K]", 4096, 4096, 4096),
-]
-TINY: tuple[Products, Products] = (
-    [("A[M,K] B[N,K]", 64, 64, 32), ("A[K,M] B[K,N]", 64, 32, 64)],
-    [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64), ("logsumexp_pick", 32, 96, 64)],
-)
 
 
 def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.MODULES) -> int:
@@ -57,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
     options = parser.parse_args(arguments)
     timer = functools.partial(timing.interleaved, seconds=options.seconds, pause=options.pause)
     beside = peers.available(modules)
-    products, epilogues = TINY if options.tiny else (PRODUCTS, priced.SHAPES)
+    products, epilogues = cases.TINY if options.tiny else (cases.PRODUCTS, cases.EPILOGUES)
     gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
     cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
     rows = _bare_products(timer, gemm, products, cache_bytes, beside)
@@ -76,55 +54,29 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
 
 
 def _bare_products(
-    timer: Timer, gemm: Callable[..., Any], shapes: Products, cache_bytes: float, beside: Sequence[peers.Peer]
+    timer: Timer, gemm: Callable[..., Any], shapes: cases.Shapes, cache_bytes: float, beside: Sequence[peers.Peer]
 ) -> list[dict[str, Any]]:
     names = {"coda_product": "coda", **{peer.name: peer.name for peer in beside}}
     print(f"bare product, bf16, float32 accumulation, TFLOP/s   [{timing.clock()}]")
     titles = "".join(f"{title:>{len(title) + 2}}" for title in names.values())
-    print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'sets':>6}{'XLA':>6}{titles}  coda/XLA", flush=True)
+    print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>6}{titles}  coda/XLA", flush=True)
     rows = []
     for layout, m, n, k in shapes:
-        transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
-
-        def make(seed, m=m, n=n, k=k, flags=(transpose_a, transpose_b)):
-            a = priced.normal(2 * seed, *((k, m) if flags[0] else (m, k)))
-            return a, priced.normal(2 * seed + 1, *((n, k) if flags[1] else (k, n)))
-
-        def coda_product(a, b, flags=(transpose_a, transpose_b)):
-            return gemm(a, b, transpose_a=flags[0], transpose_b=flags[1])
-
-        def xla_product(a, b, flags=(transpose_a, transpose_b)):
-            contract = ((0 if flags[0] else 1,), (1 if flags[1] else 0,))
-            product = jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
-            return product.astype(jnp.bfloat16)
-
-        ours, xla = priced.jitted("coda_product", coda_product), priced.jitted("xla_product", xla_product)
-        sets = priced.sets(xla, make, cache_bytes)
-        expected = xla(*sets[0])
-        programs.check(f"{layout} {m} {n} {k}", ours(*sets[0]), expected)
-        calls = {"coda_product": priced.rotated(ours, sets), "xla_product": priced.rotated(xla, sets)}
-        for peer in beside:
-            prepared = [peer.prepare(a, b, transpose_a, transpose_b) for a, b in sets]
-            result = prepared[0]()
-            if peer.synchronize:
-                peer.synchronize()
-            programs.check(f"{peer.name} {layout} {m} {n} {k}", peer.to_jax(result), expected)
-            call = timing.rotated(prepared)
-            calls[peer.name] = timing.Outside(call, peer.synchronize) if peer.synchronize else call
+        calls = cases.product_calls(layout, m, n, k, {"coda_product": None}, gemm, cache_bytes, beside)
         us = {name: time.total for name, time in timer(calls).items()}
         tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}
         ratio = tflops["coda_product"] / tflops["xla_product"]
         row = {name if name.endswith("_product") else f"{name}_product": time for name, time in us.items()}
         rows.append(dict(kind="bare", program=layout, m=m, n=n, k=k, ratio=ratio, **row))
         shown = "".join(f"{tflops[name]:{len(title) + 2}.0f}" for name, title in names.items())
-        print(f"{layout:16}{m:7}{n:7}{k:7}{len(sets):6}{tflops['xla_product']:6.0f}{shown}{ratio:10.3f}", flush=True)
+        print(f"{layout:16}{m:7}{n:7}{k:7}{tflops['xla_product']:6.0f}{shown}{ratio:10.3f}", flush=True)
     mean = math.exp(sum(math.log(row["ratio"]) for row in rows) / len(rows))
     print(f"geometric mean {mean:.3f}   [{timing.clock()}]\n")
     return rows
 
 
 def _epilogue_prices(
-    timer: Timer, gemm: Callable[..., Any], shapes: Products, cache_bytes: float
+    timer: Timer, gemm: Callable[..., Any], shapes: cases.Shapes, cache_bytes: float
 ) -> list[dict[str, Any]]:
     print(f"epilogues: time over the bare product of the same shape   [{timing.clock()}]")
     print("kernel: the product with its epilogue; fused: with XLA's kernel that finishes reductions, if there are any")
@@ -134,7 +86,7 @@ def _epilogue_prices(
     )
     rows = []
     for name, m, n, k in shapes:
-        calls = priced.calls(name, m, n, k, gemm, cache_bytes)
+        calls = cases.epilogue_calls(name, m, n, k, gemm, cache_bytes)
         times = timer({one: calls[one] for one in ("bare", "fused")})
         bare_us, kernel_us, fused_us = times["bare"].total, times["fused"].longest, times["fused"].total
         # XLA's passes let the chip cool, so they are timed apart; their time as at the clock of the others.

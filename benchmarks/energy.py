@@ -1,8 +1,9 @@
-"""`python -m benchmarks.energy`: what an epilogue costs in energy, of which its price at the power limit is made.
+"""`python -m benchmarks.energy`: what products and epilogues cost in energy, of which time at the power limit is made.
 
-Each call runs alone for a second or more, back to back, while the device's own counter runs (NVML). Beside an
-epilogue's energy over the bare product's stands that of copying as many bytes as the epilogue moves to and from memory
-beyond the product's own, less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
+Each call runs alone for a second or more, back to back, while the device's own counter runs (NVML). Bare products are
+ours, in the tile that is chosen and in each other one, XLA's and those of the peers that are installed. Beside the
+energy of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond
+the product's own, both less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from benchmarks import priced, programs, results, timing
+from benchmarks import cases, peers, programs, results, timing
+from coda_jax.primitives.config import TILES, GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
 _AHEAD = 5e-3  # seconds of work that the host prepares
-TINY = [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64)]
 
 
 class Execution(NamedTuple):
-    """Of one execution, back to back with others of the same."""
+    """Of one execution, back to back with others of its kind."""
 
     joules: float
     seconds: float
@@ -64,16 +65,16 @@ def executed(call: Callable[[], Any], counter: Callable[[], float], seconds: flo
 
     The counter stands still for a tenth of a second at a time: what is taken is from one of its steps to another.
     """
-    jax.block_until_ready(call())
+    timing.wait(call, call())
     started = time.perf_counter()
-    jax.block_until_ready(call())
+    timing.wait(call, call())
     ahead = max(1, round(_AHEAD / (time.perf_counter() - started)))
     started, count, joules = time.perf_counter(), 0, counter()
     steps: list[tuple[float, int, float]] = []  # joules, executions and seconds until then
     while len(steps) < 2 or steps[-1][2] - steps[0][2] < seconds:
         for _ in range(ahead):
             result = call()
-        jax.block_until_ready(result)
+        timing.wait(call, result)
         count += ahead
         before, joules, elapsed = joules, counter(), time.perf_counter() - started
         if joules != before and elapsed > seconds / 2:
@@ -95,59 +96,103 @@ def extra_bytes(name: str, m: int, n: int) -> int:
     return total + sum(operand.size * operand.dtype.itemsize for operand in operands)
 
 
-def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.energy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each call, in random order")
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
-    options = parser.parse_args(arguments)
-    counter = counter or device_counter()
-    gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
-    cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
-    shapes = TINY if options.tiny else [shape for shape in priced.SHAPES if shape[-1] == 2048]
+class Meter:
+    """Measures calls, and keeps a row for each."""
 
-    def measured(calls: dict[str, Callable[[], Any]]) -> dict[str, Execution]:
+    def __init__(self, counter: Callable[[], float], seconds: float, repeats: int):
+        self.counter, self.seconds, self.repeats = counter, seconds, repeats
+        self.rows: list[dict[str, Any]] = []
+        time.sleep(2 * seconds)
+        before = counter()
+        time.sleep(seconds)
+        self.idle_watts = (counter() - before) / seconds
+        self.keep({"kind": "idle"}, "idle", Execution(self.idle_watts * seconds, seconds))
+
+    def measured(self, about: dict[str, Any], calls: dict[str, Callable[[], Any]]) -> dict[str, Execution]:
+        """Medians of the repeats, in random order."""
         found: dict[str, list[Execution]] = {name: [] for name in calls}
-        for _ in range(options.repeats):
+        for _ in range(self.repeats):
             for name in random.sample(list(calls), len(calls)):
-                found[name].append(executed(calls[name], counter, options.seconds))
-        return {name: Execution(*map(statistics.median, zip(*of, strict=True))) for name, of in found.items()}
+                found[name].append(executed(calls[name], self.counter, self.seconds))
+        medians = {name: Execution(*map(statistics.median, zip(*of, strict=True))) for name, of in found.items()}
+        for name, median in medians.items():
+            self.keep(about, name, median)
+        return medians
 
-    time.sleep(2 * options.seconds)
-    before = counter()
-    time.sleep(options.seconds)
-    idle_watts = (counter() - before) / options.seconds
-    x = priced.normal(0, COPIED >> 16 if options.tiny else COPIED)
-    copy = measured({"copy": functools.partial(jax.jit(jnp.negative), x)})["copy"]
-    of_byte = (copy.joules - idle_watts * copy.seconds) / (2 * x.nbytes)
-    del x
-    watts = copy.joules / copy.seconds
-    print(f"idle {idle_watts:.0f} W; a copy {watts:.0f} W, {1e12 * of_byte:.0f} pJ a byte beyond that")
+    def keep(self, about: dict[str, Any], variant: str, execution: Execution) -> None:
+        self.rows.append({**about, "variant": variant, **execution._asdict()})
+
+    def beyond_idle(self, execution: Execution) -> float:
+        return execution.joules - self.idle_watts * execution.seconds
+
+
+def measure_products(
+    meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes: float, beside: Sequence[peers.Peer]
+) -> None:
+    configs: dict[str, GemmConfig | None] = {"coda_product": None}
+    configs |= {f"coda_{m}x{n}": GemmConfig(tile_m=m, tile_n=n) for m, n in TILES}
+    print("\nbare products, mJ each and watts")
+    for layout, m, n, k in shapes:
+        calls = cases.product_calls(layout, m, n, k, configs, gemm, cache_bytes, beside)
+        found = meter.measured({"kind": "product", "program": layout, "m": m, "n": n, "k": k}, calls)
+        shown = (f"{name} {1e3 * of.joules:.1f} ({of.joules / of.seconds:.0f})" for name, of in found.items())
+        print(f"{layout} {m}, {n}, {k}: {', '.join(shown)}", flush=True)
+
+
+def measure_epilogues(meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes: float, joules_of_byte: float) -> None:
     print(
-        f"{'program':16}{'m':>7}{'n':>8}{'k':>6}{'bare mJ':>10}{'W':>5}{'fused mJ':>10}{'W':>5}{'energy':>8}{'time':>8}"
-        f"{'extra MB':>10}{'extra mJ':>10}{'copied mJ':>11}"
+        f"\n{'program':16}{'m':>7}{'n':>8}{'k':>6}{'bare mJ':>10}{'W':>5}{'fused mJ':>10}{'W':>5}{'energy':>8}"
+        f"{'time':>8}{'extra MB':>10}{'extra mJ':>10}{'copied mJ':>11}"
     )
-    rows = []
     for name, m, n, k in shapes:
-        calls = priced.calls(name, m, n, k, gemm, cache_bytes)
-        found = measured({one: calls[one] for one in ("bare", "fused")})
-        bare, fused, moved = found["bare"], found["fused"], extra_bytes(name, m, n)
-        extra = fused.joules - bare.joules - idle_watts * (fused.seconds - bare.seconds)
-        row = {"program": name, "m": m, "n": n, "k": k, "extra_bytes": moved, "idle_w": idle_watts}
-        row |= {"bare_j": bare.joules, "bare_s": bare.seconds, "fused_j": fused.joules, "fused_s": fused.seconds}
-        rows.append(row | {"extra_j": extra, "copied_j": of_byte * moved})
+        calls = cases.epilogue_calls(name, m, n, k, gemm, cache_bytes)
+        moved = extra_bytes(name, m, n)
+        about = {"kind": "epilogue", "program": name, "m": m, "n": n, "k": k, "extra_bytes": moved}
+        found = meter.measured(about, {one: calls[one] for one in ("bare", "fused")})
+        bare, fused = found["bare"], found["fused"]
+        extra = meter.beyond_idle(fused) - meter.beyond_idle(bare)
         print(
             f"{name:16}{m:7}{n:8}{k:6}{1e3 * bare.joules:10.1f}{bare.joules / bare.seconds:5.0f}"
             f"{1e3 * fused.joules:10.1f}{fused.joules / fused.seconds:5.0f}{fused.joules / bare.joules - 1:8.1%}"
             f"{fused.seconds / bare.seconds - 1:8.1%}{moved / 1e6:10.0f}"
-            f"{1e3 * extra:10.1f}{1e3 * of_byte * moved:11.1f}",
+            f"{1e3 * extra:10.1f}{1e3 * joules_of_byte * moved:11.1f}",
             flush=True,
         )
-    results.write("_energy", list(rows[0]), rows, folder=options.out, commit=options.commit)
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    modules: Sequence[str] = peers.MODULES,
+    counter: Callable[[], float] | None = None,
+) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.energy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
+    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
+    parser.add_argument("--commit", default=results.commit(), help="written into the results")
+    options = parser.parse_args(arguments)
+    gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
+    cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
+    products, epilogues = cases.TINY if options.tiny else (cases.PRODUCTS, cases.EPILOGUES)
+    beside = peers.available(modules)
+    meter = Meter(counter or device_counter(), options.seconds, options.repeats)
+
+    x = jax.random.normal(jax.random.key(0), (COPIED >> 16 if options.tiny else COPIED,), jnp.bfloat16)
+    negative, moved = functools.partial(jax.jit(jnp.negative), x), 2 * x.nbytes
+    copy = meter.measured({"kind": "copy", "extra_bytes": moved}, {"copy": negative})["copy"]
+    joules_of_byte = meter.beyond_idle(copy) / moved
+    watts = copy.joules / copy.seconds
+    print(f"idle {meter.idle_watts:.0f} W; a copy {watts:.0f} W, {1e12 * joules_of_byte:.0f} pJ a byte beyond that")
+    del x, negative
+    small = [shape for shape in epilogues if shape[-1] == min(k for *_, k in epilogues)]
+    measure_epilogues(meter, small, gemm, cache_bytes, joules_of_byte)
+    measure_products(meter, products, gemm, cache_bytes, beside)
+    columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
+    about = {"peers": "; ".join(dict.fromkeys(peer.version for peer in beside))}
+    results.write("_energy", columns, meter.rows, folder=options.out, commit=options.commit, **about)
     return 0
 
 

@@ -96,7 +96,7 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
       pause: seconds of rest after each round, not counted in `seconds`.
     """
     for function in functions.values():
-        _wait(function, function())
+        wait(function, function())
     started, warm_rounds = time.perf_counter(), 0
     while time.perf_counter() - started < seconds / 2 + pause * warm_rounds:
         _round(functions, burst)
@@ -197,12 +197,13 @@ def _wall_clock(functions: Functions, rounds: int) -> dict[str, list[list[Kernel
     for _ in range(rounds):
         for name in random.sample(list(functions), len(functions)):
             start = time.perf_counter_ns()
-            _wait(functions[name], functions[name]())
+            wait(functions[name], functions[name]())
             found[name].append([Kernel(name, "", start, time.perf_counter_ns() - start)])
     return found
 
 
-def _wait(function: Callable[[], Any], result: Any) -> None:
+def wait(function: Callable[[], Any], result: Any) -> None:
+    """Until the device has done what function began, which returned this."""
     if isinstance(function, Outside):
         function.synchronize()
     else:
@@ -218,7 +219,7 @@ def _round(functions: Functions, burst: int, is_waited_for: bool = True) -> None
             for _ in range(burst):
                 result = functions[name]()
             if alone or (is_waited_for and name == order[-1]):
-                _wait(functions[name], result)
+                wait(functions[name], result)
 
 
 _BURST = "burst: "  # before a function's name, what the host's trace calls its bursts

@@ -216,19 +216,20 @@ def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
 
 
 def test_energy(tmp_path, capsys, quick_to_compile):
-    """On a device that always takes 100 W, energy is time; and the bytes are those of operands and results."""
-    options = ["--tiny", "--seconds=0.05", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
-    assert energy.main(options, counter=lambda: 100 * time.perf_counter()) == 0
+    """On a device that always takes 100 W, energy is time; the bytes are those of operands and results."""
+    options = ["--tiny", "--seconds=0.05", f"--out={tmp_path}", "--commit=none"]
+    assert energy.main(options, modules=(), counter=lambda: 100 * time.perf_counter()) == 0
     with next(tmp_path.glob("*_energy.csv")).open() as file:
-        rows = {row["program"]: row for row in csv.DictReader(file)}
-    for row in rows.values():
-        assert float(row["idle_w"]) == pytest.approx(100, rel=0.1)
-        for one in ("bare", "fused"):
-            assert float(row[f"{one}_j"]) == pytest.approx(100 * float(row[f"{one}_s"]), rel=0.1)
-    assert int(rows["residual_sumsq"]["extra_bytes"]) == 2 * 64 * 32 + 4 * 64
-    assert int(rows["rotary_qkv"]["extra_bytes"]) == 4 * 32 + 2 * 4 * 32 * 32
-    assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert float(row["joules"]) == pytest.approx(100 * float(row["seconds"]), rel=0.1)
+    variants = {(row["kind"], row["program"], row["variant"]) for row in rows}
+    assert {("product", "A[K,M] B[K,N]", name) for name in ("coda_product", "coda_64x256", "xla_product")} < variants
+    assert {("epilogue", "rotary_qkv", "fused"), ("copy", "", "copy"), ("idle", "", "idle")} < variants
     assert "pJ a byte" in capsys.readouterr().out
+    assert energy.extra_bytes("residual_sumsq", 64, 32) == 2 * 64 * 32 + 4 * 64
+    assert energy.extra_bytes("rotary_qkv", 32, 192) == 4 * 32 + 2 * 4 * 32 * 32
+    assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
 
 
 def test_rotation():

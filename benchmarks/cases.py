@@ -1,0 +1,162 @@
+"""What is measured: bare products, ours and others', and products with an epilogue, ours and XLA's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import coda_jax as coda
+from benchmarks import peers, programs, timing
+from coda_jax.primitives.config import GemmConfig
+
+Shapes = Sequence[tuple[str, int, int, int]]
+
+# (layout, m, n, k); layout: how a and b are stored.
+PRODUCTS: Shapes = [
+    ("A[M,K] B[N,K]", 16384, 2048, 2048),
+    ("A[M,K] B[N,K]", 16384, 16384, 2048),
+    ("A[M,K] B[N,K]", 16384, 2048, 8192),
+    ("A[M,K] B[N,K]", 16384, 4096, 4096),
+    ("A[M,K] B[K,N]", 16384, 4096, 4096),
+    ("A[K,M] B[K,N]", 8192, 8192, 8192),
+    ("A[K,M] B[K,N]", 2048, 2048, 16384),
+    ("A[M,K] B[N,K]", 4096, 2048, 2048),
+    ("A[M,K] B[N,K]", 4096, 4096, 4096),
+]
+# (program, m, n, k)
+EPILOGUES: Shapes = [
+    (program, *shape)
+    for program, shapes in (
+        (
+            "residual_sumsq",
+            [(16384, 2048, 2048), (16384, 4096, 4096), (16384, 2048, 8192), (16384, 4096, 14336)],
+        ),
+        ("swiglu", [(16384, 16384, 2048), (16384, 28672, 4096)]),
+        ("gated_backward", [(16384, 8192, 2048), (16384, 14336, 4096)]),
+        ("norm_backward", [(16384, 2048, 16384), (16384, 4096, 28672)]),
+        ("residual", [(16384, 2048, 2048), (16384, 4096, 4096)]),
+        ("bias_gelu", [(16384, 8192, 2048), (16384, 16384, 4096)]),
+        ("column_sum", [(16384, 2048, 2048), (16384, 4096, 4096)]),
+        ("rotary_qkv", [(16384, 3072, 2048), (16384, 6144, 4096)]),
+        ("logsumexp_pick", [(4096, 128256, 2048), (4096, 128256, 4096)]),
+    )
+    for shape in shapes
+]
+TINY: tuple[Shapes, Shapes] = (
+    [("A[M,K] B[N,K]", 64, 64, 32), ("A[K,M] B[K,N]", 64, 32, 64)],
+    [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64), ("logsumexp_pick", 32, 96, 64)],
+)
+
+
+def product_calls(
+    layout: str,
+    m: int,
+    n: int,
+    k: int,
+    configs: Mapping[str, GemmConfig | None],
+    gemm: Callable[..., Any],
+    cache_bytes: float,
+    beside: Sequence[peers.Peer] = (),
+) -> dict[str, Callable[[], Any]]:
+    """Calls of a product's jitted functions, on sets of random arguments in turn, after a check of the results.
+
+    Args:
+      layout: as in `PRODUCTS`.
+      configs: name -> how ours is cut. Beside them is "xla_product", and each peer by its name.
+      gemm: `coda.gemm` with the implementation to measure.
+      cache_bytes: the sets are together at least twice as large.
+      beside: other libraries.
+    """
+    transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
+
+    def make(seed: int) -> tuple:
+        a = _normal(2 * seed, *((k, m) if transpose_a else (m, k)))
+        return a, _normal(2 * seed + 1, *((n, k) if transpose_b else (k, n)))
+
+    def xla_product(a, b):
+        contract = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+        product = jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+        return product.astype(jnp.bfloat16)
+
+    def ours(config: GemmConfig | None) -> Callable[..., Any]:
+        return lambda a, b: gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, config=config)
+
+    xla = _jitted("xla_product", xla_product)
+    sets = _sets(xla, make, cache_bytes)
+    expected = xla(*sets[0])
+    calls = {}
+    for name, config in configs.items():
+        function = _jitted(name, ours(config))
+        programs.check(f"{name} {layout} {m} {n} {k}", function(*sets[0]), expected)
+        calls[name] = _rotated(function, sets)
+    calls["xla_product"] = _rotated(xla, sets)
+    for peer in beside:
+        prepared = [peer.prepare(a, b, transpose_a, transpose_b) for a, b in sets]
+        result = prepared[0]()
+        if peer.synchronize:
+            peer.synchronize()
+        programs.check(f"{peer.name} {layout} {m} {n} {k}", peer.to_jax(result), expected)
+        call = timing.rotated(prepared)
+        calls[peer.name] = timing.Outside(call, peer.synchronize) if peer.synchronize else call
+    return calls
+
+
+def epilogue_calls(
+    name: str, m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: float
+) -> dict[str, Callable[[], Any]]:
+    """The same for a product with an epilogue, under these names.
+
+    bare: the product alone. fused: with the program's epilogue. xla: the same by XLA.
+
+    Args:
+      name: of a program in programs.PROGRAMS.
+      gemm, cache_bytes: as in `product_calls`.
+    """
+    program = programs.PROGRAMS[name]
+
+    def make(seed: int) -> tuple:
+        b = _normal(2 * seed + 1, n, k) / jnp.bfloat16(math.sqrt(k))
+        return _normal(2 * seed, m, k), b, program.operands(m, n, seed=seed + 7)
+
+    def bare(a, b, operands):
+        return gemm(a, b, transpose_b=True)
+
+    def fused(a, b, operands):
+        return gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True)
+
+    def xla(a, b, operands):
+        return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
+
+    functions = {one.__name__: _jitted(one.__name__, one) for one in (bare, fused, xla)}
+    arguments = _sets(functions["bare"], make, cache_bytes)
+    programs.check(f"{name} {m} {n} {k}", functions["fused"](*arguments[0]), functions["xla"](*arguments[0]))
+    return {one: _rotated(function, arguments) for one, function in functions.items()}
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def _jitted(name, function):
+    """jax.jit with the module name that `timing.interleaved` looks for."""
+    function.__name__ = name
+    return jax.jit(function)
+
+
+def _sets(function: Callable[..., Any], make: Callable[[int], tuple], cache_bytes: float) -> list[tuple]:
+    """make(seed), which is (a, b, ...), for as many seeds as it takes to leave the cache before one comes again.
+
+    function is the one that touches least: the bare product.
+    """
+    first = make(0)
+    count = timing.sets_beyond(cache_bytes, first[:2], jax.eval_shape(function, *first))
+    return [first, *map(make, range(1, count))]
+
+
+def _rotated(function: Callable[..., Any], sets: Sequence[tuple]) -> Callable[[], Any]:
+    return timing.rotated([functools.partial(function, *arguments) for arguments in sets])
