@@ -37,7 +37,7 @@ import coda_jax as coda
 from benchmarks import programs, results, tile_losses, timing
 from benchmarks.tile_losses import Shape
 from coda_jax.explain import equations
-from coda_jax.primitives import tile_table
+from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
 from coda_jax.primitives.cost_model import constants_for
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
@@ -164,7 +164,7 @@ def check(one: Compiled) -> None:
 
 
 def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
-    """A row a shape and tile, each shape's tiles measured for about so long; see `timing.relative_medians`."""
+    """A row a shape and tile, each shape's tiles measured for about so long; see `tune.relative_medians`."""
     groups = []
     for of_group in grouped(chunk):
         functions: dict[str, Callable[[], Any]] = {}
@@ -188,7 +188,7 @@ def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
     for one in chunk:
         us = [[sum(kernel.duration for kernel in of) / 1e3 for of in executed[name]] for name in one.tilings]
         of_rounds = (us, [of[0::2] for of in us], [of[1::2] for of in us])
-        medians = zip(*map(timing.relative_medians, of_rounds), strict=True)
+        medians = zip(*map(tune.relative_medians, of_rounds), strict=True)
         for tiling, (all_rounds, even, odd) in zip(one.tilings.values(), medians, strict=True):
             rows.append(
                 {

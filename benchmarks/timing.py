@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from coda_jax.primitives.tune import relative_medians
+
 
 class Times(NamedTuple):
     """Microseconds of one execution: of all its kernels together, and of the longest one alone."""
@@ -115,16 +117,6 @@ def interleaved(functions: Functions, *, seconds: float = 1.5, burst: int = 4, p
         return relative_medians(of_rounds)
 
     return {name: Times(*of) for name, *of in zip(found, medians(sum), medians(max), strict=True)}
-
-
-def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
-
-    A round is over before the clock changes much, and another round finds another clock.
-    """
-    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
-    level = statistics.median(means)
-    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
 
 
 class Group(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from benchmarks import plots, programs, tile_losses, tiles, timing
+from benchmarks import plots, programs, tile_losses, tiles
 from benchmarks.tile_losses import Shape
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
@@ -40,15 +40,6 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiles.programs, "check", lambda *_: (_ for _ in ()).throw(AssertionError("wrong")))
     with pytest.raises(AssertionError, match="wrong"):
         tiles.main(options)
-
-
-def test_relative_medians():
-    """A clock that differs from round to round falls on all variants alike."""
-    generator = np.random.default_rng(0)
-    clocks = np.exp(generator.normal(0, 0.2, 101))
-    slow, fast = timing.relative_medians([1.02 * clocks, 0.98 * clocks])
-    assert slow / fast == pytest.approx(1.02 / 0.98)
-    assert slow == pytest.approx(1.02 * np.median(clocks), rel=1e-3)
 
 
 def test_grid():

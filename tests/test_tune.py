@@ -9,6 +9,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -342,8 +343,17 @@ def test_measured_on_a_device(monkeypatch):
     assert all(0 < seconds < 0.1 for of in found for seconds in of.values())
 
 
+def test_relative_medians():
+    """A clock that differs from round to round falls on all variants alike."""
+    generator = np.random.default_rng(0)
+    clocks = np.exp(generator.normal(0, 0.2, 101))
+    slow, fast = tune.relative_medians([1.02 * clocks, 0.98 * clocks])
+    assert slow / fast == pytest.approx(1.02 / 0.98)
+    assert slow == pytest.approx(1.02 * np.median(clocks), rel=1e-3)
+
+
 def test_interleaved():
-    """Medians a call, of bursts that end before the next one starts."""
+    """Seconds a call, of bursts that end before the next one starts."""
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, x: jnp.sin(x), x))
     fast = jax.jit(lambda x: x + 1)
     x = jnp.ones(100)

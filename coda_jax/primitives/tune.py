@@ -241,7 +241,7 @@ def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
 
 
 def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Median seconds of each call, in bursts of asynchronous ones, in a fresh random order each round."""
+    """Seconds of each call, in bursts of asynchronous ones, in a fresh random order each round; `relative_medians`."""
     bursts = []
     for call in calls:
         jax.block_until_ready(call())
@@ -250,7 +250,17 @@ def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
     for _ in range(_ROUNDS):
         for i in random.sample(range(len(calls)), len(calls)):
             seconds[i].append(_burst(calls[i], bursts[i]))
-    return [statistics.median(of) for of in seconds]
+    return relative_medians(seconds)
+
+
+def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
+
+    A round is over before the clock changes much, and another round finds another clock.
+    """
+    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    level = statistics.median(means)
+    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
 
 
 def _burst(call: Callable[[], Any], count: int) -> float:
