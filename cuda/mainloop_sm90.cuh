@@ -191,7 +191,8 @@ struct Gemm {
       const Work work = scheduler.work(i, rank);
       if (work.has_tile()) epilogue.begin(work.tile);
 
-      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued.
+      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued. The
+      // barrier is also between the vectors that the epilogue's `begin` has put into shared memory and their readers.
       const bool is_last = i + 1 == scheduler.count;
       ptx::named_barrier_sync(1 + consumer, 128 * consumers);
       TileAccumulator accumulator;

@@ -264,7 +264,7 @@ def test_bursts_of_a_trace(tmp_path):
     functions = {"ours": lambda: ours(x), "other": timing.Outside(lambda: x, lambda: waited.append(True))}
     with jax.profiler.trace(tmp_path):
         for _ in range(3):
-            timing._round(functions, 2, 0.0)
+            timing._round(functions, 2)
     (path,) = tmp_path.glob("**/*.xplane.pb")
     bursts = timing._bursts(jax.profiler.ProfileData.from_file(str(path)))
     assert {name: len(of) for name, of in bursts.items()} == {"ours": 3, "other": 3} and len(waited) == 3

@@ -105,7 +105,7 @@ class EpilogueTraffic:
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
         def entries(index: int) -> int:
-            return min(len(program.loads(index)), 1 if program.neighbours else 2)
+            return min(len(program.loads(index)), 1) if program.neighbours else len(program.loads(index))
 
         loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in range(entries(i))]
         stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
@@ -187,8 +187,8 @@ def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
 
 
 def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
-    # Heads spill two kilobytes in 128 x 192. There is shared memory for rows of half a cache line only, which cost a
-    # float32 array that is added to in place a third of the product.
+    # Most heads spill half a kilobyte to four in 128 x 192. There is shared memory for rows of half a cache line only,
+    # which cost a float32 array that is added to in place a third of the product.
     adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4
     return bool(program.head or len(program.sections) > 1 or adds_float32)
 
@@ -267,7 +267,8 @@ def choose_tiling(
     if not some_is_whole:
         raise ValueError(f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}")
     raise ValueError(
-        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element) "
+        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "
+        f"{traffic.column_reductions} column reductions and {traffic.vectors_over_columns} vectors over columns "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
 
