@@ -67,15 +67,16 @@ def executed(call: Callable[[], Any], counter: Callable[[], float], seconds: flo
     """
     timing.wait(call, call())
     started = time.perf_counter()
-    timing.wait(call, call())
-    ahead = max(1, round(_AHEAD / (time.perf_counter() - started)))
+    timing.wait(call, previous := call())
+    at_once = max(1, round(_AHEAD / (time.perf_counter() - started)))
     started, count, joules = time.perf_counter(), 0, counter()
     steps: list[tuple[float, int, float]] = []  # joules, executions and seconds until then
     while len(steps) < 2 or steps[-1][2] - steps[0][2] < seconds:
-        for _ in range(ahead):
+        for _ in range(at_once):
             result = call()
-        timing.wait(call, result)
-        count += ahead
+        timing.wait(call, previous)  # the device goes on with what was just begun
+        previous = result
+        count += at_once
         before, joules, elapsed = joules, counter(), time.perf_counter() - started
         if joules != before and elapsed > seconds / 2:
             steps.append((joules, count, elapsed))
