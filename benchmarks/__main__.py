@@ -7,16 +7,13 @@ benchmarks/results/<device>.csv.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import coda_jax as coda
 from benchmarks import cases, peers, programs, results, timing
 from coda_jax import ffi
 
@@ -24,20 +21,14 @@ Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
 
 
 def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.MODULES) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser("benchmarks", __doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of measured execution for each row")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest after each round, against throttling")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
     timer = functools.partial(timing.interleaved, seconds=options.seconds, pause=options.pause)
     beside = peers.available(modules)
-    products, epilogues = cases.TINY if options.tiny else (cases.PRODUCTS, cases.EPILOGUES)
-    gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
-    cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
+    products, epilogues, gemm, cache_bytes = cases.setting(options.tiny)
     rows = _bare_products(timer, gemm, products, cache_bytes, beside)
     rows += _epilogue_prices(timer, gemm, epilogues, cache_bytes)
     columns = [
@@ -46,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
         *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
     about = {"commit": options.commit, "pause": options.pause}
-    about["peers"] = "; ".join(dict.fromkeys(peer.version for peer in beside))
+    about["peers"] = peers.versions(beside)
     results.write("_paused" if options.pause else "", columns, rows, folder=options.out, **about)
     if not options.tiny:
         _compile_report()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,28 @@ TINY: tuple[Shapes, Shapes] = (
 )
 
 
+class Setting(NamedTuple):
+    """What is run where.
+
+    Attributes:
+      products, epilogues: as `PRODUCTS` and `EPILOGUES`.
+      gemm: `coda.gemm` with the implementation to measure.
+      cache_bytes: sets of arguments are together at least twice as large.
+    """
+
+    products: Shapes
+    epilogues: Shapes
+    gemm: Callable[..., Any]
+    cache_bytes: float
+
+
+def setting(is_tiny: bool) -> Setting:
+    """For a Hopper GPU; or tiny, in sizes that a CPU runs in seconds, by XLA."""
+    if is_tiny:
+        return Setting(*TINY, coda.gemm, 2e4)
+    return Setting(PRODUCTS, EPILOGUES, functools.partial(coda.gemm, implementation="cuda"), timing.L2_BYTES)
+
+
 def product_calls(
     layout: str,
     m: int,
@@ -68,8 +90,7 @@ def product_calls(
     Args:
       layout: as in `PRODUCTS`.
       configs: name -> how ours is cut. Beside them is "xla_product", and each peer by its name.
-      gemm: `coda.gemm` with the implementation to measure.
-      cache_bytes: the sets are together at least twice as large.
+      gemm, cache_bytes: as in `Setting`.
       beside: other libraries.
     """
     transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
@@ -115,7 +136,7 @@ def epilogue_calls(
 
     Args:
       name: of a program in programs.PROGRAMS.
-      gemm, cache_bytes: as in `product_calls`.
+      gemm, cache_bytes: as in `Setting`.
     """
     program = programs.PROGRAMS[name]
 

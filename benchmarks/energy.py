@@ -1,17 +1,15 @@
 """`python -m benchmarks.energy`: what products and epilogues cost in energy, of which time at the power limit is made.
 
 Each call runs alone for a second or more, back to back, while the device's own counter runs (NVML). Bare products are
-ours, in the tile that is chosen and in each other one, XLA's and those of the peers that are installed. Beside the
+ours, in the tile that is chosen and in each of `TILES`, XLA's and those of the peers that are installed. Beside the
 energy of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond
 the product's own, both less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
-import pathlib
 import random
 import statistics
 import sys
@@ -22,12 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-import coda_jax as coda
 from benchmarks import cases, peers, programs, results, timing
 from coda_jax.primitives.config import TILES, GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
-_AHEAD = 5e-3  # seconds of work that the host prepares
+_AHEAD = 5e-3  # seconds of work between two looks at the counter
 
 
 class Execution(NamedTuple):
@@ -166,18 +163,12 @@ def main(
     modules: Sequence[str] = peers.MODULES,
     counter: Callable[[], float] | None = None,
 ) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.energy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser("benchmarks.energy", __doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
-    gemm = functools.partial(coda.gemm, implementation="auto" if options.tiny else "cuda")
-    cache_bytes = 2e4 if options.tiny else timing.L2_BYTES
-    products, epilogues = cases.TINY if options.tiny else (cases.PRODUCTS, cases.EPILOGUES)
+    products, epilogues, gemm, cache_bytes = cases.setting(options.tiny)
     beside = peers.available(modules)
     meter = Meter(counter or device_counter(), options.seconds, options.repeats)
 
@@ -192,7 +183,7 @@ def main(
     measure_epilogues(meter, small, gemm, cache_bytes, joules_of_byte)
     measure_products(meter, products, gemm, cache_bytes, beside)
     columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
-    about = {"peers": "; ".join(dict.fromkeys(peer.version for peer in beside))}
+    about = {"peers": peers.versions(beside)}
     results.write("_energy", columns, meter.rows, folder=options.out, commit=options.commit, **about)
     return 0
 

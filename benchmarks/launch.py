@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import pathlib
 import random
 import statistics
 import subprocess
@@ -110,17 +109,13 @@ def in_process(command_buffers: str, arguments: Sequence[str]) -> list[dict[str,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser("benchmarks.launch", __doc__)
     parser.add_argument("--calls", type=int, default=256, help="links of a chain, at least 2 (default 256)")
     parser.add_argument("--repeats", type=int, default=50, help="measured executions of each program (default 50)")
     parser.add_argument("--tiny", action="store_true", help="whatever computes the product here, a CPU's XLA for one")
     parser.add_argument(
         "--command-buffers", choices=list(FLAGS), help=argparse.SUPPRESS
     )  # of a process of `in_process`
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
     if options.calls < 2:
         parser.error(f"--calls {options.calls}; it must be at least 2")

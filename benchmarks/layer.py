@@ -8,11 +8,9 @@ Every variant is checked before it is timed. Writes benchmarks/results/<device>_
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import os
-import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -163,13 +161,9 @@ def variants(config: LlamaConfig, batch: int, length: int, *, backward: bool) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser("benchmarks.layer", __doc__)
     parser.add_argument("--repeats", type=int, default=12, help="measured executions of each variant (default 12)")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
     batch, length = (2, 24) if options.tiny else (2, 8192)
     print(f"a Llama layer without attention, {batch * length} tokens, bfloat16   [{timing.clock()}]")

@@ -8,7 +8,6 @@ and prints the largest and the mean gap of each curve to float32's.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -105,11 +104,9 @@ def plot(found: Mapping[str, np.ndarray], gaps: Mapping[str, np.ndarray], path: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curve", description=__doc__.splitlines()[0])
+    parser = results.parser("benchmarks.loss_curve", __doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV and the plot")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(EXAMPLES))
     import stdlib_text

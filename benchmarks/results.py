@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import pathlib
@@ -16,6 +17,16 @@ import jaxlib
 from benchmarks import timing
 
 FOLDER = pathlib.Path(__file__).parent / "results"
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark's command line: where its results go and what commit they say."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    made.add_argument("--commit", default=commit(), help="written into the results")
+    return made
 
 
 def commit() -> str:

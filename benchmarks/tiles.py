@@ -288,16 +288,12 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = results.parser("benchmarks.tiles", __doc__)
     parser.add_argument("--shapes", type=int, default=420, help="how many of the grid's, in random order")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of measuring, then no more are begun")
     parser.add_argument("--seconds", type=float, default=0.15, help="of measurement of each shape")
     parser.add_argument("--seed", type=int, default=5, help="of the shapes' order")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     parser.add_argument("--csv", type=pathlib.Path, help="what to read instead of measuring; default all in --out")
     parser.add_argument("--report", action="store_true", help="how good the cost model's choice is in the CSV")
     parser.add_argument("--fit", action="store_true", help="the cost model's constants that suit the CSV best")

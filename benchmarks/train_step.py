@@ -13,7 +13,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import os
-import pathlib
 import re
 import statistics
 import sys
@@ -194,11 +193,7 @@ def report(measured: Sequence[Measured], about: Mapping[str, Any], tokens: int) 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = results.parser("benchmarks.train_step", __doc__)
     parser.add_argument("--variants", default=",".join(DEFAULTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=int, default=4, help="measured executions of each variant (default 4)")
     parser.add_argument("--batch", type=int, default=2)
@@ -206,8 +201,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds, on (2, 24) tokens")
-    parser.add_argument("--out", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV")
-    parser.add_argument("--commit", default=results.commit(), help="written into the results")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := [name for name in options.variants if name not in VARIANTS]:

@@ -51,3 +51,8 @@ def available(modules: Iterable[str] = MODULES) -> list[Peer]:
         print(f"peer {module}: {peers[0].version}")
         found += peers
     return found
+
+
+def versions(peers: Iterable[Peer]) -> str:
+    """Of their libraries, each once, for the results."""
+    return "; ".join(dict.fromkeys(peer.version for peer in peers))
