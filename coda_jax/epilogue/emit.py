@@ -80,7 +80,7 @@ class _Emitter:
         (array, member), flag = _LOADS[operand.kind], str(bool(batched)).lower()
         spread = self.spread if array in _OVER_COLUMNS else 1
         for way in self.program.loads(index):
-            if spread == 1 or way == self.program.loads(index)[0]:
+            if way in self.program.entry_ways(index):
                 third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
                 place = 0 if spread > 1 else way
                 entry = f"{position}, {place}, {third}, {_dtype(operand.dtype)}, {flag}"

@@ -319,6 +319,10 @@ class Program:
         ways = {node["way"] for node in self.nodes if node.op == "operand" and node["index"] == index}
         return tuple(sorted(ways))
 
+    def entry_ways(self, index: int) -> tuple[int, ...]:
+        """Those that have an entry of their own: of neighbours, worked on together, the first stands for both."""
+        return self.loads(index)[: 1 if self.neighbours else None]
+
     def evaluate(self, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         """The program on whole arrays with XLA: the reference for the kernel, and for the check that trace() makes.
 

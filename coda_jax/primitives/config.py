@@ -104,10 +104,9 @@ class EpilogueTraffic:
 
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
-        def entries(index: int) -> int:
-            return min(len(program.loads(index)), 1) if program.neighbours else len(program.loads(index))
-
-        loads = [np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in range(entries(i))]
+        loads = [
+            np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.entry_ways(i)
+        ]
         stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
         of_section = [
             sum(stores[i] * program.entries(program.stores[i].width) for i in program.stores_of(section))
@@ -117,7 +116,7 @@ class EpilogueTraffic:
             program.entries(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         over_columns = (Kind.ROW_VECTOR, Kind.HEAD_VECTOR)
-        vectors = sum(entries(i) for i, operand in enumerate(program.operands) if operand.kind in over_columns)
+        vectors = sum(len(program.entry_ways(i)) for i, one in enumerate(program.operands) if one.kind in over_columns)
         return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, vectors)
 
 
