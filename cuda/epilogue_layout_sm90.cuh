@@ -34,7 +34,7 @@ struct EpilogueLayout {
   static constexpr int boxes = columns / box_n;
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = box_n / subtile_n;  // of a box
-  static constexpr int blocks = Config::tile_m / 64;
+  static constexpr int blocks = Config::consumer_m / 64;
   static constexpr int head_boxes = head > 0 ? head / 2 * spread / box_n : boxes;  // of one head
   static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is whole boxes, a box whole subtiles of 16 columns or more");

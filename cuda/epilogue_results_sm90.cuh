@@ -132,7 +132,7 @@ struct EpilogueResults {
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
         const int width = Layout::head > 0 ? n : access.ways * n;
-        const int tiles_m = (params.m + Config::tile_m - 1) / Config::tile_m;
+        const int tiles_m = (params.m + Config::consumer_m - 1) / Config::consumer_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                          (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width +
                          (Layout::head > 0 ? 0 : access.way * n);

@@ -3,7 +3,9 @@
 // Persistent and warp-specialised: warpgroup 0 produces, warpgroups 1 and 2 consume. Producer warp 0 streams operand
 // tiles through a ring of shared-memory stages (TMA, multicast over the cluster); producer warps 1 and 2 prefetch the
 // epilogue's tile operands, one warp and one ring a consumer. The consumers play pingpong: each takes every second
-// tile, and while one runs its epilogue the other one's products keep the tensor cores busy.
+// tile, and while one runs its epilogue the other one's products keep the tensor cores busy. Or they cooperate: each
+// has half of the rows of every tile, which can then be larger, and reads less from L2 and shared memory; for products
+// so long that an epilogue that nothing hides is nothing beside them.
 #pragma once
 
 #include "epilogue_sm90.cuh"
@@ -33,8 +35,12 @@ struct Gemm {
   static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
   using WorkScheduler =
       Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Config::split_k, Epilogue>;
-  using TileAccumulator = Accumulator<Config::tile_m / 64, Config::tile_n>;
+  using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr int consumers = 2;
+  static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
+  static constexpr int turns = cooperative ? 1 : consumers;  // a consumer has every so manieth piece of work
+  static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
+                "consumers that cooperate have equal shares of whole tiles");
   static constexpr int threads = 128 * (1 + consumers);
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
                 "a tile is whole operand chunks");
@@ -68,7 +74,8 @@ struct Gemm {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      stages.init(1, 4 * Config::cluster_m);  // emptied by the four warps of a consumer in every CTA of the cluster
+      // Emptied by the four warps of a consumer, or of all, in every CTA of the cluster.
+      stages.init(1, 4 * (consumers / turns) * Config::cluster_m);
       for (int consumer = 0; consumer < consumers; ++consumer) load_ring(consumer).init(1, 4);
       ptx::mbarrier_init_fence();
     }
@@ -165,12 +172,24 @@ struct Gemm {
   __device__ __forceinline__ void prefetch(int consumer) {
     if constexpr (Epilogue::tile_loads > 0) {
       RingPosition<LoadRing::slots> at;
-      for (int i = consumer; i < scheduler.count; i += consumers) {
-        const Work work = scheduler.work(i, rank);
+      for (int i = first_turn(consumer); i < scheduler.count; i += turns) {
+        const Work work = work_of(i, consumer);
         if (work.has_tile())
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(consumer), at);
       }
     }
+  }
+
+  __device__ __forceinline__ static int first_turn(int consumer) { return cooperative ? 0 : consumer; }
+
+  /// Its tile is the consumer's share of it.
+  __device__ __forceinline__ Work work_of(int i, int consumer) const {
+    Work work = scheduler.work(i, rank);
+    if constexpr (cooperative) {
+      work.tile.row += consumer * Config::consumer_m;
+      work.tile.index_m = work.tile.index_m * consumers + consumer;
+    }
+    return work;
   }
 
   /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
@@ -183,23 +202,23 @@ struct Gemm {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(consumer), consumer,
                                                        warp, lane);
     RingPosition<Config::stages> at;
-    if (consumer == 1 && scheduler.count > 0) {
+    if (!cooperative && consumer == 1 && scheduler.count > 0) {
       at.advance(scheduler.work(0, rank).blocks);
       wake(0);
     }
-    for (int i = consumer; i < scheduler.count; i += consumers) {
-      const Work work = scheduler.work(i, rank);
+    for (int i = first_turn(consumer); i < scheduler.count; i += turns) {
+      const Work work = work_of(i, consumer);
       if (work.has_tile()) epilogue.begin(work.tile);
 
       // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued. The
       // barrier is also between the vectors that the epilogue's `begin` has put into shared memory and their readers.
-      const bool is_last = i + 1 == scheduler.count;
-      ptx::named_barrier_sync(1 + consumer, 128 * consumers);
+      const bool is_last = cooperative || i + 1 == scheduler.count;
+      ptx::named_barrier_sync(1 + consumer, 128 * turns);
       TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
-        multiply(at.slot, k_block > 0, accumulator);
+        multiply(consumer, at.slot, k_block > 0, accumulator);
         if (k_block > 0) {
           wgmma::wait<1>();
           release(previous.slot);
@@ -210,7 +229,8 @@ struct Gemm {
       if (!is_last) wake(consumer ^ 1);
       wgmma::wait<0>();
 #pragma unroll
-      for (int block = 0; block < Config::tile_m / 64; ++block) wgmma::keep_behind_wait(accumulator.registers[block]);
+      for (int block = 0; block < Config::consumer_m / 64; ++block)
+        wgmma::keep_behind_wait(accumulator.registers[block]);
       release(previous.slot);
       if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
 
@@ -232,15 +252,17 @@ struct Gemm {
 
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
   /// one's.
-  __device__ __forceinline__ void multiply(int slot, bool accumulate, TileAccumulator& accumulator) const {
+  __device__ __forceinline__ void multiply(int consumer, int slot, bool accumulate,
+                                           TileAccumulator& accumulator) const {
     constexpr int a_step = Config::transpose_a ? 2048 : 32, b_step = Config::transpose_b ? 32 : 2048;
     const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
-    const ptx::uint64 a = wgmma::descriptor(stage), b = wgmma::descriptor(stage + Layout::a_bytes);
+    const ptx::uint32 share = cooperative ? consumer * (Config::consumer_m / 64) * chunk_bytes : 0;
+    const ptx::uint64 a = wgmma::descriptor(stage + share), b = wgmma::descriptor(stage + Layout::a_bytes);
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < Config::tile_k / 16; ++step)
 #pragma unroll
-      for (int block = 0; block < Config::tile_m / 64; ++block)
+      for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::multiply<Config::input, Config::transpose_a, !Config::transpose_b>(
             accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
             accumulate || step > 0);

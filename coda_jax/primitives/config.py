@@ -16,7 +16,9 @@ from coda_jax.primitives.cost_model import Constants, Cut, ElementTraffic, Produ
 _LIGHT_NODES = 7  # values that an element's program computes, up to which registers are plenty
 _LONG_K = 3072  # from which a long epilogue hides under the products
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
-TILES = ((128, 128), (128, 192), (64, 256), (64, 128))  # (tile_m, tile_n) that the kernel can have
+# (tile_m, tile_n) that the kernel can have. Of those in SHARED_TILES each consumer has half of the rows.
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (128, 256))
+SHARED_TILES = ((128, 256),)
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
@@ -80,6 +82,11 @@ class Tiling:
     split_k: bool
 
     tile_k: ClassVar[int] = 64
+
+    @property
+    def consumer_m(self) -> int:
+        """Rows of a tile that one consumer has."""
+        return self.tile_m // (CONSUMERS if (self.tile_m, self.tile_n) in SHARED_TILES else 1)
 
     @property
     def cut(self) -> Cut:
@@ -162,10 +169,13 @@ def cuts_for(
             continue
         if program.head and not _has_heads(tile_n, program.head):
             continue
+        is_shared = (tile_m, tile_n) in SHARED_TILES
+        if is_shared and (given.tile_m, given.tile_n) != (tile_m, tile_n):
+            continue  # not timed yet
         if not product.transpose_b and tile_n // program.splits % 64:
             continue
         for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(product, tile_m):
-            for split_k in (False, True) if given.split_k is None else (given.split_k,):
+            for split_k in (False, True) if given.split_k is None and not is_shared else (bool(given.split_k),):
                 cut = Cut(tile_m, tile_n, cluster_m, split_k)
                 if given.split_k is not None or not split_k or may_split(product, cut):
                     found.append(cut)
@@ -173,7 +183,8 @@ def cuts_for(
 
     def order(cut: Cut) -> tuple[bool, float]:
         is_last_resort = needs_room and (cut.tile_m, cut.tile_n) == (128, 192)
-        return is_last_resort, cost(product, cut, of_element, constants)
+        shared = (cut.tile_m, cut.tile_n) in SHARED_TILES
+        return is_last_resort, 0.0 if shared else cost(product, cut, of_element, constants)
 
     return sorted(found, key=order)
 

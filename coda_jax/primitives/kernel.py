@@ -99,7 +99,7 @@ def lower(
 def _results(
     program: Program, batch: tuple[int, ...], m: Any, n: int, out_dtypes: Sequence[np.dtype], tiling: Tiling
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    tiles_m, tile_columns = -(-m // tiling.tile_m), tiling.tile_n // program.splits
+    tiles_m, tile_columns = -(-m // tiling.consumer_m), tiling.tile_n // program.splits
     tiles_n = sum(-(-((end or n // program.splits) - first) // tile_columns) for first, end in program.sections)
     width = {width: program.width(width, n) for width in Width}
     columns = [store.part[1] - store.part[0] if store.part else width[store.width] for store in program.stores]
@@ -180,6 +180,7 @@ def _source(
 struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
   static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
+  static constexpr int consumer_m = {tiling.consumer_m};
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
   static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
