@@ -98,7 +98,10 @@ struct EpilogueOperands {
       const int width = Layout::head > 0 ? n : access.ways * n;
       const long long offset =
           (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
-      for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
+#pragma unroll  // so that loads of several vectors are on their way together
+      for (int start = 0; start < Layout::columns; start += 128) {
+        const int at = start + 32 * warp + lane;
+        if (at >= Layout::columns) break;
         const int column = min(tile.column + Layout::memory_column(access.way, at), n - 1);
         const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
         ptx::store_word(word_address(decltype(index)::value, at), word.i);
@@ -107,7 +110,10 @@ struct EpilogueOperands {
     static_for<Epilogue::head_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
       const int offset = access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0;
-      for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
+#pragma unroll  // so that loads of several vectors are on their way together
+      for (int start = 0; start < Layout::columns; start += 128) {
+        const int at = start + 32 * warp + lane;
+        if (at >= Layout::columns) break;
         const int column = column_of_head<access.way, access.ways>(at);
         const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
         ptx::store_word(word_address(Epilogue::row_vectors + decltype(index)::value, at), word.i);

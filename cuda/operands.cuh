@@ -34,21 +34,21 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
   return word;
 }
 
-/// One word, or two neighbours, then from an even index of an array aligned to pairs. Of a constant array the assembler
-/// would load in front of the barrier that wakes the other consumer; these loads stay where they are.
+/// One word, or two neighbours, then from an even index of an array aligned to pairs. Not as from constant memory,
+/// whose loads the assembler moves in front of the barrier that wakes the other consumer.
 template <DType dtype, int count>
 __device__ __forceinline__ void load_in_place(const void* base, long long index, Word (&words)[2]) {
   const void* from = static_cast<const char*>(base) + index * bytes_of(dtype);
   if constexpr (bytes_of(dtype) == 4 && count == 2) {
-    const ptx::uint64 both = ptx::load_in_place(static_cast<const ptx::uint64*>(from));
-    words[0].i = static_cast<int>(both);
-    words[1].i = static_cast<int>(both >> 32);
+    const int2 both = *static_cast<const int2*>(from);
+    words[0].i = both.x;
+    words[1].i = both.y;
   } else if constexpr (bytes_of(dtype) == 4) {
-    words[0].i = static_cast<int>(ptx::load_in_place(static_cast<const ptx::uint32*>(from)));
+    words[0].i = *static_cast<const int*>(from);
   } else if constexpr (count == 1) {
-    words[0].f = widened<dtype>(ptx::load_in_place(static_cast<const ptx::uint16*>(from)));
+    words[0].f = widened<dtype>(*static_cast<const ptx::uint16*>(from));
   } else {
-    const ptx::uint32 both = ptx::load_in_place(static_cast<const ptx::uint32*>(from));
+    const ptx::uint32 both = *static_cast<const ptx::uint32*>(from);
     words[0].f = widened<dtype>(static_cast<ptx::uint16>(both));
     words[1].f = widened<dtype>(static_cast<ptx::uint16>(both >> 16));
   }

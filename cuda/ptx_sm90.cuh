@@ -148,24 +148,6 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- global memory, not moved in front of a barrier
-
-__device__ __forceinline__ uint16 load_in_place(const uint16* from) {
-  uint16 value;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint32 load_in_place(const uint32* from) {
-  uint32 value;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint64 load_in_place(const uint64* from) {
-  uint64 value;
-  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-  return value;
-}
-
 // ---- shared memory, a fragment at a time
 
 __device__ __forceinline__ void load_matrices(uint32 address, uint32 (&words)[4]) {
