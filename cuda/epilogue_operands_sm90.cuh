@@ -98,27 +98,26 @@ struct EpilogueOperands {
       const int width = Layout::head > 0 ? n : access.ways * n;
       const long long offset =
           (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
-#pragma unroll  // so that loads of several vectors are on their way together
-      for (int start = 0; start < Layout::columns; start += 128) {
-        const int at = start + 32 * warp + lane;
-        if (at >= Layout::columns) break;
-        const int column = min(tile.column + Layout::memory_column(access.way, at), n - 1);
-        const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
-        ptx::store_word(word_address(decltype(index)::value, at), word.i);
-      }
+      put_words<access>(decltype(index)::value, [&](int at) {
+        return offset + min(tile.column + Layout::memory_column(access.way, at), n - 1);
+      });
     });
     static_for<Epilogue::head_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
       const int offset = access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0;
-#pragma unroll  // so that loads of several vectors are on their way together
-      for (int start = 0; start < Layout::columns; start += 128) {
-        const int at = start + 32 * warp + lane;
-        if (at >= Layout::columns) break;
-        const int column = column_of_head<access.way, access.ways>(at);
-        const Word word = load_word<access.dtype>(params.pointer[access.pointer], offset + column);
-        ptx::store_word(word_address(Epilogue::row_vectors + decltype(index)::value, at), word.i);
-      }
+      put_words<access>(Epilogue::row_vectors + decltype(index)::value,
+                        [&](int at) { return offset + column_of_head<access.way, access.ways>(at); });
     });
+  }
+  /// `place`: from a column of the tile to its index in the array.
+  template <VectorAccess access, class Place>
+  __device__ __forceinline__ void put_words(int vector, const Place& place) const {
+#pragma unroll  // so that loads of several vectors are on their way together
+    for (int start = 0; start < Layout::columns; start += 128) {
+      const int at = start + 32 * warp + lane;
+      if (at < Layout::columns)
+        ptx::store_word(word_address(vector, at), load_word<access.dtype>(params.pointer[access.pointer], place(at)).i);
+    }
   }
   __device__ __forceinline__ ptx::uint32 word_address(int vector, int at) const {
     return vectors + 4 * (vector * Layout::columns + at);
