@@ -13,18 +13,20 @@ import functools
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import cases, peers, programs, results, timing
 from coda_jax.primitives.config import TILES, GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
-_AHEAD = 5e-3  # seconds of work between two looks at the counter
+_AHEAD = 5e-3  # seconds of work that the host prepares
 
 
 class Execution(NamedTuple):
@@ -57,28 +59,64 @@ def device_counter() -> Callable[[], float]:
     return counter
 
 
-def executed(call: Callable[[], Any], counter: Callable[[], float], seconds: float) -> Execution:
-    """The mean over so many seconds; half as many before, for the clock to settle.
+class Steps:
+    """The steps of a counter that stands still for a tenth of a second at a time, while the `with` statement runs.
 
-    The counter stands still for a tenth of a second at a time: what is taken is from one of its steps to another.
+    A thread of its own looks for them: to read the device's counter takes milliseconds, in which the device would have
+    nothing to do.
+
+    Attributes:
+      seen: time (of time.perf_counter) and joules of each.
+    """
+
+    def __init__(self, counter: Callable[[], float]):
+        self.seen: list[tuple[float, float]] = []
+        self._counter, self._is_over = counter, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Steps:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        before = self._counter()
+        while not self._is_over.wait(1e-3):
+            joules = self._counter()
+            if joules != before:
+                self.seen.append((time.perf_counter(), joules))
+            before = joules
+
+    def apart(self, seconds: float, start: float, end: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
+        """The first and the last one from start to end, if they are so far apart."""
+        within = [step for step in self.seen if start <= step[0] <= end]
+        return (within[0], within[-1]) if within and within[-1][0] - within[0][0] >= seconds else None
+
+
+def executed(call: Callable[[], Any], counter: Callable[[], float], seconds: float) -> Execution:
+    """The mean over so many seconds; half as many before, for the clock to settle. What is taken is from one step of
+    the counter to another.
     """
     timing.wait(call, call())
     started = time.perf_counter()
     timing.wait(call, previous := call())
     at_once = max(1, round(_AHEAD / (time.perf_counter() - started)))
-    started, count, joules = time.perf_counter(), 0, counter()
-    steps: list[tuple[float, int, float]] = []  # joules, executions and seconds until then
-    while len(steps) < 2 or steps[-1][2] - steps[0][2] < seconds:
-        for _ in range(at_once):
-            result = call()
-        timing.wait(call, previous)  # the device goes on with what was just begun
-        previous = result
-        count += at_once
-        before, joules, elapsed = joules, counter(), time.perf_counter() - started
-        if joules != before and elapsed > seconds / 2:
-            steps.append((joules, count, elapsed))
-    taken, executions, elapsed = (last - first for first, last in zip(steps[0], steps[-1], strict=True))
-    return Execution(taken / executions, elapsed / executions)
+    started, counts, times = time.perf_counter(), [0], [time.perf_counter()]
+    with Steps(counter) as steps:
+        while not (found := steps.apart(seconds, started + seconds / 2, times[-1])):
+            for _ in range(at_once):
+                result = call()
+            timing.wait(call, previous)  # the device goes on with what was just begun
+            previous = result
+            counts.append(counts[-1] + at_once)
+            times.append(time.perf_counter())
+    timing.wait(call, previous)
+    (first, joules), (last, more_joules) = found
+    executions = np.interp(last, times, counts) - np.interp(first, times, counts)
+    return Execution((more_joules - joules) / float(executions), (last - first) / float(executions))
 
 
 def extra_bytes(name: str, m: int, n: int) -> int:
@@ -100,10 +138,12 @@ class Meter:
     def __init__(self, counter: Callable[[], float], seconds: float, repeats: int):
         self.counter, self.seconds, self.repeats = counter, seconds, repeats
         self.rows: list[dict[str, Any]] = []
-        time.sleep(2 * seconds)
-        before = counter()
-        time.sleep(seconds)
-        self.idle_watts = (counter() - before) / seconds
+        rested = time.perf_counter() + 2 * seconds
+        with Steps(counter) as steps:
+            while not (found := steps.apart(seconds, rested, time.perf_counter())):
+                time.sleep(seconds / 10)
+        (first, joules), (last, more_joules) = found
+        self.idle_watts = (more_joules - joules) / (last - first)
         self.keep({"kind": "idle"}, "idle", Execution(self.idle_watts * seconds, seconds))
 
     def measured(self, about: dict[str, Any], calls: dict[str, Callable[[], Any]]) -> dict[str, Execution]:
