@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 
 from benchmarks import results, tile_losses
-from coda_jax.primitives.cost_model import constants_for
+from coda_jax.primitives.cost_model import by_time, constants_for
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -125,7 +125,7 @@ def tiles(path: pathlib.Path) -> plt.Figure:
     """Steps of how many shapes, of 100, lose no more than so much by the cost model's choice of a tile."""
     device, times = tile_losses.read(path)
     figure, axes = plt.subplots(figsize=(8, 5))
-    for name, of in tile_losses.by_program(tile_losses.losses(times, constants_for(device))).items():
+    for name, of in tile_losses.by_program(tile_losses.losses(times, by_time(constants_for(device)))).items():
         shares = 100 * np.arange(1, len(of) + 1) / len(of)
         style = {"color": "black", "linewidth": 2} if name == "all" else {"alpha": 0.8}
         axes.step([100 * loss for loss in of], shares, where="post", label=f"{name} ({len(of)})", **style)

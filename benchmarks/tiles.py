@@ -39,7 +39,7 @@ from benchmarks.tile_losses import Shape
 from coda_jax.explain import equations
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
-from coda_jax.primitives.cost_model import constants_for
+from coda_jax.primitives.cost_model import by_time, constants_for
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 
 
@@ -328,7 +328,8 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             print(tile_losses.summary(path))
         if options.fit:
             fitted = tile_losses.fit(times, constants)
-            before, after = (statistics.mean(tile_losses.losses(times, of).values()) for of in (constants, fitted))
+            both = (by_time(constants), by_time(fitted))
+            before, after = (statistics.mean(tile_losses.losses(times, of).values()) for of in both)
             print(f"mean loss {before:.2%} with the present constants, {after:.2%} with\n{tile_losses.shown(fitted)}")
         if options.table:
             entries = tile_losses.table(times, constants)

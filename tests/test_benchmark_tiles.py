@@ -13,7 +13,7 @@ from benchmarks.tile_losses import Shape
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import EpilogueTraffic, candidates, element_traffic
-from coda_jax.primitives.cost_model import constants_for, cost
+from coda_jax.primitives.cost_model import by_time, constants_for, cost
 
 MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}
 
@@ -73,7 +73,7 @@ def times_by(constants, tokens=(256, 1024, 16384)):
     return found
 
 
-H200 = constants_for("NVIDIA H200")
+H200 = by_time(constants_for("NVIDIA H200"))
 WIDE, FLAT = (128, 192), (64, 256)
 
 

@@ -5,11 +5,11 @@ import pytest
 
 from benchmarks.programs import PROGRAMS, kernel_source, resource_usage
 from coda_jax import ffi
-from coda_jax.primitives.config import TILES, GemmConfig
+from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
-# elementwise program needs the registers.
-SPILLED = {"gated_backward": 40, "gelu_erf": 8, "exp_sum": 8, "rotary_96": 32}
+# elementwise program needs the registers. Of logsumexp_pick in the tile that few columns have, with split-K.
+SPILLED = {"gated_backward": 40, "gelu_erf": 8, "exp_sum": 8, "logsumexp_pick": 196, "rotary_96": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_every_tile(name, tile):
     assert usage.spilled_bytes == 0
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
 @pytest.mark.parametrize("name", ["residual_sumsq", "gated_backward"])
 def test_split_k(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=True)

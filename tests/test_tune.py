@@ -211,7 +211,7 @@ def test_damaged_entry(table, config, message):
 def test_each_device_has_a_cost_model(device, tile, monkeypatch):
     """An H100 reads less from L2; what is exported, and what other devices run, has an H200's tile."""
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", device)
-    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 2048), (2048, 2048))]
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 1024), (1024, 1024))]
     assert cut(product, *types) == [(*tile, 2)]
     assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
     (one,) = tune.tune_with(fastest(tile), device, product, *types).products

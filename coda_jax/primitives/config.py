@@ -5,20 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program
-from coda_jax.primitives.cost_model import Constants, Cut, ElementTraffic, Product, constants_for, cost, may_split
+from coda_jax.primitives.cost_model import (
+    SHARED_TILES,
+    Constants,
+    Cut,
+    ElementTraffic,
+    Product,
+    constants_for,
+    cost,
+    may_split,
+)
 
-_LIGHT_NODES = 7  # values that an element's program computes, up to which registers are plenty
+_LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
 _LONG_K = 3072  # from which a long epilogue hides under the products
+_HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
-# (tile_m, tile_n) that the kernel can have. Of those in SHARED_TILES each consumer has half of the rows.
+# (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (128, 256))
-SHARED_TILES = ((128, 256),)
+SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in SHARED_TILES)
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
 THREADS = 128 * (1 + CONSUMERS)
@@ -29,7 +40,7 @@ class GemmConfig:
     """Tile and pipeline sizes of one kernel. `None` where the library shall choose.
 
     Attributes:
-      tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, one of `TILES`.
+      tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, or two together: one of `TILES`.
       stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 8.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
@@ -37,7 +48,7 @@ class GemmConfig:
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
       split_k: whether tiles that whole waves leave over, if they fill at most half of the chip, are split along k among
-        all multiprocessors. A launch then has a workspace of 132 float32 tiles.
+        all multiprocessors. A launch then has a workspace of 132 float32 tiles. Not of tiles that two warpgroups make.
     """
 
     tile_m: int | None = None
@@ -65,6 +76,11 @@ class GemmConfig:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"GemmConfig: {name} = {value}; it must be one of {list(allowed)}")
+        if self.split_k and (self.tile_m, self.tile_n) in SHARED_TILES:
+            raise ValueError(
+                f"GemmConfig: split_k = True with tiles of {self.tile_m}x{self.tile_n}; "
+                f"it must be one of {', '.join(f'{m}x{n}' for m, n in SPLIT_K_TILES)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +102,7 @@ class Tiling:
     @property
     def consumer_m(self) -> int:
         """Rows of a tile that one consumer has."""
-        return self.tile_m // (CONSUMERS if (self.tile_m, self.tile_n) in SHARED_TILES else 1)
+        return self.tile_m // (CONSUMERS if self.cut.is_shared else 1)
 
     @property
     def cut(self) -> Cut:
@@ -160,7 +176,7 @@ def cuts_for(
 
     Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
     clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 is the last resort
-    of an epilogue to which it leaves too little.
+    of an epilogue to which it leaves too little; one that has not been timed on a device comes after the others.
     """
     given = given or GemmConfig()
     found = []
@@ -169,22 +185,20 @@ def cuts_for(
             continue
         if program.head and not _has_heads(tile_n, program.head):
             continue
-        is_shared = (tile_m, tile_n) in SHARED_TILES
-        if is_shared and (given.tile_m, given.tile_n) != (tile_m, tile_n):
-            continue  # not timed yet
         if not product.transpose_b and tile_n // program.splits % 64:
             continue
         for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(product, tile_m):
-            for split_k in (False, True) if given.split_k is None and not is_shared else (bool(given.split_k),):
+            for split_k in (False, True) if given.split_k is None else (given.split_k,):
                 cut = Cut(tile_m, tile_n, cluster_m, split_k)
+                if split_k and cut.is_shared:
+                    continue
                 if given.split_k is not None or not split_k or may_split(product, cut):
                     found.append(cut)
-    needs_room, of_element = _needs_room(program, traffic), element_traffic(program, traffic)
+    needs_room, of_element = _needs_room(product, program, traffic), element_traffic(program, traffic)
 
     def order(cut: Cut) -> tuple[bool, float]:
-        is_last_resort = needs_room and (cut.tile_m, cut.tile_n) == (128, 192)
-        shared = (cut.tile_m, cut.tile_n) in SHARED_TILES
-        return is_last_resort, 0.0 if shared else cost(product, cut, of_element, constants)
+        is_last_resort = needs_room and cut.tile == (128, 192)
+        return is_last_resort, cost(product, cut, of_element, constants) if cut.tile in constants.of_block else math.inf
 
     return sorted(found, key=order)
 
@@ -196,11 +210,15 @@ def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
     return (2, 1) if product.m > tile_m else (1,)
 
 
-def _needs_room(program: Program, traffic: EpilogueTraffic) -> bool:
+def _needs_room(product: Product, program: Program, traffic: EpilogueTraffic) -> bool:
     # Most heads spill half a kilobyte to four in 128 x 192. There is shared memory for rows of half a cache line only,
-    # which cost a float32 array that is added to in place a third of the product.
-    adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4
+    # which cost a float32 array that is added to in place a third of a product with k = 2048, and 1 to 3 % with 16384.
+    adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4 and product.k < _HIDES_NARROW_ROWS
     return bool(program.head or len(program.sections) > 1 or adds_float32)
+
+
+def _is_light(program: Program) -> bool:
+    return len(program.nodes) <= _LIGHT_NODES * program.entries(program.acc_width)
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
@@ -210,6 +228,7 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
         load_bytes=traffic.load_bytes / entries,
         store_bytes=traffic.store_bytes / entries,
         is_long=_has_long_epilogue(program, traffic),
+        is_light=_is_light(program) and not program.head,
     )
 
 
@@ -316,7 +335,7 @@ def _preferred(
             yield from itertools.product((4,), [two, one] if k < _LONG_K else [one, two])
         yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
-    elif program.ways == 1 and len(program.nodes) <= _LIGHT_NODES:
+    elif program.ways == 1 and _is_light(program):
         if traffic.load_bytes and traffic.widest_bytes == 2:
             wide = [(64, 64, 1, 1), *wide]
     elif not (program.head and program.head % 64 == 0 and not program.reductions):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
+SHARED_TILES = ((128, 256),)  # (tile_m, tile_n) of which each of the two consumers has half of the rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,16 @@ class Cut(NamedTuple):
     cluster_m: int
     split_k: bool
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """(tile_m, tile_n)."""
+        return self.tile_m, self.tile_n
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the consumers share each tile, and so nothing is multiplied during its epilogue."""
+        return self.tile in SHARED_TILES
+
 
 class ElementTraffic(NamedTuple):
     """What an epilogue moves.
@@ -42,25 +54,31 @@ class ElementTraffic(NamedTuple):
     Attributes:
       load_bytes, store_bytes: for one element of the accumulator.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
+      is_light: whether what it computes takes no time beside what it moves, even if nothing hides it.
     """
 
     load_bytes: float
     store_bytes: float
     is_long: bool
+    is_light: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """What `python -m benchmarks.tiles --fit` sets from measured times, such that the fastest tiles come first; those
     of a tile that seldom is say no more than that. The unit is the time of 64 of k in a 128 x 128 tile in a cluster of
-    two, when every multiprocessor has such a tile and the chip is at its power limit.
+    two, when every multiprocessor has such a tile and the chip is at its power limit. A tile that a device's constants
+    do not have has not been timed there.
 
     Attributes:
       of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
         multiprocessor has such a tile: what they all read from L2 tells.
+      power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
+        benchmarks.energy`). Of products that take less a step has more at the same limit, and so a higher clock.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
+      load_ahead: the same of loads that come while both consumers multiply.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -69,9 +87,11 @@ class Constants:
     """
 
     of_block: Mapping[tuple[int, int], tuple[float, float]]
+    power: Mapping[tuple[int, int], float]
     alone: Mapping[tuple[int, int], float]
     with_long_epilogue: Mapping[tuple[int, int], float]
     load: float
+    load_ahead: float
     store: float
     tile: float
     start: tuple[float, float]
@@ -82,10 +102,18 @@ class Constants:
 
 CONSTANTS = {
     "NVIDIA H200": Constants(
-        of_block={(128, 128): (1.07, 1.0), (128, 192): (1.04, 0.978), (64, 256): (1.31, 1.02), (64, 128): (1.66, 1.19)},
-        alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.03, (64, 128): 1.0},
+        of_block={
+            (128, 128): (1.07, 1.0),
+            (128, 192): (1.04, 0.978),
+            (64, 256): (1.31, 1.02),
+            (64, 128): (1.66, 1.19),
+            (128, 256): (1.0, 0.989),
+        },
+        power={(128, 128): 1.0, (128, 192): 0.968, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 0.942},
+        alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84, (128, 256): 0.95},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.03, (64, 128): 1.0, (128, 256): 1.0},
         load=4.26,
+        load_ahead=1.3,
         store=1.38,
         tile=1.12,
         start=(25.9, 29.2),
@@ -95,9 +123,11 @@ CONSTANTS = {
     ),
     "NVIDIA H100 80GB HBM3": Constants(
         of_block={(128, 128): (1.23, 1.0), (128, 192): (1.14, 0.886), (64, 256): (1.57, 1.08), (64, 128): (2.04, 1.36)},
+        power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0},
         alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
         load=3.33,
+        load_ahead=1.3,
         store=4.03,
         tile=3.07,
         start=(22.5, 26.2),
@@ -106,6 +136,11 @@ CONSTANTS = {
         late_epilogue=0.1,
     ),
 }
+
+
+def by_time(constants: Constants) -> Constants:
+    """The same for products at one clock, whatever power they take."""
+    return dataclasses.replace(constants, power=dict.fromkeys(constants.power, 1.0))
 
 
 def constants_for(device: str | None) -> Constants:
@@ -118,28 +153,33 @@ _MANY_WAVES = 12
 
 
 def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
-    """Time of a product, in the unit of `Constants`.
+    """Time of a product, in the unit of `Constants`, and in the time that its power leaves to the rest of a step.
 
     That of the busiest multiprocessor. Two warpgroups take turns at its tiles, so that one's epilogue runs while the
     other multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is
-    longer. The last epilogue is alone. With split-K comes what its part of a split tile takes, and adding the others'.
+    longer. The last epilogue is alone; that of a tile that they share always is, and must be light. With split-K comes
+    what its part of a split tile takes, and adding the others'.
     """
+    if cut.is_shared and not traffic.is_light:
+        return math.inf
     of = constants
     at_once, clusters = MULTIPROCESSORS // cut.cluster_m, _clusters(product, cut)
     split, parts = split_tiles(product, cut)
     waves, left_over = divmod(clusters - split, at_once)
-    k_blocks, name, area = -(-product.k // 64), (cut.tile_m, cut.tile_n), cut.tile_m * cut.tile_n / (128 * 128)
-    epilogue = (of.load * traffic.load_bytes + of.store * traffic.store_bytes) * area
+    k_blocks, name, area = -(-product.k // 64), cut.tile, cut.tile_m * cut.tile_n / (128 * 128)
+    load = of.load_ahead if cut.is_shared else of.load
+    epilogue = (load * traffic.load_bytes + of.store * traffic.store_bytes) * area
     all_at_work = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
 
     def block(clusters_at_work: int) -> float:
-        return area * max(of.alone[name], all_at_work * clusters_at_work / at_once)
+        power = of.power[name] if clusters_at_work == at_once else 1
+        return area * power * max(of.alone[name], all_at_work * clusters_at_work / at_once)
 
     def tile(clusters_at_work: int) -> float:
         products = k_blocks * block(clusters_at_work) + of.tile
-        return max(products, (products + epilogue) / 2)
+        return products + epilogue if cut.is_shared else max(products, (products + epilogue) / 2)
 
-    time = of.start[cut.cluster_m - 1] + epilogue
+    time = of.start[cut.cluster_m - 1] + (0 if cut.is_shared else epilogue)
     if clusters > split:
         time += (waves + (left_over > 0)) * tile(at_once if waves else left_over)
     if split:

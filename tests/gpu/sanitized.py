@@ -32,6 +32,14 @@ def main() -> None:
     split = coda.GemmConfig(split_k=True)
     jax.block_until_ready(coda.gemm(a, b, transpose_b=True, implementation="cuda", config=split))
     print("split-K ran", flush=True)
+    for name in ("residual_sumsq", "column_sum"):
+        program, config = PROGRAMS[name], coda.GemmConfig(tile_m=128, tile_n=256)
+        operands = program.operands(264, 264)
+        out = coda.gemm(
+            a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
+        )
+        jax.block_until_ready(out)
+        print(name, "in a tile that two warpgroups share ran", flush=True)
 
 
 if __name__ == "__main__":

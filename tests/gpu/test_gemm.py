@@ -12,7 +12,7 @@ import pytest
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives.config import TILES
+from coda_jax.primitives.config import SPLIT_K_TILES, TILES
 from tests import tolerance
 
 CPU = jax.devices("cpu")[0]
@@ -108,11 +108,37 @@ def test_programs_at_tile_edges(name):
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
 
 
+@pytest.mark.parametrize("tile", TILES[1:], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual_sumsq",
+        "swiglu",
+        "gated_backward",
+        "column_sum",
+        "extrema",
+        "every_vector",
+        "logsumexp_pick",
+        "rotary_qkv",
+    ],
+)
+def test_every_tile(name, tile):
+    program = PROGRAMS[name]
+    for m, n, k in [*EDGES[:4], (1, 400, 136), (65, 776, 264)]:
+        n = program.columns(n)
+        config = coda.GemmConfig(tile_m=tile[0], tile_n=tile[1])
+        fused = functools.partial(
+            coda.gemm, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
+        )
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+
+
 # A tile in many parts; some in some; whole tiles and then parts; one row; nothing to split.
-SHARED = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
+PARTS = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
 @pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "column_sum", "logsumexp_pick"])
 def test_split_k(name, tile):
     program = PROGRAMS[name]
@@ -123,7 +149,7 @@ def test_split_k(name, tile):
         implementation="cuda",
         config=coda.GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=True),
     )
-    for m, n, k in SHARED:
+    for m, n, k in PARTS:
         n = program.columns(n)
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))

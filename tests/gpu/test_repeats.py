@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives.config import TILES, GemmConfig
+from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 REPEATS = 1000
@@ -35,7 +35,7 @@ CASES = [
     ),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n, split_k=True))
-        for tile_m, tile_n in TILES
+        for tile_m, tile_n in SPLIT_K_TILES
         for name, transpose_a, transpose_b in (
             ("identity", True, False),
             ("residual_sumsq", False, False),
@@ -121,13 +121,17 @@ FAULTS = {
             "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
         ),
     ],
+    "put a vector where another warp may still read that of the tile before": [
+        ("vectors = vectors == first ? first + Layout::vector_bytes : first;", "vectors = first;"),
+    ],
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_shows(fault):
     """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
-    a, b, operands = _arguments("residual_sumsq", SPLIT if fault.startswith("add a part") else LARGE)
+    name = "bias_gelu" if fault.startswith("put a vector") else "residual_sumsq"
+    a, b, operands = _arguments(name, SPLIT if fault.startswith("add a part") else LARGE)
 
     def plant(source):
         for there, instead in FAULTS[fault]:
@@ -136,7 +140,7 @@ def test_a_missing_wait_shows(fault):
         return source
 
     config = GemmConfig(store_slots=1, split_k=True)
-    arguments = (PROGRAMS["residual_sumsq"], a, b, operands)
+    arguments = (PROGRAMS[name], a, b, operands)
     right = poisoned_call(*arguments, transpose_b=True, config=config)()
     broken = poisoned_call(*arguments, transpose_b=True, config=config, rewrite=plant)
     assert any(int(_differing(right, broken())) > 0 for _ in range(REPEATS))
