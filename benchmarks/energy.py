@@ -1,9 +1,10 @@
 """`python -m benchmarks.energy`: what products and epilogues cost in energy, of which time at the power limit is made.
 
-Each call runs alone for a second or more, back to back, while the device's own counter runs (NVML). Bare products are
-ours, in the tile that is chosen and in each of `TILES`, XLA's and those of the peers that are installed. Beside the
-energy of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond
-the product's own, both less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
+Each call runs alone for a second or more, back to back, at the clock that its own power leaves it, while the device's
+own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
+products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
+of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
+product's own, both less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
 """
 
 from __future__ import annotations
@@ -165,16 +166,24 @@ class Meter:
 
 
 def measure_products(
-    meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes: float, beside: Sequence[peers.Peer]
+    meter: Meter,
+    shapes: cases.Shapes,
+    gemm: Any,
+    cache_bytes: float,
+    beside: Sequence[peers.Peer],
+    tiles: Sequence[tuple[int, int]],
 ) -> None:
     configs: dict[str, GemmConfig | None] = {"coda_product": None}
-    configs |= {f"coda_{m}x{n}": GemmConfig(tile_m=m, tile_n=n) for m, n in TILES}
-    print("\nbare products, mJ each and watts")
+    configs |= {f"coda_{m}x{n}": GemmConfig(tile_m=m, tile_n=n) for m, n in tiles}
+    print("\nbare products")
     for layout, m, n, k in shapes:
         calls = cases.product_calls(layout, m, n, k, configs, gemm, cache_bytes, beside)
         found = meter.measured({"kind": "product", "program": layout, "m": m, "n": n, "k": k}, calls)
-        shown = (f"{name} {1e3 * of.joules:.1f} ({of.joules / of.seconds:.0f})" for name, of in found.items())
-        print(f"{layout} {m}, {n}, {k}: {', '.join(shown)}", flush=True)
+        ours = found["coda_product"]
+        print(f"{layout} {m}, {n}, {k}", flush=True)
+        for name, of in found.items():
+            shown = f"{of.joules / ours.joules:8.3f} of ours{1e6 * of.seconds:10.1f} us{of.seconds / ours.seconds:8.3f}"
+            print(f"  {name:28}{1e3 * of.joules:10.1f} mJ{of.joules / of.seconds:6.0f} W{shown}", flush=True)
 
 
 def measure_epilogues(meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes: float, joules_of_byte: float) -> None:
@@ -206,6 +215,7 @@ def main(
     parser = results.parser("benchmarks.energy", __doc__)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
+    parser.add_argument("--tiles", action="store_true", help="bare products also in every tile")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     options = parser.parse_args(arguments)
     products, epilogues, gemm, cache_bytes = cases.setting(options.tiny)
@@ -219,9 +229,8 @@ def main(
     watts = copy.joules / copy.seconds
     print(f"idle {meter.idle_watts:.0f} W; a copy {watts:.0f} W, {1e12 * joules_of_byte:.0f} pJ a byte beyond that")
     del x, negative
-    small = [shape for shape in epilogues if shape[-1] == min(k for *_, k in epilogues)]
-    measure_epilogues(meter, small, gemm, cache_bytes, joules_of_byte)
-    measure_products(meter, products, gemm, cache_bytes, beside)
+    measure_epilogues(meter, epilogues, gemm, cache_bytes, joules_of_byte)
+    measure_products(meter, products, gemm, cache_bytes, beside, TILES if options.tiles else ())
     columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
     about = {"peers": peers.versions(beside)}
     results.write("_energy", columns, meter.rows, folder=options.out, commit=options.commit, **about)

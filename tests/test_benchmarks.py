@@ -217,7 +217,7 @@ def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
 
 def test_energy(tmp_path, capsys, quick_to_compile):
     """On a device that always takes 100 W, energy is time; the bytes are those of operands and results."""
-    options = ["--tiny", "--seconds=0.05", f"--out={tmp_path}", "--commit=none"]
+    options = ["--tiny", "--tiles", "--seconds=0.05", f"--out={tmp_path}", "--commit=none"]
     assert energy.main(options, modules=(), counter=lambda: 100 * time.perf_counter()) == 0
     with next(tmp_path.glob("*_energy.csv")).open() as file:
         rows = list(csv.DictReader(file))

@@ -1,5 +1,6 @@
 """coda.tune and its tables: what is found, kept, looked up, and ignored. Times are invented."""
 
+import functools
 import json
 import re
 import subprocess
@@ -230,6 +231,35 @@ def test_split_k_is_chosen_where_it_pays(k, split):
     types = [jax.ShapeDtypeStruct((k, 768), jnp.bfloat16)] * 2
     shown = str(coda.explain(lambda a, b: coda.gemm(a, b, transpose_a=True), *types, platform="cuda"))
     assert ("split-K (cost model)" in shown) == split and "(cost model)" in shown
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "k, epilogue, is_shared",
+    [
+        (8192, None, True),
+        (2048, None, False),
+        (8192, lambda acc, x: acc + x, True),
+        (8192, lambda acc, x: jax.nn.gelu(acc) + x, False),
+    ],
+)
+def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_short(k, epilogue, is_shared):
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, k), (k, 2048), (16384, 2048))]
+
+    def function(a, b, x):
+        return coda.gemm(a, b, *([x] if epilogue else []), epilogue=epilogue)
+
+    shown = str(coda.explain(function, *types, platform="cuda"))
+    assert ("128 x 256 (cost model)" in shown) == is_shared and "(cost model)" in shown
+
+
+@needs_nvrtc
+def test_a_shared_tile_is_not_split():
+    with pytest.raises(ValueError, match="split_k = True with tiles of 128x256; it must be one of 128x128, 128x192"):
+        coda.GemmConfig(tile_m=128, tile_n=256, split_k=True)
+    a = jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16)
+    product = functools.partial(coda.gemm, transpose_a=True, config=coda.GemmConfig(tile_n=256, split_k=True))
+    assert "64 x 256, split-K (config)" in str(coda.explain(product, a, a, platform="cuda"))
 
 
 @needs_nvrtc
