@@ -72,6 +72,7 @@ class Steps:
 
     def __init__(self, counter: Callable[[], float]):
         self.seen: list[tuple[float, float]] = []
+        self._error: Exception | None = None
         self._counter, self._is_over = counter, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -84,15 +85,20 @@ class Steps:
         self._thread.join()
 
     def _watch(self) -> None:
-        before = self._counter()
-        while not self._is_over.wait(1e-3):
-            joules = self._counter()
-            if joules != before:
-                self.seen.append((time.perf_counter(), joules))
-            before = joules
+        try:
+            before = self._counter()
+            while not self._is_over.wait(1e-3):
+                joules = self._counter()
+                if joules != before:
+                    self.seen.append((time.perf_counter(), joules))
+                before = joules
+        except Exception as error:  # raised where it is waited for
+            self._error = error
 
     def apart(self, seconds: float, start: float, end: float) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """The first and the last one from start to end, if they are so far apart."""
+        """The first and the last one from start to end, if they are so far apart; raises what the counter raised."""
+        if self._error:
+            raise self._error
         within = [step for step in self.seen if start <= step[0] <= end]
         return (within[0], within[-1]) if within and within[-1][0] - within[0][0] >= seconds else None
 

@@ -133,7 +133,7 @@ def tiles(path: pathlib.Path) -> plt.Figure:
     axes.set(
         xlabel="time over that of the best tile, %", ylabel="shapes that lose no more, %", ylim=(0, 101), xlim=(0, None)
     )
-    axes.set_title(f"the cost model's choice of a tile\n{device}")
+    axes.set_title(f"the cost model's choice of a tile by time\n{device}")
     axes.legend(fontsize="small", loc="lower right")
     axes.grid(alpha=0.3)
     return figure

@@ -19,7 +19,16 @@ from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cuts_for, element_traffic
-from coda_jax.primitives.cost_model import Constants, Product, by_time, constants_for, cost, may_split
+from coda_jax.primitives.cost_model import (
+    Constants,
+    Cut,
+    Product,
+    by_time,
+    constants_for,
+    cost,
+    may_split,
+    relative_power,
+)
 from coda_jax.primitives.tile_table import Problem
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
@@ -98,13 +107,16 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
 
 def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants) -> Tiling | None:
     """The one of the measured tilings that the cost model chooses."""
-    problem = shape.problem
-    traffic = _traffic(shape.program)
-    for cut in cuts_for(problem.product, problem.program, traffic, None, constants):
+    for cut in cuts(shape, constants):
         fitting = [tiling for tiling in of if tiling.cut == cut]
         if fitting:  # else it has no room for the epilogue
             return fitting[0]
     return None
+
+
+def cuts(shape: Shape, constants: Constants) -> list[Cut]:
+    """As the cost model orders them."""
+    return cuts_for(shape.problem.product, shape.problem.program, _traffic(shape.program), None, constants)
 
 
 @functools.cache
@@ -113,13 +125,22 @@ def _traffic(name: str) -> EpilogueTraffic:
 
 
 def losses(times: Times, constants: Constants) -> dict[Shape, float]:
-    """By how much the cost model's choice is slower than the best tiling at one clock, in shares of the best's time."""
+    """What the cost model's choice takes more than the best tiling, in shares of that: of time, if the constants are
+    `by_time`, else of energy.
+    """
     found = {}
     for shape, of in times.items():
         tiling = chosen(shape, of, constants)
         if tiling is not None:
-            found[shape] = of[tiling] / min(of.values()) - 1
+            energy = energies(shape, of, constants)
+            found[shape] = energy[tiling] / min(energy.values()) - 1
     return found
+
+
+def energies(shape: Shape, of: Mapping[Tiling, float], constants: Constants) -> dict[Tiling, float]:
+    """Of each tiling, in the unit of its time and of the power of 128 x 128 tiles."""
+    product = shape.problem.product
+    return {tiling: us * relative_power(product, tiling.cut, constants) for tiling, us in of.items()}
 
 
 def repeated(path: pathlib.Path) -> list[float]:
@@ -129,14 +150,16 @@ def repeated(path: pathlib.Path) -> list[float]:
 
 
 def summary(path: pathlib.Path) -> str:
-    """Of the cost model's choices, for each program and layout and for all; and the ten worst."""
+    """Of the cost model's choices by time, for each program and layout and for all, of those that it makes for a chip
+    at its power limit, by energy; and the ten worst by time.
+    """
     device, times = read(path)
     constants = by_time(constants_for(device))
-    found, with_power = losses(times, constants), losses(times, constants_for(device))
+    found, by_energy = losses(times, constants), losses(times, constants_for(device))
     if not found:
         return "no shape whose tiles were measured"
     lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
-    others = {"all, with their power": list(with_power.values()), "even rounds choose": repeated(path)}
+    others = {"all, by energy": list(by_energy.values()), "even rounds choose": repeated(path)}
     for name, of in {**by_program(found), **others}.items():
         share = sum(loss <= CLOSE for loss in of) / len(of)
         lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
@@ -157,15 +180,17 @@ def fit(times: Times, start: Constants, *, rounds: int = 30) -> Constants:
     """The constants of the cost model with the least losses by time, as far as a search along each of them finds them.
 
     It changes one of `start`'s after the other by up to 10 % as long as that helps. Counted are each shape's loss, up
-    to 15 %, and 2 % more where it is more than 2 %: the order of tiles, not their times.
+    to 15 %, and 2 % more where it is more than 2 %: the order of tiles, not their times. Tiles that `start` does not
+    have are left out.
     """
     names, numbers, structure = _flat(start)
     searched = [i for i, name in enumerate(names) if name not in HELD and name[0] != "power"]
     of_shapes = []
     for shape, of in times.items():
         traffic = element_traffic(_traced(shape.program), _traffic(shape.program))
-        best = min(of.values())
-        of_shapes.append((shape.problem.product, traffic, [(tiling.cut, us / best - 1) for tiling, us in of.items()]))
+        known = {tiling.cut: us for tiling, us in of.items() if tiling.cut.tile in start.of_block}
+        best = min(known.values())
+        of_shapes.append((shape.problem.product, traffic, [(cut, us / best - 1) for cut, us in known.items()]))
 
     def objective(numbers: Sequence[float]) -> float:
         by, total = by_time(Constants(**jax.tree.unflatten(structure, numbers))), 0.0
@@ -207,13 +232,18 @@ def shown(constants: Constants) -> str:
 
 
 def table(times: Times, constants: Constants) -> dict[str, Any]:
-    """Entries for the shapes with k up to 8192 where the cost model's choice loses more than 4 %, by their keys."""
-    entries, constants = {}, by_time(constants)
+    """Entries for the shapes with k up to 8192 where the cost model's choice loses more than 4 %, by their keys. None
+    where it would choose a tile that has not been measured.
+    """
+    entries = {}
+    measured = {tiling.cut.tile for of in times.values() for tiling in of}
     for shape, loss in losses(times, constants).items():
         tiling = chosen(shape, times[shape], constants)
-        if loss > WORTH_AN_ENTRY and shape.k <= LARGEST_K and tiling is not None:
+        is_known = cuts(shape, constants)[0].tile in measured
+        if loss > WORTH_AN_ENTRY and shape.k <= LARGEST_K and is_known and tiling is not None:
             of = times[shape]
-            best = min(of, key=of.__getitem__)
+            energy = energies(shape, of, constants)
+            best = min(energy, key=energy.__getitem__)
             key = shape.problem.key
             assert key is not None
             entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])

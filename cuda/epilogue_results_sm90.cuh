@@ -1,4 +1,5 @@
-// A generated Epilogue's results on their way to memory: tiles by TMA, warp by warp; one partial a tile of reductions.
+// A generated Epilogue's results on their way to memory: tiles by TMA, warp by warp; of reductions one partial a tile,
+// or one for each consumer's rows of it.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
@@ -132,9 +133,9 @@ struct EpilogueResults {
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
         const int width = Layout::head > 0 ? n : access.ways * n;
-        const int tiles_m = (params.m + Config::consumer_m - 1) / Config::consumer_m;
+        const int partials = (params.m + Config::consumer_m - 1) / Config::consumer_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
-                         (static_cast<long long>(tile.batch) * tiles_m + tile.index_m) * width +
+                         (static_cast<long long>(tile.batch) * partials + tile.index_m) * width +
                          (Layout::head > 0 ? 0 : access.way * n);
         for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
           const int column = tile.column + Layout::memory_column(access.way, at);

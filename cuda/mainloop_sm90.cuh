@@ -38,10 +38,11 @@ struct Gemm {
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr int consumers = 2;
   static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
-  static constexpr int turns = cooperative ? 1 : consumers;  // a consumer has every so manieth piece of work
+  static constexpr int turns = cooperative ? 1 : consumers;  // a consumer has every `turns`-th piece of work
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
                 "consumers that cooperate have equal shares of whole tiles");
   static constexpr int threads = 128 * (1 + consumers);
+  static constexpr int order_threads = 128 * turns;  // at a consumer's barrier: its own, and those that wake it
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
                 "a tile is whole operand chunks");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
@@ -182,7 +183,7 @@ struct Gemm {
 
   __device__ __forceinline__ static int first_turn(int consumer) { return cooperative ? 0 : consumer; }
 
-  /// Its tile is the consumer's share of it.
+  /// Piece i; its tile is this consumer's rows of it.
   __device__ __forceinline__ Work work_of(int i, int consumer) const {
     Work work = scheduler.work(i, rank);
     if constexpr (cooperative) {
@@ -210,10 +211,10 @@ struct Gemm {
       const Work work = work_of(i, consumer);
       if (work.has_tile()) epilogue.begin(work.tile);
 
-      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued. The
-      // barrier is also between the vectors that the epilogue's `begin` has put into shared memory and their readers.
+      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued. In both
+      // modes the barrier is between the vectors that the epilogue's `begin` puts into shared memory and their readers.
       const bool is_last = cooperative || i + 1 == scheduler.count;
-      ptx::named_barrier_sync(1 + consumer, 128 * turns);
+      ptx::named_barrier_sync(1 + consumer, order_threads);
       TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
@@ -246,9 +247,7 @@ struct Gemm {
     epilogue.finish();
   }
 
-  __device__ __forceinline__ static void wake(int consumer) {
-    ptx::named_barrier_arrive(1 + consumer, 128 * consumers);
-  }
+  __device__ __forceinline__ static void wake(int consumer) { ptx::named_barrier_arrive(1 + consumer, order_threads); }
 
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
   /// one's.

@@ -34,10 +34,10 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
   return word;
 }
 
-/// One word, or two neighbours, then from an even index of an array aligned to pairs. Not as from constant memory,
-/// whose loads the assembler moves in front of the barrier that wakes the other consumer.
+/// One word, or two neighbours, then from an even index of an array aligned to pairs. Not by __ldg, whose loads the
+/// assembler moves in front of the barrier that wakes the other consumer.
 template <DType dtype, int count>
-__device__ __forceinline__ void load_in_place(const void* base, long long index, Word (&words)[2]) {
+__device__ __forceinline__ void load_coherent(const void* base, long long index, Word (&words)[2]) {
   const void* from = static_cast<const char*>(base) + index * bytes_of(dtype);
   if constexpr (bytes_of(dtype) == 4 && count == 2) {
     const int2 both = *static_cast<const int2*>(from);

@@ -7,8 +7,8 @@
 
 namespace coda {
 
-/// Position of one CTA's tile, in elements (row, column within a split; `column_end` bounds what it may write) and in
-/// tiles (for the partial reductions), and the Epilogue's section it lies in.
+/// Position of one CTA's tile, or of a consumer's rows of it, in elements (row, column within a split; `column_end`
+/// bounds what it may write) and in its own size (for the partial reductions), and the Epilogue's section it lies in.
 struct Tile {
   int row, column, batch;
   int index_m, index_n;

@@ -232,6 +232,20 @@ def test_energy(tmp_path, capsys, quick_to_compile):
     assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
 
 
+def test_energy_whose_counter_fails(tmp_path):
+    """Raised where it is waited for, also in the middle of a run."""
+    readings = iter(range(20))
+
+    def counter():
+        for reading in readings:
+            return float(reading)
+        raise OSError("NVML: status 15")
+
+    with pytest.raises(OSError, match="status 15"):
+        energy.main(["--tiny", "--seconds=0.01", f"--out={tmp_path}"], modules=(), counter=counter)
+    assert not list(tmp_path.iterdir())
+
+
 def test_rotation():
     """Sets of arguments are twice the cache together; a result lives for a round, and not longer."""
     a, c = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -118,6 +118,17 @@ def test_gains_within_noise_are_none(table):
 
 
 @needs_nvrtc
+def test_a_tile_of_less_power_may_take_longer(table):
+    """Of two tiles that differ in time by less than in power, the one that takes less energy."""
+    types = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2
+    by_gain = {
+        gain: tune.tune_with(fastest((128, 128), gain=gain), DEVICE, product, *types).products[0].tiling.cut.tile
+        for gain in (0.02, 0.1)
+    }
+    assert by_gain[0.02] != (128, 128) and by_gain[0.1] == (128, 128)
+
+
+@needs_nvrtc
 def test_precedence(table):
     """config, the user's table, the library's, the cost model; another device's entries and export have none."""
     (default,) = cut(product, A, B)
@@ -241,6 +252,9 @@ def test_split_k_is_chosen_where_it_pays(k, split):
         (2048, None, False),
         (8192, lambda acc, x: acc + x, True),
         (8192, lambda acc, x: jax.nn.gelu(acc) + x, False),
+        (8192, lambda acc, x: jnp.sin(acc) + x, False),
+        (8192, lambda acc, x: jnp.sum(acc * x, axis=1), False),
+        (8192, lambda acc, x: (acc + x, jax.nn.logsumexp(acc, axis=1)), False),
     ],
 )
 def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_short(k, epilogue, is_shared):

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program
+from coda_jax.epilogue import Axis, Kind, Program, ReductionOp
 from coda_jax.primitives.cost_model import (
     SHARED_TILES,
     Constants,
@@ -24,6 +24,11 @@ from coda_jax.primitives.cost_model import (
 )
 
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
+_LIGHT_OPERATIONS = frozenset((
+    "acc", "operand", "literal", "row", "column", "add", "add_any", "sub", "mul", "square", "integer_pow", "neg",
+    "abs", "max", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "select_n",
+    "convert_element_type",
+))  # fmt: skip
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
@@ -31,7 +36,7 @@ SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (128, 256))
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in SHARED_TILES)
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
-CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn
+CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
 THREADS = 128 * (1 + CONSUMERS)
 
 
@@ -176,7 +181,8 @@ def cuts_for(
 
     Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
     clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 is the last resort
-    of an epilogue to which it leaves too little; one that has not been timed on a device comes after the others.
+    of an epilogue to which it leaves too little. After all others come those whose cost is not known: of a tile that
+    has not been timed on a device, and of one that the consumers share with an epilogue that computes much.
     """
     given = given or GemmConfig()
     found = []
@@ -194,11 +200,11 @@ def cuts_for(
                     continue
                 if given.split_k is not None or not split_k or may_split(product, cut):
                     found.append(cut)
-    needs_room, of_element = _needs_room(product, program, traffic), element_traffic(program, traffic)
+    of_element = element_traffic(program, traffic)
 
-    def order(cut: Cut) -> tuple[bool, float]:
-        is_last_resort = needs_room and cut.tile == (128, 192)
-        return is_last_resort, cost(product, cut, of_element, constants) if cut.tile in constants.of_block else math.inf
+    def order(cut: Cut) -> tuple[bool, bool, float]:
+        of_cut = cost(product, cut, of_element, constants) if cut.tile in constants.of_block else math.inf
+        return math.isinf(of_cut), _leaves_too_little(cut, product, program, traffic), of_cut
 
     return sorted(found, key=order)
 
@@ -210,15 +216,29 @@ def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
     return (2, 1) if product.m > tile_m else (1,)
 
 
-def _needs_room(product: Product, program: Program, traffic: EpilogueTraffic) -> bool:
-    # Most heads spill half a kilobyte to four in 128 x 192. There is shared memory for rows of half a cache line only,
-    # which cost a float32 array that is added to in place a third of a product with k = 2048, and 1 to 3 % with 16384.
-    adds_float32 = traffic.load_bytes and traffic.widest_bytes == 4 and product.k < _HIDES_NARROW_ROWS
-    return bool(program.head or len(program.sections) > 1 or adds_float32)
+def _leaves_too_little(cut: Cut, product: Product, program: Program, traffic: EpilogueTraffic) -> bool:
+    if cut.tile != (128, 192):
+        return False
+    # Most heads spill half a kilobyte to four, log-sum-exps beside parts of tiles 200 bytes. There is shared memory for
+    # rows of half a cache line only, which cost a float32 array that is added to in place a third of a product with
+    # k = 2048, and 1 to 3 % with 16384.
+    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and product.k < _HIDES_NARROW_ROWS
+    spills = program.head > 0 or (cut.split_k and _has_logsumexp(program))
+    return spills or adds_float32 or len(program.sections) > 1
+
+
+def _has_logsumexp(program: Program) -> bool:
+    return any(reduction.op is ReductionOp.LOGSUMEXP for reduction in program.reductions)
+
+
+def _has_few_nodes(program: Program) -> bool:
+    return len(program.nodes) <= _LIGHT_NODES * program.entries(program.acc_width)
 
 
 def _is_light(program: Program) -> bool:
-    return len(program.nodes) <= _LIGHT_NODES * program.entries(program.acc_width)
+    is_arithmetic = all(node.op in _LIGHT_OPERATIONS for node in program.nodes) and not _has_logsumexp(program)
+    moves_more = bool(program.stores) and not program.head  # than it computes
+    return is_arithmetic and moves_more and _has_few_nodes(program)
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
@@ -228,7 +248,7 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
         load_bytes=traffic.load_bytes / entries,
         store_bytes=traffic.store_bytes / entries,
         is_long=_has_long_epilogue(program, traffic),
-        is_light=_is_light(program) and not program.head,
+        is_light=_is_light(program),
     )
 
 
@@ -335,7 +355,7 @@ def _preferred(
             yield from itertools.product((4,), [two, one] if k < _LONG_K else [one, two])
         yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
-    elif program.ways == 1 and _is_light(program):
+    elif program.ways == 1 and _has_few_nodes(program):
         if traffic.load_bytes and traffic.widest_bytes == 2:
             wide = [(64, 64, 1, 1), *wide]
     elif not (program.head and program.head % 64 == 0 and not program.reductions):

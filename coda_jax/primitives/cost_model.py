@@ -54,7 +54,7 @@ class ElementTraffic(NamedTuple):
     Attributes:
       load_bytes, store_bytes: for one element of the accumulator.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
-      is_light: whether what it computes takes no time beside what it moves, even if nothing hides it.
+      is_light: whether what it computes takes no time beside what it moves, where nothing hides it.
     """
 
     load_bytes: float
@@ -74,7 +74,7 @@ class Constants:
       of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
         multiprocessor has such a tile: what they all read from L2 tells.
       power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
-        benchmarks.energy`). Of products that take less a step has more at the same limit, and so a higher clock.
+        benchmarks.energy`). At the power limit energy is time: what products save, the clock of all else gains.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
@@ -153,7 +153,7 @@ _MANY_WAVES = 12
 
 
 def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
-    """Time of a product, in the unit of `Constants`, and in the time that its power leaves to the rest of a step.
+    """Time of a product at the power limit, in the unit of `Constants`; infinite where nobody has measured.
 
     That of the busiest multiprocessor. Two warpgroups take turns at its tiles, so that one's epilogue runs while the
     other multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is
@@ -172,8 +172,8 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     all_at_work = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
 
     def block(clusters_at_work: int) -> float:
-        power = of.power[name] if clusters_at_work == at_once else 1
-        return area * power * max(of.alone[name], all_at_work * clusters_at_work / at_once)
+        share = clusters_at_work / at_once
+        return area * (1 + (of.power[name] - 1) * share) * max(of.alone[name], all_at_work * share)
 
     def tile(clusters_at_work: int) -> float:
         products = k_blocks * block(clusters_at_work) + of.tile
@@ -187,6 +187,12 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
         time += blocks * block(split * parts) + of.tile + parts * of.part * area
         time += of.late_epilogue * epilogue
     return time + (of.zero_flags if cut.split_k else 0)
+
+
+def relative_power(product: Product, cut: Cut, constants: Constants) -> float:
+    """Of a product, over that in 128 x 128 tiles at the same clock: `Constants.power`, if it fills the chip."""
+    share = min(1.0, _clusters(product, cut) / (MULTIPROCESSORS // cut.cluster_m))
+    return 1 + (constants.power.get(cut.tile, 1.0) - 1) * share
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:

@@ -22,8 +22,8 @@ class Kernel:
     Attributes:
       source: the translation unit for NVRTC.
       results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
-        ([batch,] tiles along n, M) for a row reduction, ([batch,] tiles along m, N) for a column reduction, float32;
-        with split-K two more, of no use to anyone else.
+        ([batch,] tiles along n, M) for a row reduction, ([batch,] consumers' tiles along m, N) for a column reduction,
+        float32; with split-K two more, of no use to anyone else.
       attributes: keyword arguments of `coda_jax.ffi.gemm_call`.
     """
 

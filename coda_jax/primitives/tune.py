@@ -21,6 +21,7 @@ from coda_jax import ffi
 from coda_jax.explain import equations
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
+from coda_jax.primitives.cost_model import constants_for, relative_power
 from coda_jax.primitives.gemm_cuda import CAPABILITY, fallback_reason, problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import Problem
@@ -55,7 +56,7 @@ class Tuned:
     Attributes:
       epilogue: its name, "gemm" for a bare product.
       key: its name in the table.
-      tiling: the best, or the cost model's choice where that is within 1 % of it.
+      tiling: the best by time and power, or the cost model's choice where that is within 1 % of it.
       us, cost_model_us: median time in microseconds, and that of the cost model's choice.
     """
 
@@ -97,7 +98,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
-    that it can have. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the
+    that it can have, all at one clock. The best, by time and by the power that a tile is known to take, which is time
+    where power is the limit, are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the
     compiled kernels; functions that are jitted from then on, here or in later processes, take their tiles from it. What
     is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several processes, all
     of which must lower the same program.
@@ -152,8 +154,12 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     for work, seconds in zip(works, measure(works), strict=True):
         key, first = work.problem.key, work.tilings[0]
         assert key is not None
-        best = min(seconds, key=seconds.__getitem__)
-        if seconds[first] <= seconds[best] * (1 + _NOISE):
+        constants = constants_for(device)
+        energy = {
+            tiling: s * relative_power(work.problem.product, tiling.cut, constants) for tiling, s in seconds.items()
+        }
+        best = min(energy, key=energy.__getitem__)
+        if energy[first] <= energy[best] * (1 + _NOISE):
             best = first
         one = Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first])
         entry = tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
