@@ -2,8 +2,9 @@
 
 Sizes of Llama-3-1B by default. The variants run interleaved in one process on the same parameters; their losses and
 gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
-wall clock's. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row
-a class of kernels.
+wall clock's. With --alone each variant also runs by itself, back to back as in training: its wall clock's time and its
+energy. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row a class
+of kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import compare, hlo, results, timing
+from benchmarks.alone import Execution, device_counter, executed
 from benchmarks.variants import DEFAULTS, LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant, step
 
 
@@ -41,6 +43,7 @@ class Measured:
     distance: float = float("nan")
     failure: str = ""
     executions: list[list[timing.Kernel]] = dataclasses.field(default_factory=list)
+    alone: Execution | None = None
 
     def memory_gib(self) -> dict[str, float]:
         """Temporaries, arguments, results and all of them, as XLA planned them."""
@@ -176,6 +179,8 @@ def report(measured: Sequence[Measured], about: Mapping[str, Any], tokens: int) 
         if one.executions:
             ms = one.milliseconds()
             row |= {"ms": ms, "span_ms": one.span(), "beyond_ms": beyond(one.profile())}
+            if one.alone:
+                row |= {"alone_ms": 1e3 * one.alone.seconds, "alone_joules": one.alone.joules}
             shown = f"{ms:9.2f}{row['span_ms']:9.2f}{row['beyond_ms']:9.2f}{tokens / ms * 1e3:10.0f}"
         print(
             f"{one.name:20}{shown:37}{memory['temporaries']:10.2f}{memory['arguments']:7.2f}{memory['peak']:7.2f}"
@@ -183,6 +188,10 @@ def report(measured: Sequence[Measured], about: Mapping[str, Any], tokens: int) 
             flush=True,
         )
         rows.append(row)
+    for one in measured:
+        if one.alone:
+            joules, seconds = one.alone
+            print(f"{one.name} alone: {1e3 * seconds:.2f} ms, {joules:.1f} J, {joules / seconds:.0f} W")
     for one in measured:
         if one.executions:
             print(f"\n{one.name}: milliseconds and number of kernels by class")
@@ -196,6 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = results.parser("benchmarks.train_step", __doc__)
     parser.add_argument("--variants", default=",".join(DEFAULTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--repeats", type=int, default=4, help="measured executions of each variant (default 4)")
+    parser.add_argument("--alone", type=float, default=0.0, help="seconds in which each variant also runs by itself")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
@@ -207,6 +217,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
     if min(options.repeats, options.batch, options.length, options.layers or 1) < 1:
         parser.error("--repeats, --batch, --length and --layers must be at least 1")
+    if options.alone < 0:
+        parser.error(f"--alone: {options.alone} seconds")
     return options
 
 
@@ -219,7 +231,7 @@ def prepare(options: argparse.Namespace) -> tuple[Parameters, jax.Array, jax.Arr
     return Parameters(config, jnp.bfloat16, jnp.dtype(options.param_dtype)), tokens, jnp.roll(tokens, -1, axis=1)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | None = None) -> int:
     """The command; 1 if a variant's results are wrong."""
     options = parse(arguments)
     parameters, tokens, labels = prepare(options)
@@ -235,10 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
     good = [one for one in measured if not one.failure]
     if good:
-        executed = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
+        interleaved = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
         print(f"[{timing.clock()}]")
         for one in good:
-            one.executions = executed[one.name][1:]  # the first round warms the chip
+            one.executions = interleaved[one.name][1:]  # the first round warms the chip
+    if options.alone:
+        for one in good:
+            one.alone = executed(one.call, counter or device_counter(), options.alone)
     rows = report(measured, about, tokens.size)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     suffix = "_train_step" if options.param_dtype == "bfloat16" else f"_train_step_{options.param_dtype}"

@@ -38,12 +38,15 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
         lambda name, *rest: halved(step(name, *rest), name) if name == "xla_scan" else step(name, *rest),
     )
     options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
-    assert train_step.main([*options, "--variants=coda_scan,xla,xla_scan"]) == 1
+    counter = lambda: 100 * time.perf_counter()  # noqa: E731
+    assert train_step.main([*options, "--alone=0.05", "--variants=coda_scan,xla,xla_scan"], counter) == 1
     steps = steps_in(tmp_path)
     assert steps.keys() == {"coda_scan", "xla", "xla_scan"}
     assert 0 < float(steps["coda_scan"]["gradient_distance"]) < 0.05
     assert float(steps["coda_scan"]["ms"]) > 0 and not steps["coda_scan"]["failure"]
     assert "gradients differ" in steps["xla_scan"]["failure"] and not steps["xla_scan"]["ms"]
+    alone = [float(steps["xla"][name]) for name in ("alone_ms", "alone_joules")]
+    assert alone[1] == pytest.approx(100 * 1e-3 * alone[0], rel=0.1) and not steps["xla_scan"]["alone_ms"]
     shown = capsys.readouterr().out
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
 
