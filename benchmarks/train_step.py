@@ -3,8 +3,8 @@
 Sizes of Llama-3-1B by default. The variants run interleaved in one process on the same parameters; their losses and
 gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
 wall clock's. With --alone each variant also runs by itself, back to back as in training: its wall clock's time and its
-energy. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row a class
-of kernels.
+energy. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row a
+class of kernels.
 """
 
 from __future__ import annotations
