@@ -47,10 +47,30 @@ EPILOGUES: Shapes = [
     )
     for shape in shapes
 ]
+_NN, _NT, _TN = "A[M,K] B[K,N]", "A[M,K] B[N,K]", "A[K,M] B[K,N]"
+# Value and gradient of a Llama-3-1B's loss on 16384 tokens: (how often, program, layout, m, n, k). The loss's sums of
+# weight gradients in place, 8 times (2048, 128256, 2048), are left out: XLA would copy what the caller keeps.
+STEP = [
+    (16, "rotary_qkv", _NN, 16384, 3072, 2048),
+    (16, "residual_sumsq", _NN, 16384, 2048, 2048),
+    (16, "swiglu", _NN, 16384, 16384, 2048),
+    (16, "residual_sumsq", _NN, 16384, 2048, 8192),
+    (8, "logsumexp_pick", _NN, 2048, 128256, 2048),
+    (8, "identity", _NT, 2048, 2048, 128256),
+    (16, "gated_backward", _NT, 16384, 8192, 2048),
+    (16, "identity", _TN, 8192, 2048, 16384),
+    (16, "norm_backward", _NT, 16384, 2048, 16384),
+    (16, "scale_backward", _TN, 2048, 16384, 16384),
+    (16, "identity", _NT, 16384, 2048, 2048),
+    (16, "identity", _TN, 2048, 2048, 16384),
+    (16, "norm_backward", _NT, 16384, 2048, 3072),
+    (16, "scale_backward", _TN, 2048, 3072, 16384),
+]
 TINY: tuple[Shapes, Shapes] = (
-    [("A[M,K] B[N,K]", 64, 64, 32), ("A[K,M] B[K,N]", 64, 32, 64)],
+    [(_NT, 64, 64, 32), (_TN, 64, 32, 64)],
     [("residual_sumsq", 64, 32, 64), ("rotary_qkv", 32, 192, 64), ("logsumexp_pick", 32, 96, 64)],
 )
+TINY_STEP = [(2, "swiglu", _NN, 32, 64, 32), (1, "identity", _TN, 32, 64, 64)]
 
 
 class Setting(NamedTuple):
@@ -93,21 +113,15 @@ def product_calls(
       gemm, cache_bytes: as in `Setting`.
       beside: other libraries.
     """
-    transpose_a, transpose_b = layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
+    transpose_a, transpose_b = _transposes(layout)
 
     def make(seed: int) -> tuple:
-        a = _normal(2 * seed, *((k, m) if transpose_a else (m, k)))
-        return a, _normal(2 * seed + 1, *((n, k) if transpose_b else (k, n)))
-
-    def xla_product(a, b):
-        contract = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
-        product = jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
-        return product.astype(jnp.bfloat16)
+        return _factors(seed, layout, m, n, k)
 
     def ours(config: GemmConfig | None) -> Callable[..., Any]:
         return lambda a, b: gemm(a, b, transpose_a=transpose_a, transpose_b=transpose_b, config=config)
 
-    xla = _jitted("xla_product", xla_product)
+    xla = _jitted("xla_product", _xla_product(layout))
     sets = _sets(xla, make, cache_bytes)
     expected = xla(*sets[0])
     calls = {}
@@ -128,35 +142,60 @@ def product_calls(
 
 
 def epilogue_calls(
-    name: str, m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: float
+    name: str, m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: float, layout: str = _NT
 ) -> dict[str, Callable[[], Any]]:
     """The same for a product with an epilogue, under these names.
 
-    bare: the product alone. fused: with the program's epilogue. xla: the same by XLA.
+    bare: the product alone. fused: with the program's epilogue. xla: the same by XLA. xla_product: its bare product.
 
     Args:
       name: of a program in programs.PROGRAMS.
       gemm, cache_bytes: as in `Setting`.
+      layout: as in `PRODUCTS`.
     """
-    program = programs.PROGRAMS[name]
+    program, (transpose_a, transpose_b) = programs.PROGRAMS[name], _transposes(layout)
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
 
     def make(seed: int) -> tuple:
-        b = _normal(2 * seed + 1, n, k) / jnp.bfloat16(math.sqrt(k))
-        return _normal(2 * seed, m, k), b, program.operands(m, n, seed=seed + 7)
+        a, b = _factors(seed, layout, m, n, k)
+        return a, b / jnp.bfloat16(math.sqrt(k)), program.operands(m, n, seed=seed + 7)
 
     def bare(a, b, operands):
-        return gemm(a, b, transpose_b=True)
+        return gemm(a, b, **options)
 
     def fused(a, b, operands):
-        return gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True)
+        return gemm(a, b, *operands, epilogue=program.epilogue, **options)
 
     def xla(a, b, operands):
-        return coda.gemm(a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="xla")
+        return coda.gemm(a, b, *operands, epilogue=program.epilogue, implementation="xla", **options)
 
-    functions = {one.__name__: _jitted(one.__name__, one) for one in (bare, fused, xla)}
+    def xla_product(a, b, operands):
+        return _xla_product(layout)(a, b)
+
+    functions = {one.__name__: _jitted(one.__name__, one) for one in (bare, fused, xla, xla_product)}
     arguments = _sets(functions["bare"], make, cache_bytes)
     programs.check(f"{name} {m} {n} {k}", functions["fused"](*arguments[0]), functions["xla"](*arguments[0]))
     return {one: _rotated(function, arguments) for one, function in functions.items()}
+
+
+def _transposes(layout: str) -> tuple[bool, bool]:
+    return layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
+
+
+def _factors(seed: int, layout: str, m: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
+    transpose_a, transpose_b = _transposes(layout)
+    a, b = (k, m) if transpose_a else (m, k), (n, k) if transpose_b else (k, n)
+    return _normal(2 * seed, *a), _normal(2 * seed + 1, *b)
+
+
+def _xla_product(layout: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    transpose_a, transpose_b = _transposes(layout)
+    dimensions = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
+
+    def product(a, b):
+        return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    return product
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:

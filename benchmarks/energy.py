@@ -4,7 +4,9 @@ Each call runs alone for a second or more, back to back, at the clock that its o
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
 products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
-product's own, both less what an idle device takes in that time. Writes benchmarks/results/<device>_energy.csv.
+product's own, both less what an idle device takes in that time. With --step, instead of all that, the products of a
+training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and ours with their epilogues.
+Writes benchmarks/results/<device>_energy.csv, or _energy_step.csv.
 """
 
 from __future__ import annotations
@@ -114,6 +116,25 @@ def measure_epilogues(meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes
         )
 
 
+def measure_step(meter: Meter, step: Sequence[tuple[int, str, str, int, int, int]], gemm: Any, cache: float) -> None:
+    variants = ("xla_product", "bare", "fused")
+    print(f"{'joules of all executions':54}{'XLA, bare':>10}{'bare':>10}{'fused':>10}{'fused / XLA, bare':>20}")
+
+    def show(of: str, joules: Sequence[float]) -> None:
+        xla_product, _, fused = joules
+        print(f"{of:54}{''.join(f'{one:10.3f}' for one in joules)}{fused / xla_product:20.3f}", flush=True)
+
+    total = [0.0] * len(variants)
+    for times, name, layout, m, n, k in step:
+        calls = cases.epilogue_calls(name, m, n, k, gemm, cache, layout)
+        about = {"kind": "step", "program": name, "layout": layout, "m": m, "n": n, "k": k, "times": times}
+        found = meter.measured(about, {one: calls[one] for one in variants})
+        joules = [times * found[one].joules for one in variants]
+        total = [sum(both) for both in zip(total, joules, strict=True)]
+        show(f"{times:2} x {name:15}{layout:14}{m:6}{n:7}{k:7}", joules)
+    show("all", total)
+
+
 def main(
     arguments: Sequence[str] | None = None,
     modules: Sequence[str] = peers.MODULES,
@@ -123,12 +144,18 @@ def main(
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
     parser.add_argument("--tiles", action="store_true", help="bare products also in every tile")
+    parser.add_argument("--step", action="store_true", help="the products of a training step")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     options = parser.parse_args(arguments)
     products, epilogues, gemm, cache_bytes = cases.setting(options.tiny)
-    beside = peers.available(modules)
     meter = Meter(counter or device_counter(), options.seconds, options.repeats)
+    if options.step:
+        measure_step(meter, cases.TINY_STEP if options.tiny else cases.STEP, gemm, cache_bytes)
+        columns = ["kind", "program", "layout", "m", "n", "k", "times", "variant", *Execution._fields]
+        results.write("_energy_step", columns, meter.rows, folder=options.out, commit=options.commit)
+        return 0
 
+    beside = peers.available(modules)
     x = jax.random.normal(jax.random.key(0), (COPIED >> 16 if options.tiny else COPIED,), jnp.bfloat16)
     negative, moved = functools.partial(jax.jit(jnp.negative), x), 2 * x.nbytes
     copy = meter.measured({"kind": "copy", "extra_bytes": moved}, {"copy": negative})["copy"]

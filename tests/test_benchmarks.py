@@ -235,6 +235,20 @@ def test_energy(tmp_path, capsys, quick_to_compile):
     assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
 
 
+def test_energy_of_a_step(tmp_path, capsys, quick_to_compile):
+    """Each product as often as the step has it."""
+    options = ["--tiny", "--step", "--seconds=0.05", f"--out={tmp_path}", "--commit=none"]
+    assert energy.main(options, counter=lambda: 100 * time.perf_counter()) == 0
+    with next(tmp_path.glob("*_energy_step.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "step"]
+    assert [(row["program"], row["variant"]) for row in rows] == list(
+        itertools.product(("swiglu", "identity"), ("xla_product", "bare", "fused"))
+    )
+    total = sum(int(row["times"]) * float(row["joules"]) for row in rows if row["variant"] == "fused")
+    (shown,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("all"))
+    assert float(shown[3]) == pytest.approx(total, abs=2e-3)
+
+
 def test_energy_whose_counter_fails(tmp_path):
     """Raised where it is waited for, also in the middle of a run."""
     readings = iter(range(20))
