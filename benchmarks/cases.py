@@ -16,17 +16,18 @@ from coda_jax.primitives.config import GemmConfig
 
 Shapes = Sequence[tuple[str, int, int, int]]
 
-# (layout, m, n, k); layout: how a and b are stored.
+_NN, _NT, _TN = "A[M,K] B[K,N]", "A[M,K] B[N,K]", "A[K,M] B[K,N]"  # layouts: how a and b are stored
+# (layout, m, n, k)
 PRODUCTS: Shapes = [
-    ("A[M,K] B[N,K]", 16384, 2048, 2048),
-    ("A[M,K] B[N,K]", 16384, 16384, 2048),
-    ("A[M,K] B[N,K]", 16384, 2048, 8192),
-    ("A[M,K] B[N,K]", 16384, 4096, 4096),
-    ("A[M,K] B[K,N]", 16384, 4096, 4096),
-    ("A[K,M] B[K,N]", 8192, 8192, 8192),
-    ("A[K,M] B[K,N]", 2048, 2048, 16384),
-    ("A[M,K] B[N,K]", 4096, 2048, 2048),
-    ("A[M,K] B[N,K]", 4096, 4096, 4096),
+    (_NT, 16384, 2048, 2048),
+    (_NT, 16384, 16384, 2048),
+    (_NT, 16384, 2048, 8192),
+    (_NT, 16384, 4096, 4096),
+    (_NN, 16384, 4096, 4096),
+    (_TN, 8192, 8192, 8192),
+    (_TN, 2048, 2048, 16384),
+    (_NT, 4096, 2048, 2048),
+    (_NT, 4096, 4096, 4096),
 ]
 # (program, m, n, k)
 EPILOGUES: Shapes = [
@@ -47,7 +48,6 @@ EPILOGUES: Shapes = [
     )
     for shape in shapes
 ]
-_NN, _NT, _TN = "A[M,K] B[K,N]", "A[M,K] B[N,K]", "A[K,M] B[K,N]"
 # Value and gradient of a Llama-3-1B's loss on 16384 tokens: (how often, program, layout, m, n, k). The loss's sums of
 # weight gradients in place, 8 times (2048, 128256, 2048), are left out: XLA would copy what the caller keeps.
 STEP = [

@@ -27,9 +27,9 @@ from coda_jax.primitives.cost_model import (
     constants_for,
     cost,
     may_split,
-    relative_power,
 )
 from coda_jax.primitives.tile_table import Problem
+from coda_jax.primitives.tune import energies
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
 CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
@@ -132,15 +132,9 @@ def losses(times: Times, constants: Constants) -> dict[Shape, float]:
     for shape, of in times.items():
         tiling = chosen(shape, of, constants)
         if tiling is not None:
-            energy = energies(shape, of, constants)
+            energy = energies(shape.problem.product, of, constants)
             found[shape] = energy[tiling] / min(energy.values()) - 1
     return found
-
-
-def energies(shape: Shape, of: Mapping[Tiling, float], constants: Constants) -> dict[Tiling, float]:
-    """Of each tiling, in the unit of its time and of the power of 128 x 128 tiles."""
-    product = shape.problem.product
-    return {tiling: us * relative_power(product, tiling.cut, constants) for tiling, us in of.items()}
 
 
 def repeated(path: pathlib.Path) -> list[float]:
@@ -238,14 +232,13 @@ def table(times: Times, constants: Constants) -> dict[str, Any]:
     entries = {}
     measured = {tiling.cut.tile for of in times.values() for tiling in of}
     for shape, loss in losses(times, constants).items():
-        tiling = chosen(shape, times[shape], constants)
-        is_known = cuts(shape, constants)[0].tile in measured
-        if loss > WORTH_AN_ENTRY and shape.k <= LARGEST_K and is_known and tiling is not None:
+        if loss > WORTH_AN_ENTRY and shape.k <= LARGEST_K and cuts(shape, constants)[0].tile in measured:
             of = times[shape]
-            energy = energies(shape, of, constants)
+            tiling = chosen(shape, of, constants)
+            energy = energies(shape.problem.product, of, constants)
             best = min(energy, key=energy.__getitem__)
             key = shape.problem.key
-            assert key is not None
+            assert key is not None and tiling is not None
             entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])
     return dict(sorted(entries.items()))
 

@@ -112,15 +112,19 @@ def test_read_alone(tmp_path, monkeypatch, capsys):
     written(path, times)
     monkeypatch.setattr(tile_table, "SHIPPED", tmp_path)
     assert tiles.main([f"--out={tmp_path}", "--report", "--table"]) == 0
-    by_energy = tile_losses.losses(times, constants_for("NVIDIA H200"))
+    constants = constants_for("NVIDIA H200")
+    by_energy = tile_losses.losses(times, constants)
     lost = {shape: loss for shape, loss in by_energy.items() if loss > 0.04 and shape.k <= 8192}
     entries = tile_table.read(tmp_path / "nvidia_h200.json")["NVIDIA H200"]
     assert set(entries) == {shape.problem.key for shape in lost} and 0 < len(lost) < len(times)
     for shape in lost:
         entry = entries[shape.problem.key]
         assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == FLAT
-        assert entry["cost_model_us"] / entry["us"] - 1 > lost[shape] - 0.01  # some take less power than the best
-        tile_table.tiling_for(shape.problem, tile_table._config(entry), None)
+        of, first = times[shape], tile_losses.chosen(shape, times[shape], constants)
+        best, _ = tile_table.tiling_for(shape.problem, tile_table._config(entry), None)
+        assert (entry["us"], entry["cost_model_us"]) == pytest.approx((of[best], of[first]), abs=0.01)
+        energy = tune.energies(shape.problem.product, of, constants)
+        assert energy[first] / energy[best] - 1 == pytest.approx(lost[shape])
     assert f"{max(lost.values()):6.1%}" in capsys.readouterr().out
     (axes,) = plots.tiles(path).axes
     line = next(line for line in axes.lines if line.get_label().startswith("all"))

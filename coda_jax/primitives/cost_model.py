@@ -173,7 +173,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
     def block(clusters_at_work: int) -> float:
         share = clusters_at_work / at_once
-        return area * (1 + (of.power[name] - 1) * share) * max(of.alone[name], all_at_work * share)
+        return area * _power(cut, share, of) * max(of.alone[name], all_at_work * share)
 
     def tile(clusters_at_work: int) -> float:
         products = k_blocks * block(clusters_at_work) + of.tile
@@ -191,7 +191,11 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
 def relative_power(product: Product, cut: Cut, constants: Constants) -> float:
     """Of a product, over that in 128 x 128 tiles at the same clock: `Constants.power`, if it fills the chip."""
-    share = min(1.0, _clusters(product, cut) / (MULTIPROCESSORS // cut.cluster_m))
+    return _power(cut, min(1.0, _clusters(product, cut) / (MULTIPROCESSORS // cut.cluster_m)), constants)
+
+
+def _power(cut: Cut, share: float, constants: Constants) -> float:
+    """With this share of the chip at work."""
     return 1 + (constants.power.get(cut.tile, 1.0) - 1) * share
 
 

@@ -11,7 +11,7 @@ import pathlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from coda_jax import ffi
 from coda_jax.explain import equations
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
-from coda_jax.primitives.cost_model import constants_for, relative_power
+from coda_jax.primitives.cost_model import Constants, Product, constants_for, relative_power
 from coda_jax.primitives.gemm_cuda import CAPABILITY, fallback_reason, problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import Problem
@@ -154,10 +154,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     for work, seconds in zip(works, measure(works), strict=True):
         key, first = work.problem.key, work.tilings[0]
         assert key is not None
-        constants = constants_for(device)
-        energy = {
-            tiling: s * relative_power(work.problem.product, tiling.cut, constants) for tiling, s in seconds.items()
-        }
+        energy = energies(work.problem.product, seconds, constants_for(device))
         best = min(energy, key=energy.__getitem__)
         if energy[first] <= energy[best] * (1 + _NOISE):
             best = first
@@ -166,6 +163,11 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
         tile_table.update(path, device, {key: entry})
         found.append(one)
     return Tuning(path, device, tuple(found))
+
+
+def energies(product: Product, times: Mapping[Tiling, float], constants: Constants) -> dict[Tiling, float]:
+    """Of each tiling, in the unit of its time and of the power of 128 x 128 tiles."""
+    return {tiling: time * relative_power(product, tiling.cut, constants) for tiling, time in times.items()}
 
 
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
