@@ -23,6 +23,7 @@ from coda_jax.primitives.cost_model import (
     Constants,
     Cut,
     Product,
+    best_first,
     by_time,
     constants_for,
     cost,
@@ -236,7 +237,7 @@ def table(times: Times, constants: Constants) -> dict[str, Any]:
             of = times[shape]
             tiling = chosen(shape, of, constants)
             energy = energies(shape.problem.product, of, constants)
-            best = min(energy, key=energy.__getitem__)
+            best = best_first({tiling: (energy[tiling], us) for tiling, us in of.items()})[0]
             key = shape.problem.key
             assert key is not None and tiling is not None
             entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])

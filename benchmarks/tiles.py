@@ -92,10 +92,10 @@ def shapes(models: dict[str, Model], tokens: Sequence[int]) -> list[Shape]:
         if model.gated:
             found.append(Shape("swiglu", "NN", m, up, model.d))
             found.append(Shape("gated_backward", "NT", m, model.hidden, model.d))
-    return [shape for shape in dict.fromkeys(found) if max(_bytes(shape)) <= LARGEST_BYTES]
+    return [shape for shape in dict.fromkeys(found) if max(array_bytes(shape)) <= LARGEST_BYTES]
 
 
-def _bytes(shape: Shape) -> list[int]:
+def array_bytes(shape: Shape) -> list[int]:
     """Of each argument and tile of the results."""
     problem = shape.problem
     program, stores = problem.program, zip(problem.program.stores, problem.out_dtypes, strict=True)
@@ -152,7 +152,7 @@ def compiled(number: int, shape: Shape, implementation: str) -> Compiled:
         # What a command buffer launches has no module's name in the trace.
         options = {"xla_gpu_enable_command_buffer": ""}
         calls[name] = jax.jit(run).lower(*shape.types).compile(options)
-    return Compiled(shape, sum(_bytes(shape)), jax.jit(make).lower().compile(), tilings, calls)
+    return Compiled(shape, sum(array_bytes(shape)), jax.jit(make).lower().compile(), tilings, calls)
 
 
 def check(one: Compiled) -> None:

@@ -3,12 +3,13 @@
 import csv
 import dataclasses
 import statistics
+import time
 
 import numpy as np
 import pytest
 
 import coda_jax as coda
-from benchmarks import plots, programs, tile_losses, tiles
+from benchmarks import plots, programs, tile_losses, tiles, tiles_energy
 from benchmarks.tile_losses import Shape
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
@@ -40,6 +41,27 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiles.programs, "check", lambda *_: (_ for _ in ()).throw(AssertionError("wrong")))
     with pytest.raises(AssertionError, match="wrong"):
         tiles.main(options)
+
+
+def test_alone(tmp_path, monkeypatch, capsys):
+    """On a device that always takes 100 W, energy is time; the choice is compared with the least that was measured."""
+    monkeypatch.setattr(tiles, "candidates", lambda *about: candidates(*about)[:2])
+    monkeypatch.setattr(tiles_energy, "SELDOM", {})
+    options = ["--tiny", "--shapes=2", "--seconds=0.02", f"--out={tmp_path}", "--commit=none"]
+    assert tiles_energy.main(options, counter=lambda: 100 * time.perf_counter()) == 0
+    (path,) = tmp_path.glob("*_tiles_energy.csv")
+    (_, joules), (_, seconds) = (tile_losses.read(path, column) for column in ("joules", "seconds"))
+    assert len(joules) == 2
+    for shape, of in joules.items():
+        assert len(of) == 2 and list(of.values()) == pytest.approx([100 * seconds[shape][t] for t in of], rel=0.1)
+    lost = [of[tile_losses.chosen(shape, of, H200)] / min(of.values()) - 1 for shape, of in joules.items()]
+    capsys.readouterr()
+    assert tiles_energy.main(["--report", f"--out={tmp_path}"]) == 0
+    assert f"worst {max(lost):.1%}" in capsys.readouterr().out.splitlines()[1]
+    with pytest.raises(SystemExit):
+        tiles_energy.main(["--report", f"--out={tmp_path / 'empty'}"])
+    chip = [shape for shape in tiles.shapes(tiles.MODELS, tiles.TOKENS) if tiles_energy.is_measured(shape)]
+    assert len(chip) > 300 and all(sum(tiles.array_bytes(shape)) > 1.2e8 for shape in chip)
 
 
 def test_grid():
@@ -129,7 +151,7 @@ def test_read_alone(tmp_path, monkeypatch, capsys):
     (axes,) = plots.tiles(path).axes
     line = next(line for line in axes.lines if line.get_label().startswith("all"))
     assert np.all(np.diff(line.get_xdata()) >= 0) and line.get_ydata()[-1] == 100
-    assert line.get_xdata()[-1] == pytest.approx(100 * max(lost.values()), abs=0.1)
+    assert line.get_xdata()[-1] == pytest.approx(100 * max(tile_losses.losses(times, H200).values()), abs=0.1)
     assert plots.main([f"--results={tmp_path}"]) == 0 and (tmp_path / "nvidia_h200_tiles.png").stat().st_size > 0
     plots.plt.close("all")
     other = "NVIDIA H100 80GB HBM3"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
 
 MULTIPROCESSORS = 132  # of an H100 or H200 with SXM
 SHARED_TILES = ((128, 256),)  # (tile_m, tile_n) of which each of the two consumers has half of the rows
@@ -53,12 +55,14 @@ class ElementTraffic(NamedTuple):
 
     Attributes:
       load_bytes, store_bytes: for one element of the accumulator.
+      column_reductions: how many for each.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
       is_light: whether what it computes takes no time beside what it moves, where nothing hides it.
     """
 
     load_bytes: float
     store_bytes: float
+    column_reductions: float
     is_long: bool
     is_light: bool
 
@@ -75,10 +79,12 @@ class Constants:
         multiprocessor has such a tile: what they all read from L2 tells.
       power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
         benchmarks.energy`). At the power limit energy is time: what products save, the clock of all else gains.
+      idle: power of a multiprocessor that has nothing to do, over that of one at work.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
-      load_ahead: the same of loads that come while both consumers multiply.
+      load_ahead, reduce_ahead: of a shared tile's epilogue, which nothing hides, for each byte that it loads, but for
+        those that come while both consumers multiply, and for each reduction along columns.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -88,10 +94,12 @@ class Constants:
 
     of_block: Mapping[tuple[int, int], tuple[float, float]]
     power: Mapping[tuple[int, int], float]
+    idle: float
     alone: Mapping[tuple[int, int], float]
     with_long_epilogue: Mapping[tuple[int, int], float]
     load: float
     load_ahead: float
+    reduce_ahead: float
     store: float
     tile: float
     start: tuple[float, float]
@@ -109,11 +117,13 @@ CONSTANTS = {
             (64, 128): (1.66, 1.19),
             (128, 256): (1.0, 0.989),
         },
-        power={(128, 128): 1.0, (128, 192): 0.968, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 0.942},
+        power={(128, 128): 1.0, (128, 192): 0.992, (64, 256): 1.01, (64, 128): 1.09, (128, 256): 0.95},
+        idle=0.5,
         alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84, (128, 256): 0.95},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.03, (64, 128): 1.0, (128, 256): 1.0},
         load=4.26,
-        load_ahead=1.3,
+        load_ahead=0.85,
+        reduce_ahead=1.5,
         store=1.38,
         tile=1.12,
         start=(25.9, 29.2),
@@ -124,10 +134,12 @@ CONSTANTS = {
     "NVIDIA H100 80GB HBM3": Constants(
         of_block={(128, 128): (1.23, 1.0), (128, 192): (1.14, 0.886), (64, 256): (1.57, 1.08), (64, 128): (2.04, 1.36)},
         power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0},
+        idle=1.0,
         alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
         load=3.33,
-        load_ahead=1.3,
+        load_ahead=0.85,
+        reduce_ahead=1.1,
         store=4.03,
         tile=3.07,
         start=(22.5, 26.2),
@@ -140,7 +152,7 @@ CONSTANTS = {
 
 def by_time(constants: Constants) -> Constants:
     """The same for products at one clock, whatever power they take."""
-    return dataclasses.replace(constants, power=dict.fromkeys(constants.power, 1.0))
+    return dataclasses.replace(constants, power=dict.fromkeys(constants.power, 1.0), idle=1.0)
 
 
 def constants_for(device: str | None) -> Constants:
@@ -150,15 +162,33 @@ def constants_for(device: str | None) -> Constants:
 
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
+_SAME_ENERGY = 0.03
+
+
+def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
+    """Ordered by energy, for a chip at its power limit; but of those within 3 % of the least, the fastest at one clock
+    first: it is as good at the limit, and better below.
+
+    Args:
+      costs: energy and time of each.
+    """
+    enough = (1 + _SAME_ENERGY) * min((energy for energy, _ in costs.values()), default=math.inf)
+
+    def order(one: _T) -> tuple[bool, float]:
+        energy, time = costs[one]
+        return (False, time) if energy <= enough else (True, energy)
+
+    return sorted(costs, key=order)
 
 
 def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
     """Time of a product at the power limit, in the unit of `Constants`; infinite where nobody has measured.
 
-    That of the busiest multiprocessor. Two warpgroups take turns at its tiles, so that one's epilogue runs while the
-    other multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is
-    longer. The last epilogue is alone; that of a tile that they share always is, and must be light. With split-K comes
-    what its part of a split tile takes, and adding the others'.
+    That of the busiest multiprocessor, less what those save that have nothing to do after whole waves. Two warpgroups
+    take turns at its tiles, so that one's epilogue runs while the other multiplies: a tile takes as long as its
+    products, or half as long as products and epilogue, whichever is longer. The last epilogue is alone; that of a tile
+    that they share always is, and must be light. With split-K comes what its part of a split tile takes, and adding
+    the others'.
     """
     if cut.is_shared and not traffic.is_light:
         return math.inf
@@ -167,8 +197,11 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     split, parts = split_tiles(product, cut)
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, name, area = -(-product.k // 64), cut.tile, cut.tile_m * cut.tile_n / (128 * 128)
-    load = of.load_ahead if cut.is_shared else of.load
-    epilogue = (load * traffic.load_bytes + of.store * traffic.store_bytes) * area
+    if cut.is_shared:
+        epilogue = of.load_ahead * traffic.load_bytes + of.reduce_ahead * traffic.column_reductions
+    else:
+        epilogue = of.load * traffic.load_bytes
+    epilogue = (epilogue + of.store * traffic.store_bytes) * area
     all_at_work = of.of_block[name][cut.cluster_m - 1] * (of.with_long_epilogue[name] if traffic.is_long else 1)
 
     def block(clusters_at_work: int) -> float:
@@ -181,7 +214,9 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
     time = of.start[cut.cluster_m - 1] + (0 if cut.is_shared else epilogue)
     if clusters > split:
-        time += (waves + (left_over > 0)) * tile(at_once if waves else left_over)
+        time += waves * tile(at_once)
+        if left_over:
+            time += _last_wave(left_over / at_once, of) * tile(at_once) if waves else tile(left_over)
     if split:
         blocks = -(-k_blocks // parts)
         time += blocks * block(split * parts) + of.tile + parts * of.part * area
@@ -191,12 +226,22 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
 def relative_power(product: Product, cut: Cut, constants: Constants) -> float:
     """Of a product, over that in 128 x 128 tiles at the same clock: `Constants.power`, if it fills the chip."""
-    return _power(cut, min(1.0, _clusters(product, cut) / (MULTIPROCESSORS // cut.cluster_m)), constants)
+    at_once, (split, _) = MULTIPROCESSORS // cut.cluster_m, split_tiles(product, cut)
+    waves, left_over = divmod(_clusters(product, cut), at_once)
+    power = _power(cut, 1.0 if waves else left_over / at_once, constants)
+    if waves and left_over and not split:
+        power *= (waves + _last_wave(left_over / at_once, constants)) / (waves + 1)
+    return power
 
 
 def _power(cut: Cut, share: float, constants: Constants) -> float:
     """With this share of the chip at work."""
     return 1 + (constants.power.get(cut.tile, 1.0) - 1) * share
+
+
+def _last_wave(share: float, constants: Constants) -> float:
+    """Power of a wave that leaves the rest of the chip idle, over that of a whole one."""
+    return constants.idle + (1 - constants.idle) * share
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from coda_jax import ffi
 from coda_jax.explain import equations
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
-from coda_jax.primitives.cost_model import Constants, Product, constants_for, relative_power
+from coda_jax.primitives.cost_model import Constants, Product, best_first, constants_for, relative_power
 from coda_jax.primitives.gemm_cuda import CAPABILITY, fallback_reason, problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import Problem
@@ -56,7 +56,7 @@ class Tuned:
     Attributes:
       epilogue: its name, "gemm" for a bare product.
       key: its name in the table.
-      tiling: the best by time and power, or the cost model's choice where that is within 1 % of it.
+      tiling: the best by energy and time, or the cost model's choice where that is within 1 % of it in both.
       us, cost_model_us: median time in microseconds, and that of the cost model's choice.
     """
 
@@ -98,11 +98,11 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
-    that it can have, all at one clock. The best, by time and by the power that a tile is known to take, which is time
-    where power is the limit, are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the
-    compiled kernels; functions that are jitted from then on, here or in later processes, take their tiles from it. What
-    is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several processes, all
-    of which must lower the same program.
+    that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
+    beside the compiled kernels: by energy, measured time times the power that a tile is known to take, for where power
+    is the limit energy is time; and of those within 3 % of the least the fastest. Functions that are jitted from then
+    on, here or in later processes, take their tiles from it. What is lowered for export does not, nor, unless
+    ``CODA_JAX_TUNED`` names a table, does a job of several processes, all of which must lower the same program.
 
     Args:
       function: traceable by JAX; jitted or not. It is not run.
@@ -155,8 +155,8 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
         key, first = work.problem.key, work.tilings[0]
         assert key is not None
         energy = energies(work.problem.product, seconds, constants_for(device))
-        best = min(energy, key=energy.__getitem__)
-        if energy[first] <= energy[best] * (1 + _NOISE):
+        best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
+        if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
             best = first
         one = Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first])
         entry = tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)

@@ -1,5 +1,7 @@
 """Races: every output element is written, and a thousand launches give the same bits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,8 @@ CASES = [
     ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(cluster_m=1)),
     ("swiglu_backward", jnp.bfloat16, False, False, GemmConfig(stages=2)),
     ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(load_slots=5, store_slots=1, subtile_n=16, stages=5)),
+    ("norm_backward", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=256)),
+    ("accumulate", jnp.bfloat16, True, False, GemmConfig(tile_m=128, tile_n=256)),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
         for tile_m, tile_n in TILES[1:]
@@ -93,50 +97,80 @@ def test_every_launch_gives_the_same_bits_and_writes_everything(name, dtype, tra
     assert differing == 0
 
 
-# Each fault moves or drops one wait, in a way that cannot deadlock: (what stands in the kernel, what replaces it).
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A wait moved or dropped such that nothing can deadlock: what stands in the kernel, and what replaces it."""
+
+    replacements: tuple[tuple[str, str], ...]
+    program: str = "residual_sumsq"
+    config: GemmConfig = GemmConfig(store_slots=1)  # noqa: RUF009  frozen
+    shape: tuple[int, int, int] = LARGE
+
+
 FAULTS = {
-    "multiply before the operands have arrived": [
-        ("stages.wait_full(at);", ""),
-        ("        previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
-    ],
-    "read a tile operand before it has arrived": [
-        ("ring.wait_full(loaded);", ""),
+    "multiply before the operands have arrived": Fault(
         (
-            "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-            "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-        ),
-    ],
-    "overwrite a result that is still being stored": [
-        ("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),
-    ],
-    "add a part of a tile before it is there": [
+            ("stages.wait_full(at);", ""),
+            ("        previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
+        )
+    ),
+    "read a tile operand before it has arrived": Fault(
         (
-            "while (ptx::load_acquire(flags + 4 * (others.first + lane * others.stride) + warp) == 0) __nanosleep(32);",
-            "",
-        ),
-    ],
-    "refill a tile operand's slot without a fence": [
+            ("ring.wait_full(loaded);", ""),
+            (
+                "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+                "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+            ),
+        )
+    ),
+    "overwrite a result that is still being stored": Fault(
+        (("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),)
+    ),
+    "add a part of a tile before it is there": Fault(
         (
-            "ptx::fence_async_proxy();\n      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
-            "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+            (
+                "while (ptx::load_acquire(flags + 4 * (others.first + lane * others.stride) + warp) == 0) "
+                "__nanosleep(32);",
+                "",
+            ),
         ),
-    ],
+        config=GemmConfig(store_slots=1, split_k=True),
+        shape=SPLIT,
+    ),
+    "refill a tile operand's slot without a fence": Fault(
+        (
+            (
+                "ptx::fence_async_proxy();\n      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+                "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+            ),
+        )
+    ),
+    # The fourth warp is kept from reading for so long that the others have come to their next tile.
+    "overwrite vectors that another warp still reads": Fault(
+        (
+            ("vectors = vectors == first ? first + Layout::vector_bytes : first;", "vectors = first;"),
+            (
+                "void load_vectors(int at, OfColumns& of_columns) const {",
+                "void load_vectors(int at, OfColumns& of_columns) const {\n if (warp == 3) __nanosleep(4000);",
+            ),
+        ),
+        program="bias_gelu",
+    ),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_missing_wait_shows(fault):
     """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
-    a, b, operands = _arguments("residual_sumsq", SPLIT if fault.startswith("add a part") else LARGE)
+    a, b, operands = _arguments(fault.program, fault.shape)
 
     def plant(source):
-        for there, instead in FAULTS[fault]:
+        for there, instead in fault.replacements:
             assert source.count(there) == 1, there
             source = source.replace(there, instead)
         return source
 
-    config = GemmConfig(store_slots=1, split_k=True)
-    arguments = (PROGRAMS["residual_sumsq"], a, b, operands)
-    right = poisoned_call(*arguments, transpose_b=True, config=config)()
-    broken = poisoned_call(*arguments, transpose_b=True, config=config, rewrite=plant)
+    arguments = (PROGRAMS[fault.program], a, b, operands)
+    right = poisoned_call(*arguments, transpose_b=True, config=fault.config)()
+    broken = poisoned_call(*arguments, transpose_b=True, config=fault.config, rewrite=plant)
     assert any(int(_differing(right, broken())) > 0 for _ in range(REPEATS))

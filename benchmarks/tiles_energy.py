@@ -1,0 +1,120 @@
+"""`python -m benchmarks.tiles_energy`: what a product takes in every tile by itself, in energy and time.
+
+Shapes of real models as in `benchmarks.tiles`, those that fill the chip for a tenth of a millisecond or more, in random
+order. A tile runs back to back, at the clock that its own power leaves it, while the device's counter runs: this is
+what it costs in training at the power limit, where `benchmarks.tiles` compares at one clock. Writes
+benchmarks/results/<device>_tiles_energy.csv, a row a shape and tile. `--report` says from that file alone how good the
+cost model's choice is.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks import results, tile_losses, tiles, timing
+from benchmarks.alone import device_counter, executed
+from benchmarks.tile_losses import Shape
+from coda_jax.primitives.config import Tiling
+from coda_jax.primitives.cost_model import constants_for
+
+FLOPS = (7e10, 2.5e12)  # of a product: long enough to be measured, short enough for many of them
+MOST_BYTES, MOST_K = 3e9, 32768
+SELDOM = {(64, 256): 3, (64, 128): 6}  # tiles that are seldom the best: in every so many shapes
+
+
+def is_measured(shape: Shape) -> bool:
+    least, most = FLOPS
+    fits = 2 * timing.L2_BYTES < sum(tiles.array_bytes(shape)) < MOST_BYTES and shape.k <= MOST_K
+    return fits and least < 2 * shape.m * shape.n * shape.k < most
+
+
+def tilings(number: int, one: tiles.Compiled) -> dict[str, Tiling]:
+    """Those of the number-th shape that are measured, in random order."""
+    found = {name: tiling for name, tiling in one.tilings.items() if number % SELDOM.get(tiling.cut.tile, 1) == 0}
+    return dict(random.sample(list(found.items()), len(found)))
+
+
+def measure(
+    ready: Sequence[tiles.Compiled], counter: Callable[[], float], seconds: float, budget: float
+) -> Iterator[dict[str, Any]]:
+    """Rows of as many shapes as the budget of seconds allows."""
+    started = time.perf_counter()
+    for number, one in enumerate(ready):
+        arguments = one.make()
+        calls = {name: functools.partial(one.calls[name], *arguments) for name in one.calls}
+        if number == 0:  # a cold chip takes less
+            executed(next(iter(calls.values())), counter, 4 * seconds)
+        for name, tiling in tilings(number, one).items():
+            execution = executed(calls[name], counter, seconds)
+            yield {**dataclasses.asdict(one.shape), **dataclasses.asdict(tiling), **execution._asdict()}
+        if time.perf_counter() - started > budget:
+            return
+
+
+def summary(path: pathlib.Path) -> str:
+    """What the cost model's choices lose against the best of the tiles, in energy and in time; the five worst."""
+    device, joules = tile_losses.read(path, "joules")
+    _, seconds = tile_losses.read(path, "seconds")
+    lines, lost = [], {}
+    for what, measured in (("energy", joules), ("time", seconds)):
+        lost[what] = {}
+        for shape, of in measured.items():
+            if tiling := tile_losses.chosen(shape, of, constants_for(device)):
+                lost[what][shape] = of[tiling] / min(of.values()) - 1
+        each = list(lost[what].values())
+        share = sum(loss <= tile_losses.CLOSE for loss in each) / len(each)
+        lines.append(
+            f"{what:8}{len(each):6} shapes, {share:.1%} within 2 % of the best, mean loss {statistics.mean(each):.2%}, "
+            f"worst {max(each):.1%}"
+        )
+    for shape, loss in sorted(lost["energy"].items(), key=lambda item: -item[1])[:5]:
+        of = joules[shape]
+        best, tiling = min(of, key=of.__getitem__), tile_losses.chosen(shape, of, constants_for(device))
+        assert tiling is not None
+        lines.append(
+            f"  {loss:6.1%}  {shape}: {tiling.name} {1e3 * of[tiling]:.1f} mJ, {best.name} {1e3 * of[best]:.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | None = None) -> int:
+    parser = results.parser("benchmarks.tiles_energy", __doc__)
+    parser.add_argument("--shapes", type=int, default=40, help="how many of the grid's, in random order")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds of measuring, then no more are begun")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement")
+    parser.add_argument("--seed", type=int, default=11, help="of the shapes' order")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
+    parser.add_argument("--report", action="store_true", help="how good the cost model's choices are in the CSVs")
+    options = parser.parse_args(arguments)
+    if options.report:
+        found = sorted(options.out.glob("*_tiles_energy.csv"))
+        if not found:
+            parser.error(f"{options.out} has no file *_tiles_energy.csv")
+        for path in found:
+            print(f"{path.name}\n{summary(path)}")
+        return 0
+    grid = tiles.shapes(*((tiles.TINY_MODELS, tiles.TINY_TOKENS) if options.tiny else (tiles.MODELS, tiles.TOKENS)))
+    grid = grid if options.tiny else [shape for shape in grid if is_measured(shape)]
+    random.Random(options.seed).shuffle(grid)
+    build = functools.partial(tiles.compiled, implementation="auto" if options.tiny else "cuda")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        ready = list(pool.map(build, range(options.shapes), grid))
+    rows = list(measure(ready, counter or device_counter(), options.seconds, options.budget))
+    columns = [*(field.name for field in dataclasses.fields(Shape)), *tile_losses.FIELDS, "joules", "seconds"]
+    path = results.write("_tiles_energy", columns, rows, folder=options.out, commit=options.commit)
+    print(summary(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
