@@ -88,7 +88,7 @@ def _traced(name: str) -> Any:
     return trace(program.epilogue, acc, program.operand_types(m, n))[0].program
 
 
-Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds
+Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds, or what else was measured
 
 
 def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[Tiling, float]]]:
@@ -126,15 +126,12 @@ def _traffic(name: str) -> EpilogueTraffic:
 
 
 def losses(times: Times, constants: Constants) -> dict[Shape, float]:
-    """What the cost model's choice takes more than the best tiling, in shares of that: of time, if the constants are
-    `by_time`, else of energy.
-    """
+    """What the cost model's choice takes more than the tiling that takes least, in shares of that."""
     found = {}
     for shape, of in times.items():
         tiling = chosen(shape, of, constants)
         if tiling is not None:
-            energy = energies(shape.problem.product, of, constants)
-            found[shape] = energy[tiling] / min(energy.values()) - 1
+            found[shape] = of[tiling] / min(of.values()) - 1
     return found
 
 
@@ -145,17 +142,14 @@ def repeated(path: pathlib.Path) -> list[float]:
 
 
 def summary(path: pathlib.Path) -> str:
-    """Of the cost model's choices by time, for each program and layout and for all, of those that it makes for a chip
-    at its power limit, by energy; and the ten worst by time.
-    """
+    """Of the cost model's choices by time, for each program and layout and for all; and the ten worst."""
     device, times = read(path)
     constants = by_time(constants_for(device))
-    found, by_energy = losses(times, constants), losses(times, constants_for(device))
+    found = losses(times, constants)
     if not found:
         return "no shape whose tiles were measured"
     lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
-    others = {"all, by energy": list(by_energy.values()), "even rounds choose": repeated(path)}
-    for name, of in {**by_program(found), **others}.items():
+    for name, of in {**by_program(found), "even rounds choose": repeated(path)}.items():
         share = sum(loss <= CLOSE for loss in of) / len(of)
         lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
     lines.append("the ten worst:")
@@ -227,19 +221,20 @@ def shown(constants: Constants) -> str:
 
 
 def table(times: Times, constants: Constants) -> dict[str, Any]:
-    """Entries for the shapes with k up to 8192 where the cost model's choice loses more than 4 %, by their keys. None
-    where it would choose a tile that has not been measured.
+    """Entries for the shapes with k up to 8192 where the cost model's choice loses more than 4 % both of time and of
+    energy, by their keys. None where it would choose a tile that has not been measured.
     """
     entries = {}
     measured = {tiling.cut.tile for of in times.values() for tiling in of}
-    for shape, loss in losses(times, constants).items():
-        if loss > WORTH_AN_ENTRY and shape.k <= LARGEST_K and cuts(shape, constants)[0].tile in measured:
-            of = times[shape]
-            tiling = chosen(shape, of, constants)
-            energy = energies(shape.problem.product, of, constants)
-            best = best_first({tiling: (energy[tiling], us) for tiling, us in of.items()})[0]
+    for shape, of in times.items():
+        tiling = chosen(shape, of, constants)
+        if tiling is None or shape.k > LARGEST_K or cuts(shape, constants)[0].tile not in measured:
+            continue
+        energy = energies(shape.problem.product, of, constants)
+        best = best_first({one: (energy[one], us) for one, us in of.items()})[0]
+        if min(each[tiling] / each[best] for each in (of, energy)) > 1 + WORTH_AN_ENTRY:
             key = shape.problem.key
-            assert key is not None and tiling is not None
+            assert key is not None
             entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])
     return dict(sorted(entries.items()))
 

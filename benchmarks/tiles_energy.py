@@ -65,21 +65,18 @@ def summary(path: pathlib.Path) -> str:
     """What the cost model's choices lose against the best of the tiles, in energy and in time; the five worst."""
     device, joules = tile_losses.read(path, "joules")
     _, seconds = tile_losses.read(path, "seconds")
-    lines, lost = [], {}
-    for what, measured in (("energy", joules), ("time", seconds)):
-        lost[what] = {}
-        for shape, of in measured.items():
-            if tiling := tile_losses.chosen(shape, of, constants_for(device)):
-                lost[what][shape] = of[tiling] / min(of.values()) - 1
-        each = list(lost[what].values())
+    constants, lines = constants_for(device), []
+    lost = {name: tile_losses.losses(of, constants) for name, of in (("energy", joules), ("time", seconds))}
+    for name, of_shapes in lost.items():
+        each = list(of_shapes.values())
         share = sum(loss <= tile_losses.CLOSE for loss in each) / len(each)
         lines.append(
-            f"{what:8}{len(each):6} shapes, {share:.1%} within 2 % of the best, mean loss {statistics.mean(each):.2%}, "
+            f"{name:8}{len(each):6} shapes, {share:.1%} within 2 % of the best, mean loss {statistics.mean(each):.2%}, "
             f"worst {max(each):.1%}"
         )
     for shape, loss in sorted(lost["energy"].items(), key=lambda item: -item[1])[:5]:
         of = joules[shape]
-        best, tiling = min(of, key=of.__getitem__), tile_losses.chosen(shape, of, constants_for(device))
+        best, tiling = min(of, key=of.__getitem__), tile_losses.chosen(shape, of, constants)
         assert tiling is not None
         lines.append(
             f"  {loss:6.1%}  {shape}: {tiling.name} {1e3 * of[tiling]:.1f} mJ, {best.name} {1e3 * of[best]:.1f}"

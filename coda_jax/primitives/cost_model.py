@@ -111,25 +111,25 @@ class Constants:
 CONSTANTS = {
     "NVIDIA H200": Constants(
         of_block={
-            (128, 128): (1.07, 1.0),
-            (128, 192): (1.04, 0.978),
-            (64, 256): (1.31, 1.02),
-            (64, 128): (1.66, 1.19),
-            (128, 256): (1.0, 0.989),
+            (128, 128): (1.09, 1.0),
+            (128, 192): (1.04, 0.976),
+            (64, 256): (1.35, 1.02),
+            (64, 128): (1.71, 1.17),
+            (128, 256): (0.989, 0.977),
         },
-        power={(128, 128): 1.0, (128, 192): 0.992, (64, 256): 1.01, (64, 128): 1.09, (128, 256): 0.95},
-        idle=0.5,
-        alone={(128, 128): 0.83, (128, 192): 0.896, (64, 256): 0.902, (64, 128): 0.84, (128, 256): 0.95},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.884, (64, 256): 1.03, (64, 128): 1.0, (128, 256): 1.0},
-        load=4.26,
-        load_ahead=0.85,
+        power={(128, 128): 1.0, (128, 192): 0.99, (64, 256): 1.0, (64, 128): 1.09, (128, 256): 0.95},
+        idle=0.55,
+        alone={(128, 128): 0.832, (128, 192): 0.857, (64, 256): 0.904, (64, 128): 0.877, (128, 256): 0.957},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.859, (64, 256): 1.02, (64, 128): 1.01, (128, 256): 1.02},
+        load=4.14,
+        load_ahead=0.867,
         reduce_ahead=1.5,
-        store=1.38,
-        tile=1.12,
-        start=(25.9, 29.2),
-        zero_flags=10.2,
-        part=0.732,
-        late_epilogue=0.232,
+        store=1.34,
+        tile=1.15,
+        start=(25.2, 29.5),
+        zero_flags=10.4,
+        part=0.741,
+        late_epilogue=0.226,
     ),
     "NVIDIA H100 80GB HBM3": Constants(
         of_block={(128, 128): (1.23, 1.0), (128, 192): (1.14, 0.886), (64, 256): (1.57, 1.08), (64, 128): (2.04, 1.36)},
@@ -162,12 +162,13 @@ def constants_for(device: str | None) -> Constants:
 
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
-_SAME_ENERGY = 0.03
+_FEW_WAVES = 3  # whole ones, of products that are waited for; in longer ones the mean power counts
+_SAME_ENERGY = 0.005
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Ordered by energy, for a chip at its power limit; but of those within 3 % of the least, the fastest at one clock
-    first: it is as good at the limit, and better below.
+    """Ordered by energy, for a chip at its power limit; but of those within half a percent of the least, the fastest
+    at one clock first: it is as good at the limit, and better below.
 
     Args:
       costs: energy and time of each.
@@ -184,7 +185,7 @@ def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
 def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
     """Time of a product at the power limit, in the unit of `Constants`; infinite where nobody has measured.
 
-    That of the busiest multiprocessor, less what those save that have nothing to do after whole waves. Two warpgroups
+    That of the busiest multiprocessor, less what those save that have nothing to do after many waves. Two warpgroups
     take turns at its tiles, so that one's epilogue runs while the other multiplies: a tile takes as long as its
     products, or half as long as products and epilogue, whichever is longer. The last epilogue is alone; that of a tile
     that they share always is, and must be light. With split-K comes what its part of a split tile takes, and adding
@@ -216,7 +217,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     if clusters > split:
         time += waves * tile(at_once)
         if left_over:
-            time += _last_wave(left_over / at_once, of) * tile(at_once) if waves else tile(left_over)
+            time += _last_wave(waves, left_over / at_once, of) * tile(at_once if waves else left_over)
     if split:
         blocks = -(-k_blocks // parts)
         time += blocks * block(split * parts) + of.tile + parts * of.part * area
@@ -229,8 +230,8 @@ def relative_power(product: Product, cut: Cut, constants: Constants) -> float:
     at_once, (split, _) = MULTIPROCESSORS // cut.cluster_m, split_tiles(product, cut)
     waves, left_over = divmod(_clusters(product, cut), at_once)
     power = _power(cut, 1.0 if waves else left_over / at_once, constants)
-    if waves and left_over and not split:
-        power *= (waves + _last_wave(left_over / at_once, constants)) / (waves + 1)
+    if left_over and not split:
+        power *= (waves + _last_wave(waves, left_over / at_once, constants)) / (waves + 1)
     return power
 
 
@@ -239,9 +240,9 @@ def _power(cut: Cut, share: float, constants: Constants) -> float:
     return 1 + (constants.power.get(cut.tile, 1.0) - 1) * share
 
 
-def _last_wave(share: float, constants: Constants) -> float:
-    """Power of a wave that leaves the rest of the chip idle, over that of a whole one."""
-    return constants.idle + (1 - constants.idle) * share
+def _last_wave(waves: int, share: float, constants: Constants) -> float:
+    """What one counts that follows so many whole ones and has work for this share of the chip, over a whole one."""
+    return constants.idle + (1 - constants.idle) * share if waves > _FEW_WAVES else 1.0
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:
