@@ -25,7 +25,9 @@ def test_tune(tmp_path, monkeypatch):
 
     try:
         found = coda.tune(f, a, b, x)
-        assert len(found.products) == 2 and all(0 < one.us <= one.cost_model_us < 1e4 for one in found.products)
+        assert len(found.products) == 2 and all(0 < one.us < 1e4 for one in found.products)
+        # The best is the best by energy: a little longer, perhaps, with a tile that takes less power.
+        assert all(one.us < 1.1 * one.cost_model_us for one in found.products)
         assert json.loads((tmp_path / "table.json").read_text())["devices"].keys() == {found.device}
         shown = str(coda.explain(f, a, b, x))
         assert shown.count("(tuned)") == 2, shown
