@@ -4,7 +4,7 @@ Each call runs alone for a second or more, back to back, at the clock that its o
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
 products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
-product's own, both less what an idle device takes in that time. With --step, instead of all that, the products of a
+product's own, both less what an idle device takes in that time; --products leaves both out. With --step, instead of all that, the products of a
 training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and ours with their epilogues.
 Writes benchmarks/results/<device>_energy.csv, or _energy_step.csv.
 """
@@ -144,6 +144,7 @@ def main(
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
     parser.add_argument("--tiles", action="store_true", help="bare products also in every tile")
+    parser.add_argument("--products", action="store_true", help="bare products alone")
     parser.add_argument("--step", action="store_true", help="the products of a training step")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     options = parser.parse_args(arguments)
@@ -163,7 +164,8 @@ def main(
     watts = copy.joules / copy.seconds
     print(f"idle {meter.idle_watts:.0f} W; a copy {watts:.0f} W, {1e12 * joules_of_byte:.0f} pJ a byte beyond that")
     del x, negative
-    measure_epilogues(meter, epilogues, gemm, cache_bytes, joules_of_byte)
+    if not options.products:
+        measure_epilogues(meter, epilogues, gemm, cache_bytes, joules_of_byte)
     measure_products(meter, products, gemm, cache_bytes, beside, TILES if options.tiles else ())
     columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
     about = {"peers": peers.versions(beside)}

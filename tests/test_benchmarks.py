@@ -230,6 +230,9 @@ def test_energy(tmp_path, capsys, quick_to_compile):
     assert {("product", "A[K,M] B[K,N]", name) for name in ("coda_product", "coda_64x256", "xla_product")} < variants
     assert {("epilogue", "rotary_qkv", "fused"), ("copy", "", "copy"), ("idle", "", "idle")} < variants
     assert "pJ a byte" in capsys.readouterr().out
+    assert energy.main([*options, "--products"], modules=(), counter=lambda: 100 * time.perf_counter()) == 0
+    with next(tmp_path.glob("*_energy.csv")).open() as file:
+        assert {row["kind"] for row in csv.DictReader(file)} == {"idle", "copy", "product"}
     assert energy.extra_bytes("residual_sumsq", 64, 32) == 2 * 64 * 32 + 4 * 64
     assert energy.extra_bytes("rotary_qkv", 32, 192) == 4 * 32 + 2 * 4 * 32 * 32
     assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64

@@ -122,8 +122,8 @@ CONSTANTS = {
         alone={(128, 128): 0.832, (128, 192): 0.857, (64, 256): 0.904, (64, 128): 0.877, (128, 256): 0.957},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.859, (64, 256): 1.02, (64, 128): 1.01, (128, 256): 1.02},
         load=4.14,
-        load_ahead=0.867,
-        reduce_ahead=1.5,
+        load_ahead=1.0,
+        reduce_ahead=1.75,
         store=1.34,
         tile=1.15,
         start=(25.2, 29.5),
@@ -163,12 +163,12 @@ def constants_for(device: str | None) -> Constants:
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
 _FEW_WAVES = 3  # whole ones, of products that are waited for; in longer ones the mean power counts
-_SAME_ENERGY = 0.005
+_SAME_ENERGY = 0.0075
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Ordered by energy, for a chip at its power limit; but of those within half a percent of the least, the fastest
-    at one clock first: it is as good at the limit, and better below.
+    """Ordered by energy, for a chip at its power limit; but of those within 0.75 % of the least, the fastest at one
+    clock first: it is as good at the limit, and better below.
 
     Args:
       costs: energy and time of each.

@@ -100,7 +100,7 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
     that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
     beside the compiled kernels: by energy, measured time times the power that a tile is known to take, for where power
-    is the limit energy is time; of those within half a percent of the least the fastest. Functions that are jitted
+    is the limit energy is time; of those within 0.75 % of the least the fastest. Functions that are jitted
     from then on, here or in later processes, take their tiles from it. What is lowered for export does not, nor, unless
     ``CODA_JAX_TUNED`` names a table, does a job of several processes, all of which must lower the same program.
 
