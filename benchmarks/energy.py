@@ -4,9 +4,9 @@ Each call runs alone for a second or more, back to back, at the clock that its o
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
 products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
-product's own, both less what an idle device takes in that time; --products leaves both out. With --step, instead of all that, the products of a
-training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and ours with their epilogues.
-Writes benchmarks/results/<device>_energy.csv, or _energy_step.csv.
+product's own, both less what an idle device takes in that time; --products leaves both out. With --step, instead of
+all that, the products of a training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and
+ours with their epilogues. Writes benchmarks/results/<device>_energy.csv, or _energy_step.csv.
 """
 
 from __future__ import annotations
