@@ -15,12 +15,25 @@ import pytest
 from jax import export
 
 import coda_jax as coda
+from benchmarks import programs
 from coda_jax import ffi
+from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import TILES, candidates
+from coda_jax.primitives.config import TILES, candidates, choose_tiling
+from coda_jax.primitives.cost_model import (
+    Cut,
+    ElementTraffic,
+    Product,
+    best_first,
+    by_time,
+    constants_for,
+    cost,
+    relative_power,
+)
 
 needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
 DEVICE = "NVIDIA H200"
+H200 = constants_for(DEVICE)
 A, B = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 6144), jnp.bfloat16)
 
 
@@ -265,6 +278,39 @@ def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_shor
 
     shown = str(coda.explain(function, *types, platform="cuda"))
     assert ("128 x 256 (cost model)" in shown) == is_shared and "(cost model)" in shown
+
+
+def test_least_energy_and_of_equals_the_fastest():
+    costs = {"least": (100.0, 5.0), "as good": (100.7, 4.0), "faster": (101.0, 1.0), "more": (100.8, 2.0)}
+    assert best_first(costs) == ["as good", "least", "more", "faster"] and best_first({}) == []
+
+
+@pytest.mark.parametrize("waves, saved", [(2, False), (8, True)])
+def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
+    """And a product that is over soon is waited for, whatever it takes."""
+    whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
+    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, True)
+    alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (H200, by_time(H200)))
+    assert (alone < 0.6 * plain) if saved else (alone == plain)
+    power = relative_power(one_more, cut, H200)
+    assert (power == pytest.approx((waves + alone / plain) / (waves + 1), rel=1e-3)) if saved else (power == 1)
+
+
+@pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
+def test_what_a_shared_tile_loads_is_there_when_its_products_end(epilogue):
+    """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
+    program = programs.PROGRAMS[epilogue]
+    types = program.operand_types(16384, 2048)
+    traced = trace(program.epilogue, jax.ShapeDtypeStruct((16384, 2048), jnp.float32), types)[0].program
+    dtypes = [np.dtype(dtype) for dtype in program.out_dtypes]
+    config = coda.GemmConfig(tile_m=128, tile_n=256)
+    tiling = choose_tiling(Product(16384, 2048, 16384), traced, dtypes, config, DEVICE)
+    if not types:
+        assert tiling.stages == 4
+    else:
+        row = tiling.box_n * sum(type_.dtype.itemsize for type_ in types if type_.ndim == 2 and type_.shape[1] > 1)
+        assert tiling.stages == 3 and 64 * row * tiling.load_slots >= 24 * 1024
+    assert tiling.box_n * max(dtype.itemsize for dtype in dtypes) in (64, 128)
 
 
 @needs_nvrtc

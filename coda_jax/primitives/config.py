@@ -355,7 +355,7 @@ def _preferred(
     2 %. A long epilogue comes before them: back through a gate it is 26 % over the bare product with wide boxes and 5
     stages of 128 x 128, and 40 % with narrow ones and 6; with 4 stages of 128 x 192 and two slots it is 14 %. So do
     loads that nothing hides: in shared tiles, whose 3 stages are as good as 4, they should be there when the products
-    end (back through a norm, k = 16384: 0.8 % instead of 3.5 with one slot of 32 columns).
+    end (back through a norm, k = 16384: 1 to 2 % instead of 3.5 with one slot of 32 columns).
     """
     is_wide = program.ways == 1 and _has_few_nodes(program)
     if cut.is_shared and is_wide and traffic.load_bytes:

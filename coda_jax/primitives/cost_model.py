@@ -78,7 +78,7 @@ class Constants:
       of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
         multiprocessor has such a tile: what they all read from L2 tells.
       power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
-        benchmarks.energy`). At the power limit energy is time: what products save, the clock of all else gains.
+        benchmarks.tiles_energy`). At the power limit energy is time: what products save, the clock of all else gains.
       idle: power of a multiprocessor that has nothing to do, over that of one at work.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
