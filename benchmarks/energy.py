@@ -4,9 +4,10 @@ Each call runs alone for a second or more, back to back, at the clock that its o
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
 products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
-product's own, both less what an idle device takes in that time; --products leaves both out. With --step, instead of
+product's own, both less what an idle device takes in that time. With --products no epilogues; with --step, instead of
 all that, the products of a training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and
-ours with their epilogues. Writes benchmarks/results/<device>_energy.csv, or _energy_step.csv.
+ours with their epilogues. In half a second the counter errs by some percent, the time by one.
+Writes benchmarks/results/<device>_energy.csv, _energy_products.csv or _energy_step.csv.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def main(
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each call, in random order")
     parser.add_argument("--tiles", action="store_true", help="bare products also in every tile")
-    parser.add_argument("--products", action="store_true", help="bare products alone")
+    parser.add_argument("--products", action="store_true", help="no epilogues")
     parser.add_argument("--step", action="store_true", help="the products of a training step")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds, by XLA")
     options = parser.parse_args(arguments)
@@ -169,7 +170,8 @@ def main(
     measure_products(meter, products, gemm, cache_bytes, beside, TILES if options.tiles else ())
     columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
     about = {"peers": peers.versions(beside)}
-    results.write("_energy", columns, meter.rows, folder=options.out, commit=options.commit, **about)
+    suffix = "_energy_products" if options.products else "_energy"
+    results.write(suffix, columns, meter.rows, folder=options.out, commit=options.commit, **about)
     return 0
 
 

@@ -96,7 +96,7 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
     with path.open() as file:
         rows = list(csv.DictReader(file))
     if not rows or not {column, "layout", *FIELDS} <= rows[0].keys():
-        raise ValueError(f"{path} is no file of `python -m benchmarks.tiles`")
+        raise ValueError(f"{path} is no file of `python -m benchmarks.tiles` or tiles_energy with {column}")
     times: dict[Shape, dict[Tiling, float]] = {}
     for row in rows:
         shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
@@ -173,7 +173,7 @@ def fit(times: Times, start: Constants, *, rounds: int = 30) -> Constants:
     have are left out.
     """
     names, numbers, structure = _flat(start)
-    searched = [i for i, name in enumerate(names) if name not in HELD and name[0] != "power"]
+    searched = [i for i, name in enumerate(names) if name not in HELD and name[0] not in ("power", "idle")]
     of_shapes = []
     for shape, of in times.items():
         traffic = element_traffic(_traced(shape.program), _traffic(shape.program))

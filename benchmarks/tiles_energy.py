@@ -1,10 +1,12 @@
-"""`python -m benchmarks.tiles_energy`: what a product takes in every tile by itself, in energy and time.
+"""`python -m benchmarks.tiles_energy`: what a product takes in each tile by itself, in energy and time.
 
 Shapes of real models as in `benchmarks.tiles`, those that fill the chip for a tenth of a millisecond or more, in random
-order. A tile runs back to back, at the clock that its own power leaves it, while the device's counter runs: this is
-what it costs in training at the power limit, where `benchmarks.tiles` compares at one clock. Writes
-benchmarks/results/<device>_tiles_energy.csv, a row a shape and tile. `--report` says from that file alone how good the
-cost model's choice is.
+order; of the tiles those that may be the best, the others in some shapes (`SELDOM`). A tile runs back to back, at the
+clock that its own power leaves it, while the device's counter runs: this is what it costs in training at the power
+limit, where `benchmarks.tiles` compares at one clock. All tiles come to the same power, so that energy shows in the
+time too, and better: in a third of a second the counter errs by several percent.
+Writes benchmarks/results/<device>_tiles_energy.csv, a row a shape and tile. `--report` says from that file alone what
+the cost model's choice takes more than the best tile measured.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from benchmarks import results, tile_losses, tiles, timing
 from benchmarks.alone import device_counter, executed
 from benchmarks.tile_losses import Shape
 from coda_jax.primitives.config import Tiling
-from coda_jax.primitives.cost_model import constants_for
+from coda_jax.primitives.cost_model import by_time, constants_for
 
 FLOPS = (7e10, 2.5e12)  # of a product: long enough to be measured, short enough for many of them
 MOST_BYTES, MOST_K = 3e9, 32768
@@ -62,26 +64,52 @@ def measure(
 
 
 def summary(path: pathlib.Path) -> str:
-    """What the cost model's choices lose against the best of the tiles, in energy and in time; the five worst."""
+    """What the cost model's choices take more than the best tile measured, in time and in energy, and in time what its
+    choices for one clock do; the five worst; and from the file of `benchmarks.tiles` beside it each tile's power.
+    """
     device, joules = tile_losses.read(path, "joules")
     _, seconds = tile_losses.read(path, "seconds")
-    constants, lines = constants_for(device), []
-    lost = {name: tile_losses.losses(of, constants) for name, of in (("energy", joules), ("time", seconds))}
+    constants = constants_for(device)
+    lost = {
+        "time": tile_losses.losses(seconds, constants),
+        "energy": tile_losses.losses(joules, constants),
+        "time, chosen for one clock": tile_losses.losses(seconds, by_time(constants)),
+    }
+    if not lost["time"]:
+        return "no shape whose tiles were measured"
+    lines = [f"{'the cost model loses in':28}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
     for name, of_shapes in lost.items():
         each = list(of_shapes.values())
         share = sum(loss <= tile_losses.CLOSE for loss in each) / len(each)
-        lines.append(
-            f"{name:8}{len(each):6} shapes, {share:.1%} within 2 % of the best, mean loss {statistics.mean(each):.2%}, "
-            f"worst {max(each):.1%}"
-        )
-    for shape, loss in sorted(lost["energy"].items(), key=lambda item: -item[1])[:5]:
-        of = joules[shape]
+        lines.append(f"{name:28}{len(each):8}{share:12.1%}{statistics.mean(each):11.2%}{max(each):8.1%}")
+    lines.append("the five worst in time:")
+    for shape, loss in sorted(lost["time"].items(), key=lambda item: -item[1])[:5]:
+        of = seconds[shape]
         best, tiling = min(of, key=of.__getitem__), tile_losses.chosen(shape, of, constants)
         assert tiling is not None
-        lines.append(
-            f"  {loss:6.1%}  {shape}: {tiling.name} {1e3 * of[tiling]:.1f} mJ, {best.name} {1e3 * of[best]:.1f}"
-        )
+        shown = (f"{one.name}, cluster of {one.cluster_m}: {1e6 * of[one]:.1f} us" for one in (tiling, best))
+        lines.append(f"  {loss:6.1%}  {shape}: {', '.join(shown)}")
+    at_one_clock = path.with_name(path.name.replace("_tiles_energy", "_tiles"))
+    if at_one_clock.exists():
+        lines.append("time alone over that at one clock, to that of 128 x 128, median (shapes):")
+        powers = relative_powers(seconds, tile_losses.read(at_one_clock)[1])
+        lines += [f"  {m} x {n}: {statistics.median(of):.3f} ({len(of)})" for (m, n), of in powers.items()]
     return "\n".join(lines)
+
+
+def relative_powers(alone: tile_losses.Times, at_one_clock: tile_losses.Times) -> dict[tuple[int, int], list[float]]:
+    """Of each tile, over that of 128 x 128, in each shape that both have: whole tiles in clusters of two."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for shape in alone.keys() & at_one_clock.keys():
+        both = [
+            {tiling.cut.tile: of[tiling] for tiling in of if tiling.cluster_m == 2 and not tiling.split_k}
+            for of in (alone[shape], at_one_clock[shape])
+        ]
+        for tile in both[0].keys() & both[1].keys() - {(128, 128)}:
+            ratio = [of[tile] / of[128, 128] for of in both if (128, 128) in of]
+            if len(ratio) == 2:
+                found.setdefault(tile, []).append(ratio[0] / ratio[1])
+    return dict(sorted(found.items()))
 
 
 def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | None = None) -> int:

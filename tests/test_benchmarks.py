@@ -231,7 +231,7 @@ def test_energy(tmp_path, capsys, quick_to_compile):
     assert {("epilogue", "rotary_qkv", "fused"), ("copy", "", "copy"), ("idle", "", "idle")} < variants
     assert "pJ a byte" in capsys.readouterr().out
     assert energy.main([*options, "--products"], modules=(), counter=lambda: 100 * time.perf_counter()) == 0
-    with next(tmp_path.glob("*_energy.csv")).open() as file:
+    with next(tmp_path.glob("*_energy_products.csv")).open() as file:
         assert {row["kind"] for row in csv.DictReader(file)} == {"idle", "copy", "product"}
     assert energy.extra_bytes("residual_sumsq", 64, 32) == 2 * 64 * 32 + 4 * 64
     assert energy.extra_bytes("rotary_qkv", 32, 192) == 4 * 32 + 2 * 4 * 32 * 32

@@ -1,5 +1,6 @@
 """coda.tune and its tables: what is found, kept, looked up, and ignored. Times are invented."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -19,7 +20,7 @@ from benchmarks import programs
 from coda_jax import ffi
 from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import TILES, candidates, choose_tiling
+from coda_jax.primitives.config import TILES, EpilogueTraffic, candidates, choose_tiling, element_traffic
 from coda_jax.primitives.cost_model import (
     Cut,
     ElementTraffic,
@@ -29,6 +30,7 @@ from coda_jax.primitives.cost_model import (
     constants_for,
     cost,
     relative_power,
+    split_tiles,
 )
 
 needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
@@ -70,6 +72,11 @@ def cuts(text):
     text = re.sub(r'source = "(\\.|[^"\\])*"', "", text)
     fields = [re.findall(rf"{name} = (\d+)", text) for name in ("tile_m", "tile_n", "cluster_m")]
     return [tuple(map(int, of)) for of in zip(*fields, strict=True)]
+
+
+def traced(name, m, n):
+    program = programs.PROGRAMS[name]
+    return trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), program.operand_types(m, n))[0].program
 
 
 def fastest(tile, gain=0.2):
@@ -285,7 +292,48 @@ def test_least_energy_and_of_equals_the_fastest():
     assert best_first(costs) == ["as good", "least", "more", "faster"] and best_first({}) == []
 
 
-@pytest.mark.parametrize("waves, saved", [(2, False), (8, True)])
+def test_of_tiles_that_take_as_much_the_faster_is_chosen():
+    """128 x 192 takes a little less energy here than 128 x 128, and more time at one clock."""
+    shape, program = Product(16384, 2048, 2048), traced("residual_sumsq", 16384, 2048)
+    dtypes = [np.dtype(jnp.bfloat16)]
+    traffic = element_traffic(program, EpilogueTraffic.of(program, dtypes))
+    wide, square = Cut(128, 192, 2, False), Cut(128, 128, 2, False)
+    energy, time = ([cost(shape, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
+    assert energy[0] < energy[1] and time[0] > time[1]
+    assert choose_tiling(shape, program, dtypes, None, DEVICE).cut == square
+
+
+@needs_nvrtc
+def test_of_tiles_that_take_as_much_the_fastest_is_kept(table):
+    """Every tile takes the same energy, so that time is the less, the more power."""
+
+    def seconds(work):
+        return {tiling: 1e-3 / relative_power(work.problem.product, tiling.cut, H200) for tiling in work.tilings}
+
+    types = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2
+    (one,) = tune.tune_with(lambda works: map(seconds, works), DEVICE, product, *types).products
+    (work,) = tune.products_of(product, *types).values()
+    assert one.us == pytest.approx(1e6 * min(seconds(work).values())) and one.cost_model_us > 1.02 * one.us
+
+
+def test_power_is_what_the_cost_model_makes_of_a_time():
+    """A split tile keeps the whole chip at work, or as much of it as there are parts."""
+    whole, split = Cut(128, 192, 2, False), Cut(128, 192, 2, True)
+    of = dataclasses.replace(H200, power={**H200.power, (128, 192): 0.9})
+    assert relative_power(Product(2048, 16384, 16384), split, of) == pytest.approx(0.9)
+    assert relative_power(Product(2048, 16384, 16384), whole, of) < 0.9
+    tiles, parts = split_tiles(Product(768, 768, 16384), split)
+    assert relative_power(Product(768, 768, 16384), split, of) == pytest.approx(1 - 0.1 * tiles * parts / 66)
+
+
+def test_column_sums_count_where_nothing_hides_them():
+    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, True) for count in (0, 1))
+    for tile, counts in (((128, 256), True), ((128, 128), False)):
+        cut = Cut(*tile, 2, False)
+        assert (cost(shape, cut, one, H200) > cost(shape, cut, none, H200)) == counts
+
+
+@pytest.mark.parametrize("waves, saved", [(3, False), (4, True), (8, True)])
 def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
     whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
@@ -299,12 +347,10 @@ def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
 @pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
 def test_what_a_shared_tile_loads_is_there_when_its_products_end(epilogue):
     """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
-    program = programs.PROGRAMS[epilogue]
-    types = program.operand_types(16384, 2048)
-    traced = trace(program.epilogue, jax.ShapeDtypeStruct((16384, 2048), jnp.float32), types)[0].program
-    dtypes = [np.dtype(dtype) for dtype in program.out_dtypes]
+    types = programs.PROGRAMS[epilogue].operand_types(16384, 2048)
+    dtypes = [np.dtype(dtype) for dtype in programs.PROGRAMS[epilogue].out_dtypes]
     config = coda.GemmConfig(tile_m=128, tile_n=256)
-    tiling = choose_tiling(Product(16384, 2048, 16384), traced, dtypes, config, DEVICE)
+    tiling = choose_tiling(Product(16384, 2048, 16384), traced(epilogue, 16384, 2048), dtypes, config, DEVICE)
     if not types:
         assert tiling.stages == 4
     else:

@@ -55,7 +55,7 @@ class ElementTraffic(NamedTuple):
 
     Attributes:
       load_bytes, store_bytes: for one element of the accumulator.
-      column_reductions: how many for each.
+      column_reductions: along columns, for one element.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
       is_light: whether what it computes takes no time beside what it moves, where nothing hides it.
     """
@@ -78,13 +78,14 @@ class Constants:
       of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
         multiprocessor has such a tile: what they all read from L2 tells.
       power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
-        benchmarks.tiles_energy`). At the power limit energy is time: what products save, the clock of all else gains.
+        benchmarks.tiles_energy`: its time alone over that at one clock). At the power limit energy is time: what
+        products save, the clock of all else gains. No `--fit` sets this, nor `idle`.
       idle: power of a multiprocessor that has nothing to do, over that of one at work.
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
-      load_ahead, reduce_ahead: of a shared tile's epilogue, which nothing hides, for each byte that it loads, but for
-        those that come while both consumers multiply, and for each reduction along columns.
+      shared_load, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for each byte that it
+        loads and each reduction along columns.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -98,8 +99,8 @@ class Constants:
     alone: Mapping[tuple[int, int], float]
     with_long_epilogue: Mapping[tuple[int, int], float]
     load: float
-    load_ahead: float
-    reduce_ahead: float
+    shared_load: float
+    shared_column_reduction: float
     store: float
     tile: float
     start: tuple[float, float]
@@ -117,13 +118,13 @@ CONSTANTS = {
             (64, 128): (1.71, 1.17),
             (128, 256): (0.989, 0.977),
         },
-        power={(128, 128): 1.0, (128, 192): 0.99, (64, 256): 1.0, (64, 128): 1.09, (128, 256): 0.95},
+        power={(128, 128): 1.0, (128, 192): 0.99, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 0.95},
         idle=0.55,
         alone={(128, 128): 0.832, (128, 192): 0.857, (64, 256): 0.904, (64, 128): 0.877, (128, 256): 0.957},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.859, (64, 256): 1.02, (64, 128): 1.01, (128, 256): 1.02},
         load=4.14,
-        load_ahead=1.0,
-        reduce_ahead=1.75,
+        shared_load=1.0,
+        shared_column_reduction=1.75,
         store=1.34,
         tile=1.15,
         start=(25.2, 29.5),
@@ -138,8 +139,8 @@ CONSTANTS = {
         alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
         load=3.33,
-        load_ahead=0.85,
-        reduce_ahead=1.1,
+        shared_load=1.0,  # no shared tile has been timed there: neither is read
+        shared_column_reduction=1.75,
         store=4.03,
         tile=3.07,
         start=(22.5, 26.2),
@@ -162,7 +163,7 @@ def constants_for(device: str | None) -> Constants:
 
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
-_FEW_WAVES = 3  # whole ones, of products that are waited for; in longer ones the mean power counts
+_FEW_WAVES = 4  # of 128 x 128 tiles: so short a product is waited for; of a longer one the mean power counts
 _SAME_ENERGY = 0.0075
 
 
@@ -183,13 +184,14 @@ def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
 
 
 def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constants) -> float:
-    """Time of a product at the power limit, in the unit of `Constants`; infinite where nobody has measured.
+    """Energy of a product, which is its time at the power limit, in the unit of `Constants`; with `by_time` its time at
+    one clock. Infinite where nobody has measured.
 
-    That of the busiest multiprocessor, less what those save that have nothing to do after many waves. Two warpgroups
-    take turns at its tiles, so that one's epilogue runs while the other multiplies: a tile takes as long as its
-    products, or half as long as products and epilogue, whichever is longer. The last epilogue is alone; that of a tile
-    that they share always is, and must be light. With split-K comes what its part of a split tile takes, and adding
-    the others'.
+    The time is that of the busiest multiprocessor; those that have nothing to do in the last wave of a long product
+    count for what they take. Two warpgroups take turns at its tiles, so that one's epilogue runs while the other
+    multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is longer. The
+    last epilogue is alone; that of a tile that they share always is, and must be light. With split-K comes what its
+    part of a split tile takes, and adding the others'.
     """
     if cut.is_shared and not traffic.is_light:
         return math.inf
@@ -199,7 +201,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, name, area = -(-product.k // 64), cut.tile, cut.tile_m * cut.tile_n / (128 * 128)
     if cut.is_shared:
-        epilogue = of.load_ahead * traffic.load_bytes + of.reduce_ahead * traffic.column_reductions
+        epilogue = of.shared_load * traffic.load_bytes + of.shared_column_reduction * traffic.column_reductions
     else:
         epilogue = of.load * traffic.load_bytes
     epilogue = (epilogue + of.store * traffic.store_bytes) * area
@@ -217,7 +219,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     if clusters > split:
         time += waves * tile(at_once)
         if left_over:
-            time += _last_wave(waves, left_over / at_once, of) * tile(at_once if waves else left_over)
+            time += (_last_wave(product, left_over / at_once, of) * tile(at_once)) if waves else tile(left_over)
     if split:
         blocks = -(-k_blocks // parts)
         time += blocks * block(split * parts) + of.tile + parts * of.part * area
@@ -226,13 +228,13 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
 
 def relative_power(product: Product, cut: Cut, constants: Constants) -> float:
-    """Of a product, over that in 128 x 128 tiles at the same clock: `Constants.power`, if it fills the chip."""
-    at_once, (split, _) = MULTIPROCESSORS // cut.cluster_m, split_tiles(product, cut)
+    """Of a product, over that of 128 x 128 tiles that fill the chip, at the same clock: what `cost` makes of a time."""
+    at_once, (split, parts) = MULTIPROCESSORS // cut.cluster_m, split_tiles(product, cut)
     waves, left_over = divmod(_clusters(product, cut), at_once)
-    power = _power(cut, 1.0 if waves else left_over / at_once, constants)
-    if left_over and not split:
-        power *= (waves + _last_wave(waves, left_over / at_once, constants)) / (waves + 1)
-    return power
+    if not waves:
+        return _power(cut, (split * parts or left_over) / at_once, constants)
+    last = _last_wave(product, left_over / at_once, constants) if left_over and not split else 1.0
+    return _power(cut, 1.0, constants) * (waves + last) / (waves + 1)
 
 
 def _power(cut: Cut, share: float, constants: Constants) -> float:
@@ -240,9 +242,11 @@ def _power(cut: Cut, share: float, constants: Constants) -> float:
     return 1 + (constants.power.get(cut.tile, 1.0) - 1) * share
 
 
-def _last_wave(waves: int, share: float, constants: Constants) -> float:
-    """What one counts that follows so many whole ones and has work for this share of the chip, over a whole one."""
-    return constants.idle + (1 - constants.idle) * share if waves > _FEW_WAVES else 1.0
+def _last_wave(product: Product, share: float, constants: Constants) -> float:
+    """What a wave after whole ones counts that has work for this share of the chip, over a whole one."""
+    if _clusters(product, Cut(128, 128, 1, False)) < _FEW_WAVES * MULTIPROCESSORS:
+        return 1.0
+    return constants.idle + (1 - constants.idle) * share
 
 
 def split_tiles(product: Product, cut: Cut) -> tuple[int, int]:

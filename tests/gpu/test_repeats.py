@@ -103,7 +103,7 @@ class Fault:
 
     replacements: tuple[tuple[str, str], ...]
     program: str = "residual_sumsq"
-    config: GemmConfig = GemmConfig(store_slots=1, split_k=True)  # noqa: RUF009  frozen
+    config: GemmConfig = GemmConfig(tile_m=128, tile_n=128, store_slots=1, split_k=True)  # noqa: RUF009  frozen
     shape: tuple[int, int, int] = LARGE
 
 
@@ -134,6 +134,7 @@ FAULTS = {
                 "",
             ),
         ),
+        config=GemmConfig(store_slots=1, split_k=True),
         shape=SPLIT,
     ),
     "refill a tile operand's slot without a fence": Fault(
