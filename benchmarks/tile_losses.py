@@ -148,17 +148,28 @@ def summary(path: pathlib.Path) -> str:
     found = losses(times, constants)
     if not found:
         return "no shape whose tiles were measured"
-    lines = [f"{'the cost model chooses':24}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
-    for name, of in {**by_program(found), "even rounds choose": repeated(path)}.items():
+    lines = loss_lines("the cost model chooses", {**by_program(found), "even rounds choose": repeated(path)})
+    return "\n".join([*lines, "the ten worst:", *worst_lines(found, times, constants, 10)])
+
+
+def loss_lines(title: str, found: Mapping[str, Sequence[float]]) -> list[str]:
+    """A table: how good the cost model's choices are that have these losses."""
+    lines = [f"{title:28}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
+    for name, of in found.items():
         share = sum(loss <= CLOSE for loss in of) / len(of)
-        lines.append(f"{name:24}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
-    lines.append("the ten worst:")
-    for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:10]:
+        lines.append(f"{name:28}{len(of):8}{share:12.1%}{statistics.mean(of):11.2%}{max(of):8.1%}")
+    return lines
+
+
+def worst_lines(found: Mapping[Shape, float], times: Times, constants: Constants, count: int) -> list[str]:
+    """The shapes that lose most, with what the choice and the best tiling take."""
+    lines = []
+    for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:count]:
         us, tiling = times[shape], chosen(shape, times[shape], constants)
         assert tiling is not None
         best = min(us, key=us.__getitem__)
         lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {us[tiling]:.1f} us, {_named(best)} {us[best]:.1f} us")
-    return "\n".join(lines)
+    return lines
 
 
 def _named(tiling: Tiling) -> str:

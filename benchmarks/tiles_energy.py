@@ -68,31 +68,24 @@ def summary(path: pathlib.Path) -> str:
     choices for one clock do; the five worst; and from the file of `benchmarks.tiles` beside it each tile's power.
     """
     device, joules = tile_losses.read(path, "joules")
-    _, seconds = tile_losses.read(path, "seconds")
+    times = {
+        shape: {tiling: 1e6 * seconds for tiling, seconds in of.items()}
+        for shape, of in tile_losses.read(path, "seconds")[1].items()
+    }
     constants = constants_for(device)
     lost = {
-        "time": tile_losses.losses(seconds, constants),
+        "time": tile_losses.losses(times, constants),
         "energy": tile_losses.losses(joules, constants),
-        "time, chosen for one clock": tile_losses.losses(seconds, by_time(constants)),
+        "time, chosen for one clock": tile_losses.losses(times, by_time(constants)),
     }
     if not lost["time"]:
         return "no shape whose tiles were measured"
-    lines = [f"{'the cost model loses in':28}{'shapes':>8}{'within 2 %':>12}{'mean loss':>11}{'worst':>8}"]
-    for name, of_shapes in lost.items():
-        each = list(of_shapes.values())
-        share = sum(loss <= tile_losses.CLOSE for loss in each) / len(each)
-        lines.append(f"{name:28}{len(each):8}{share:12.1%}{statistics.mean(each):11.2%}{max(each):8.1%}")
-    lines.append("the five worst in time:")
-    for shape, loss in sorted(lost["time"].items(), key=lambda item: -item[1])[:5]:
-        of = seconds[shape]
-        best, tiling = min(of, key=of.__getitem__), tile_losses.chosen(shape, of, constants)
-        assert tiling is not None
-        shown = (f"{one.name}, cluster of {one.cluster_m}: {1e6 * of[one]:.1f} us" for one in (tiling, best))
-        lines.append(f"  {loss:6.1%}  {shape}: {', '.join(shown)}")
+    lines = tile_losses.loss_lines("the cost model loses in", {name: list(of.values()) for name, of in lost.items()})
+    lines += ["the five worst in time:", *tile_losses.worst_lines(lost["time"], times, constants, 5)]
     at_one_clock = path.with_name(path.name.replace("_tiles_energy", "_tiles"))
     if at_one_clock.exists():
         lines.append("time alone over that at one clock, to that of 128 x 128, median (shapes):")
-        powers = relative_powers(seconds, tile_losses.read(at_one_clock)[1])
+        powers = relative_powers(times, tile_losses.read(at_one_clock)[1])
         lines += [f"  {m} x {n}: {statistics.median(of):.3f} ({len(of)})" for (m, n), of in powers.items()]
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
 
 
 def test_alone(tmp_path, monkeypatch, capsys):
-    """On a device that always takes 100 W, energy is time; the choice is compared with the least that was measured."""
+    """On a device that always takes 100 W, energy is time; shapes that are measured fill a chip and not its cache."""
     monkeypatch.setattr(tiles, "candidates", lambda *about: candidates(*about)[:2])
     monkeypatch.setattr(tiles_energy, "SELDOM", {})
     options = ["--tiny", "--shapes=2", "--seconds=0.02", f"--out={tmp_path}", "--commit=none"]

@@ -16,9 +16,8 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from benchmarks import programs
+from benchmarks.tile_losses import Shape
 from coda_jax import ffi
-from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import TILES, EpilogueTraffic, candidates, choose_tiling, element_traffic
 from coda_jax.primitives.cost_model import (
@@ -32,6 +31,7 @@ from coda_jax.primitives.cost_model import (
     relative_power,
     split_tiles,
 )
+from tests.tuned import is_no_worse
 
 needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
 DEVICE = "NVIDIA H200"
@@ -72,11 +72,6 @@ def cuts(text):
     text = re.sub(r'source = "(\\.|[^"\\])*"', "", text)
     fields = [re.findall(rf"{name} = (\d+)", text) for name in ("tile_m", "tile_n", "cluster_m")]
     return [tuple(map(int, of)) for of in zip(*fields, strict=True)]
-
-
-def traced(name, m, n):
-    program = programs.PROGRAMS[name]
-    return trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), program.operand_types(m, n))[0].program
 
 
 def fastest(tile, gain=0.2):
@@ -294,13 +289,26 @@ def test_least_energy_and_of_equals_the_fastest():
 
 def test_of_tiles_that_take_as_much_the_faster_is_chosen():
     """128 x 192 takes a little less energy here than 128 x 128, and more time at one clock."""
-    shape, program = Product(16384, 2048, 2048), traced("residual_sumsq", 16384, 2048)
-    dtypes = [np.dtype(jnp.bfloat16)]
+    problem = Shape("residual_sumsq", "NN", 16384, 2048, 2048).problem
+    program, dtypes = problem.program, problem.out_dtypes
     traffic = element_traffic(program, EpilogueTraffic.of(program, dtypes))
     wide, square = Cut(128, 192, 2, False), Cut(128, 128, 2, False)
-    energy, time = ([cost(shape, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
+    energy, time = ([cost(problem.product, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
     assert energy[0] < energy[1] and time[0] > time[1]
-    assert choose_tiling(shape, program, dtypes, None, DEVICE).cut == square
+    assert choose_tiling(problem.product, program, dtypes, None, DEVICE).cut == square
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_is_faster_or_takes_less_energy(table, seed):
+    random = np.random.default_rng(seed)
+
+    def seconds(work):
+        return {tiling: 1e-3 * random.uniform(1, 1.05) for tiling in work.tilings}
+
+    (one,) = tune.tune_with(lambda works: map(seconds, works), DEVICE, product, A, B).products
+    (work,) = tune.products_of(product, A, B).values()
+    assert is_no_worse(one, dataclasses.replace(work, device=DEVICE))
 
 
 @needs_nvrtc
@@ -347,10 +355,10 @@ def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
 @pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
 def test_what_a_shared_tile_loads_is_there_when_its_products_end(epilogue):
     """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
-    types = programs.PROGRAMS[epilogue].operand_types(16384, 2048)
-    dtypes = [np.dtype(dtype) for dtype in programs.PROGRAMS[epilogue].out_dtypes]
+    shape = Shape(epilogue, "NN", 16384, 2048, 16384)
+    types, dtypes = shape.types[2:], shape.problem.out_dtypes
     config = coda.GemmConfig(tile_m=128, tile_n=256)
-    tiling = choose_tiling(Product(16384, 2048, 16384), traced(epilogue, 16384, 2048), dtypes, config, DEVICE)
+    tiling = choose_tiling(shape.problem.product, shape.problem.program, dtypes, config, DEVICE)
     if not types:
         assert tiling.stages == 4
     else:

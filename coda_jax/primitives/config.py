@@ -202,12 +202,12 @@ def cuts_for(
                     continue
                 if given.split_k is not None or not split_k or may_split(product, cut):
                     found.append(cut)
-    of_element = element_traffic(program, traffic)
+    of_element, at_one_clock = element_traffic(program, traffic), by_time(constants)
 
     def energy_and_time(cut: Cut) -> tuple[float, float]:
         if cut.tile not in constants.of_block:
             return math.inf, math.inf
-        return cost(product, cut, of_element, constants), cost(product, cut, of_element, by_time(constants))
+        return cost(product, cut, of_element, constants), cost(product, cut, of_element, at_one_clock)
 
     costs = {cut: energy_and_time(cut) for cut in found}
 
