@@ -12,6 +12,7 @@ import pytest
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
+from coda_jax.epilogue import logsumexp
 from coda_jax.primitives.config import SPLIT_K_TILES, TILES
 from tests import tolerance
 
@@ -108,6 +109,28 @@ def test_programs_at_tile_edges(name):
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
 
 
+@pytest.mark.parametrize(
+    "epilogue", [PROGRAMS["exp_sum"].epilogue, functools.partial(logsumexp, axis=1)], ids=["exp_sum", "logsumexp"]
+)
+def test_row_reductions_of_any_number_of_columns(epilogue):
+    fused = functools.partial(coda.gemm, epilogue=epilogue, transpose_b=True, implementation="cuda")
+    for m, n, k in [(129, 131, 72), (64, 1, 64), (257, 262, 136), (120, 516, 40)]:
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
+
+
+def test_row_sums_beside_float32_rows_of_any_four_columns():
+    def epilogue(acc):
+        return acc.astype(jnp.float32), jnp.sum(jnp.exp(acc), axis=1)
+
+    fused = functools.partial(
+        coda.gemm, epilogue=epilogue, out_dtype=(jnp.float32, None), transpose_b=True, implementation="cuda"
+    )
+    for m, n, k in [(129, 132, 72), (65, 4, 64), (120, 516, 40)]:
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
+
+
 @pytest.mark.parametrize("tile", TILES[1:], ids=str)
 @pytest.mark.parametrize(
     "name",
@@ -195,8 +218,9 @@ def test_vmap_with_shared_and_with_batched_b():
     a = jax.random.normal(jax.random.key(0), (batch, m, k)).astype(jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (batch, m, n)).astype(jnp.bfloat16)
     b = jax.random.normal(jax.random.key(2), (batch, k, n)).astype(jnp.bfloat16)
+    config = coda.GemmConfig(tile_m=128, tile_n=256)  # two partial sums a row: XLA can add them in one order only
     for b_argument, axis in ((b[0], None), (b, 0)):
-        fused = functools.partial(coda.gemm, epilogue=program.epilogue, implementation="cuda")
+        fused = functools.partial(coda.gemm, epilogue=program.epilogue, implementation="cuda", config=config)
 
         def mapped(function, axis=axis):
             return jax.vmap(function, in_axes=(0, axis, 0))
