@@ -189,12 +189,16 @@ struct EpilogueOperands {
                     subtile * Layout::subtile_n, loads[decltype(index)::value]);
     });
   }
+  /// `is_fenced`: since its last load the warp has passed a fence, and met.
+  template <bool is_fenced>
   __device__ __forceinline__ void release_tiles() {
     if constexpr (Epilogue::tile_loads > 0) {
       // Without the fence the copy engine may overwrite the slot before it has been read: in 10 of 300 launches at
       // 4096 x 4096 x 256, and in none at smaller sizes.
-      ptx::fence_async_proxy();
-      __syncwarp();
+      if constexpr (!is_fenced) {
+        ptx::fence_async_proxy();
+        __syncwarp();
+      }
       if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));
       loaded.advance();
     }

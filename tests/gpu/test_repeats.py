@@ -140,8 +140,8 @@ FAULTS = {
     "refill a tile operand's slot without a fence": Fault(
         (
             (
-                "ptx::fence_async_proxy();\n      __syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
-                "__syncwarp();\n      if (lane == 0) ptx::mbarrier_arrive",
+                "if constexpr (!is_fenced) {\n        ptx::fence_async_proxy();",
+                "if constexpr (!is_fenced) {",
             ),
         )
     ),
