@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from benchmarks import cases, peers, programs, results
 from benchmarks.alone import Execution, Steps, device_counter, executed
+from coda_jax.epilogue import trace
 from coda_jax.primitives.config import TILES, GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
@@ -34,10 +35,10 @@ def extra_bytes(name: str, m: int, n: int) -> int:
     """What the program's operands and outputs have over the bare product's output."""
     program = programs.PROGRAMS[name]
     operands = program.operand_types(m, n)
-    outputs = jax.eval_shape(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), *operands)
+    epilogue, _ = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     tiles = iter(program.out_dtypes)
     total = -2 * m * n
-    for output in jax.tree.leaves(outputs):
+    for output in epilogue.out_avals:
         is_tile = output.shape[0] == m and output.size > m
         total += output.size * jnp.dtype(next(tiles) if is_tile else jnp.float32).itemsize
     return total + sum(operand.size * operand.dtype.itemsize for operand in operands)

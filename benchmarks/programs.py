@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from coda_jax.epilogue import logsumexp, trace
 from coda_jax.primitives import deferred_norm, kernel
 from coda_jax.primitives.config import GemmConfig, choose_tiling
 from coda_jax.primitives.cost_model import Product
+from coda_jax.primitives.gated_mlp import gated_backward, row_scale_gated
 from coda_jax.primitives.tune import random_array
 
 
@@ -59,26 +61,12 @@ def _residual_sumsq(acc, x):
     return y, jnp.sum(y * y, axis=1)
 
 
-def _swiglu(acc, rstd):
-    z = acc * rstd
-    gate, up = jnp.split(z, 2, axis=1)
-    return z, jax.nn.silu(gate) * up
-
-
 def _swiglu_backward(acc, z, dz):
     gate, up = jnp.split(z, 2, axis=1)
     dgate, dup = jnp.split(acc + dz, 2, axis=1)
     s = jax.nn.sigmoid(gate)
     out = jnp.concatenate([dgate * up * (s + gate * s * (1 - s)), dup * gate * s], axis=1)
     return out, jnp.sum(out * z, axis=1)
-
-
-def _gated_backward(acc, z, rstd):
-    """Back through silu(gate) * up: acc is its cotangent, z (M, 2N) holds gate and up; dz is as wide as z."""
-    gate, up = jnp.split(z, 2, axis=1)
-    s = jax.nn.sigmoid(gate)
-    dz = jnp.concatenate([acc * up * (s + gate * s * (1 - s)), acc * gate * s], axis=1)
-    return rstd * dz, gate * s * up, jnp.sum(dz * z, axis=1)
 
 
 def _bias_gelu(acc, bias):
@@ -239,10 +227,16 @@ PROGRAMS: dict[str, Program] = {
     "identity": Program(None),
     "residual": Program(_residual, lambda m, n: (_type((m, n)),)),
     "residual_sumsq": Program(_residual_sumsq, lambda m, n: (_type((m, n)),)),
-    "swiglu": Program(_swiglu, lambda m, n: (_type((m, 1), jnp.float32),), (jnp.bfloat16, jnp.bfloat16)),
+    "swiglu": Program(
+        functools.partial(row_scale_gated, activation=jax.nn.silu, keep=True),
+        lambda m, n: (_type((m, 1), jnp.float32),),
+        (jnp.bfloat16, jnp.bfloat16),
+    ),
     "swiglu_backward": Program(_swiglu_backward, lambda m, n: (_type((m, n)), _type((m, n)))),
     "gated_backward": Program(
-        _gated_backward, lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)), (jnp.bfloat16, jnp.bfloat16)
+        functools.partial(gated_backward, activation=jax.nn.silu),
+        lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
+        (jnp.bfloat16, jnp.bfloat16),
     ),
     "norm_backward": Program(
         deferred_norm.norm_backward, lambda m, n: (_type((m, n)), _type((m, 1), jnp.float32), _type((m, n)))

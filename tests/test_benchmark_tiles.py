@@ -5,6 +5,8 @@ import dataclasses
 import statistics
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -109,6 +111,27 @@ def test_keys_are_those_of_the_lowering(name):
     epilogue = programs.PROGRAMS[name].epilogue
     found = tune.products_of(lambda *xs: coda.gemm(*xs, epilogue=epilogue, transpose_b=True), *shape.types)
     assert list(found) == [shape.problem.key]
+
+
+@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+def test_the_grids_epilogues_are_those_of_a_models_products():
+    """Else what a table says of them is never found."""
+    rows, width, features = 256, 128, 512
+    shapes = [(rows, width), (width,), (width, 2 * features), (features, width)]
+    x, *parameters = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    sumsq = jax.ShapeDtypeStruct((rows,), jnp.float32)
+
+    def loss(x, sumsq, *parameters):
+        return jnp.sum(coda.gated_mlp(x, sumsq, *parameters, epsilon=1e-6)[0].astype(jnp.float32))
+
+    gradient = jax.grad(loss, argnums=(0, 2, 3, 4))
+    found = tune.products_of(gradient, x, sumsq, *parameters)
+    of_grid = [
+        Shape("swiglu", "NN", rows, 2 * features, width),
+        Shape("residual_sumsq", "NN", rows, width, features),
+        Shape("gated_backward", "NT", rows, features, width),
+    ]
+    assert {shape.problem.key for shape in of_grid} <= set(found)
 
 
 def times_by(constants, tokens=(256, 1024, 16384), shapes=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,29 @@ from coda_jax.primitives.mesh_types import vary, varying_axes
 
 PREACTIVATION_NAME = "mlpwi"  # MaxText's
 
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def gated(z: jax.Array, activation: Activation) -> jax.Array:
+    """activation(gate) * up, the halves of z."""
+    gate, up = jnp.split(z, 2, axis=1)
+    return activation(gate) * up
+
+
+def row_scale_gated(acc: jax.Array, rstd: jax.Array, *, activation: Activation, keep: bool) -> Any:
+    """Epilogue: z = rstd * acc, if it is to be kept, and its gated activation."""
+    z = acc * rstd
+    return (z, gated(z, activation)) if keep else gated(z, activation)
+
+
+def gated_backward(
+    acc: jax.Array, z: jax.Array, rstd: jax.Array, *, activation: Activation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Epilogue of the hidden activation's cotangent: rstd * dz, the activation again, and the row sums of dz * z."""
+    hidden, pullback = jax.vjp(functools.partial(gated, activation=activation), z)
+    (dz,) = pullback(acc)
+    return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
+
 
 def gated_mlp(
     x: jax.Array,
@@ -23,7 +47,7 @@ def gated_mlp(
     down: jax.Array,
     *,
     epsilon: float,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    activation: Activation = jax.nn.silu,
     dtype: Any = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -69,27 +93,14 @@ def gated_mlp(
     def multiply(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
         return deferred_norm.multiply(*arrays, implementation=implementation, **options)
 
-    def gated(z: jax.Array) -> jax.Array:
-        gate, up = jnp.split(z, 2, axis=1)
-        return activation(gate) * up
-
-    def gated_backward(acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        hidden, pullback = jax.vjp(gated, z)
-        (dz,) = pullback(acc)
-        return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
-
     def up_projection(
         x: jax.Array, sumsq: jax.Array, scale: jax.Array, gate_up: jax.Array, *, keep: bool
     ) -> list[jax.Array]:
-        def row_scale_gated(acc: jax.Array, rstd: jax.Array) -> Any:
-            z = acc * rstd
-            return (z, gated(z)) if keep else gated(z)
-
         return multiply(
             x.astype(dtype),
             deferred_norm.fold(scale, gate_up, dtype),
             deferred_norm.rms_rstd(x, sumsq, epsilon)[:, None],
-            epilogue=row_scale_gated,
+            epilogue=functools.partial(row_scale_gated, activation=activation, keep=keep),
             out_dtypes=[dtype] * (1 + keep),
         )
 
@@ -125,7 +136,7 @@ def gated_mlp(
             down.astype(dtype),
             z,
             rstd,
-            epilogue=gated_backward,
+            epilogue=functools.partial(gated_backward, activation=activation),
             out_dtypes=[dtype, dtype, jnp.float32],
             transpose_b=True,
         )
