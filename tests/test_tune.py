@@ -238,7 +238,7 @@ def test_damaged_entry(table, config, message):
 def test_each_device_has_a_cost_model(device, tile, monkeypatch):
     """An H100 reads less from L2; what is exported, and what other devices run, has an H200's tile."""
     monkeypatch.setattr(sys.modules[__name__], "DEVICE", device)
-    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 1024), (1024, 1024))]
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32768, 512), (512, 1024))]
     assert cut(product, *types) == [(*tile, 2)]
     assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
     (one,) = tune.tune_with(fastest(tile), device, product, *types).products
@@ -266,7 +266,8 @@ def test_split_k_is_chosen_where_it_pays(k, split):
         (8192, None, True),
         (2048, None, False),
         (8192, lambda acc, x: acc + x, True),
-        (8192, lambda acc, x: jax.nn.gelu(acc) + x, False),
+        (8192, lambda acc, x: jax.nn.gelu(acc) + x, True),
+        (4096, lambda acc, x: jax.nn.gelu(acc) + x, False),
         (8192, lambda acc, x: jnp.sin(acc) + x, False),
         (8192, lambda acc, x: jnp.sum(acc * x, axis=1), False),
         (8192, lambda acc, x: (acc + x, jax.nn.logsumexp(acc, axis=1)), False),

@@ -26,11 +26,10 @@ from coda_jax.primitives.cost_model import (
 )
 
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
-_LIGHT_OPERATIONS = frozenset((
-    "acc", "operand", "literal", "row", "column", "add", "add_any", "sub", "mul", "square", "integer_pow", "neg",
-    "abs", "max", "min", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "select_n",
-    "convert_element_type",
-))  # fmt: skip
+_INSTRUCTIONS = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
+    "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
+    "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
+), 1) | {"logistic": 6}  # fmt: skip
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
@@ -184,7 +183,7 @@ def cuts_for(
     Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
     clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 is the last resort
     of an epilogue to which it leaves too little. After all others come those whose cost is not known: of a tile that
-    has not been timed on a device, and of one that the consumers share with an epilogue that computes much.
+    has not been timed on a device, and of one that the consumers share with an epilogue whose like has not been timed.
     """
     given = given or GemmConfig()
     found = []
@@ -244,10 +243,13 @@ def _has_few_nodes(program: Program) -> bool:
     return len(program.nodes) <= _LIGHT_NODES * program.entries(program.acc_width)
 
 
-def _is_light(program: Program) -> bool:
-    is_arithmetic = all(node.op in _LIGHT_OPERATIONS for node in program.nodes) and not _has_logsumexp(program)
-    moves_more = bool(program.stores) and not program.head  # than it computes
-    return is_arithmetic and moves_more and _has_few_nodes(program)
+def _arithmetic(program: Program) -> float:
+    """As `ElementTraffic` has it. Timed are programs of the operations below that store a tile, and have no heads."""
+    instructions = [_INSTRUCTIONS.get(node.op, math.inf) for node in program.nodes]
+    if not program.stores or program.head or _has_logsumexp(program):
+        return math.inf
+    is_light = _has_few_nodes(program) and max(instructions) <= 1
+    return 0.0 if is_light else sum(instructions) / program.entries(program.acc_width)
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
@@ -258,7 +260,7 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
         store_bytes=traffic.store_bytes / entries,
         column_reductions=traffic.column_reductions / entries,
         is_long=_has_long_epilogue(program, traffic),
-        is_light=_is_light(program),
+        arithmetic=_arithmetic(program),
     )
 
 

@@ -57,14 +57,15 @@ class ElementTraffic(NamedTuple):
       load_bytes, store_bytes: for one element of the accumulator.
       column_reductions: along columns, for one element.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
-      is_light: whether what it computes takes no time beside what it moves, where nothing hides it.
+      arithmetic: instructions for each element where nothing hides them: none if they take no time beside what it moves,
+        infinite if they have not been timed.
     """
 
     load_bytes: float
     store_bytes: float
     column_reductions: float
     is_long: bool
-    is_light: bool
+    arithmetic: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Constants:
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
-      shared_load, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for each byte that it
-        loads and each reduction along columns.
+      shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for each
+        byte that it loads, each instruction and each reduction along columns.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -100,6 +101,7 @@ class Constants:
     with_long_epilogue: Mapping[tuple[int, int], float]
     load: float
     shared_load: float
+    shared_arithmetic: float
     shared_column_reduction: float
     store: float
     tile: float
@@ -124,6 +126,7 @@ CONSTANTS = {
         with_long_epilogue={(128, 128): 1.0, (128, 192): 0.859, (64, 256): 1.02, (64, 128): 1.01, (128, 256): 1.02},
         load=4.14,
         shared_load=1.0,
+        shared_arithmetic=0.2,
         shared_column_reduction=1.75,
         store=1.34,
         tile=1.15,
@@ -133,19 +136,26 @@ CONSTANTS = {
         late_epilogue=0.226,
     ),
     "NVIDIA H100 80GB HBM3": Constants(
-        of_block={(128, 128): (1.23, 1.0), (128, 192): (1.14, 0.886), (64, 256): (1.57, 1.08), (64, 128): (2.04, 1.36)},
-        power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0},
+        of_block={
+            (128, 128): (1.11, 1.0),
+            (128, 192): (1.03, 0.886),
+            (64, 256): (1.57, 1.08),
+            (64, 128): (2.01, 1.25),
+            (128, 256): (0.967, 0.906),
+        },
+        power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 1.0},
         idle=1.0,
-        alone={(128, 128): 0.869, (128, 192): 0.845, (64, 256): 0.874, (64, 128): 1.0},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 0.974},
-        load=3.33,
-        shared_load=1.0,  # no shared tile has been timed there: neither is read
+        alone={(128, 128): 0.854, (128, 192): 0.945, (64, 256): 0.874, (64, 128): 0.992, (128, 256): 0.82},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 1.18, (128, 256): 1.0},
+        load=6.76,
+        shared_load=3.62,
+        shared_arithmetic=0.158,
         shared_column_reduction=1.75,
-        store=4.03,
-        tile=3.07,
-        start=(22.5, 26.2),
-        zero_flags=11.9,
-        part=2.67,
+        store=1.95,
+        tile=3.79,
+        start=(21.8, 25.3),
+        zero_flags=10.3,
+        part=1.98,
         late_epilogue=0.1,
     ),
 }
@@ -190,10 +200,10 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     The time is that of the busiest multiprocessor; those that have nothing to do in the last wave of a long product
     count for what they take. Two warpgroups take turns at its tiles, so that one's epilogue runs while the other
     multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is longer. The
-    last epilogue is alone; that of a tile that they share always is, and must be light. With split-K comes what its
+    last epilogue is alone; that of a tile that they share always is. With split-K comes what its
     part of a split tile takes, and adding the others'.
     """
-    if cut.is_shared and not traffic.is_light:
+    if cut.is_shared and math.isinf(traffic.arithmetic):
         return math.inf
     of = constants
     at_once, clusters = MULTIPROCESSORS // cut.cluster_m, _clusters(product, cut)
@@ -201,7 +211,8 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, name, area = -(-product.k // 64), cut.tile, cut.tile_m * cut.tile_n / (128 * 128)
     if cut.is_shared:
-        epilogue = of.shared_load * traffic.load_bytes + of.shared_column_reduction * traffic.column_reductions
+        epilogue = of.shared_load * traffic.load_bytes + of.shared_arithmetic * traffic.arithmetic
+        epilogue += of.shared_column_reduction * traffic.column_reductions
     else:
         epilogue = of.load * traffic.load_bytes
     epilogue = (epilogue + of.store * traffic.store_bytes) * area
