@@ -57,7 +57,7 @@ class ElementTraffic(NamedTuple):
       load_bytes, store_bytes: for one element of the accumulator.
       column_reductions: along columns, for one element.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
-      arithmetic: instructions for each element where nothing hides them: none if they take no time beside what it moves,
+      arithmetic: instructions for each element, where nothing hides them: 0 if they take no time beside what it moves,
         infinite if they have not been timed.
     """
 
@@ -85,8 +85,8 @@ class Constants:
       alone: tile -> the least such time, when other multiprocessors have nothing to do.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
-      shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for each
-        byte that it loads, each instruction and each reduction along columns.
+      shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for
+        each byte that it loads, each instruction and each reduction along columns.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
