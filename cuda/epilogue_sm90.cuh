@@ -19,8 +19,8 @@ struct EpilogueVisitor {
   using OfColumns = typename Operands::OfColumns;
   using HeadTables = typename Operands::HeadTables;
   static constexpr int groups = Subtile::groups;
-  // A box's slot is given back when its operands are read. A long epilogue, which works on a box in several subtiles,
-  // does so behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
+  // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
+  // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
   static constexpr bool releases_late = Layout::subtiles > 1;
 
   Operands operands;

@@ -244,7 +244,7 @@ def _has_few_nodes(program: Program) -> bool:
 
 
 def _arithmetic(program: Program) -> float:
-    """As `ElementTraffic` has it. Timed are programs of the operations below that store a tile, and have no heads."""
+    """As `ElementTraffic` has it. Timed have been these operations, in programs without heads that store tiles."""
     instructions = [_INSTRUCTIONS.get(node.op, math.inf) for node in program.nodes]
     if not program.stores or program.head or _has_logsumexp(program):
         return math.inf

@@ -137,26 +137,26 @@ CONSTANTS = {
     ),
     "NVIDIA H100 80GB HBM3": Constants(
         of_block={
-            (128, 128): (1.11, 1.0),
-            (128, 192): (1.03, 0.886),
+            (128, 128): (1.09, 1.0),
+            (128, 192): (1.02, 0.886),
             (64, 256): (1.57, 1.08),
-            (64, 128): (2.01, 1.25),
-            (128, 256): (0.967, 0.906),
+            (64, 128): (2.0, 1.21),
+            (128, 256): (1.03, 0.923),
         },
         power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 1.0},
         idle=1.0,
-        alone={(128, 128): 0.854, (128, 192): 0.945, (64, 256): 0.874, (64, 128): 0.992, (128, 256): 0.82},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 1.18, (128, 256): 1.0},
-        load=6.76,
-        shared_load=3.62,
-        shared_arithmetic=0.158,
+        alone={(128, 128): 0.85, (128, 192): 0.944, (64, 256): 0.874, (64, 128): 1.0, (128, 256): 0.911},
+        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 1.1, (128, 256): 1.02},
+        load=4.85,
+        shared_load=1.52,
+        shared_arithmetic=0.1,  # `--fit` finds less, from one program alone
         shared_column_reduction=1.75,
-        store=1.95,
-        tile=3.79,
-        start=(21.8, 25.3),
-        zero_flags=10.3,
-        part=1.98,
-        late_epilogue=0.1,
+        store=1.7,
+        tile=3.24,
+        start=(22.7, 25.8),
+        zero_flags=10.9,
+        part=1.53,
+        late_epilogue=0.236,
     ),
 }
 
@@ -173,6 +173,7 @@ def constants_for(device: str | None) -> Constants:
 
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
+_TIMED_K = 1024  # from which epilogues that compute have been timed in shared tiles
 _FEW_WAVES = 4  # of 128 x 128 tiles: so short a product is waited for; of a longer one the mean power counts
 _SAME_ENERGY = 0.0075
 
@@ -200,10 +201,10 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     The time is that of the busiest multiprocessor; those that have nothing to do in the last wave of a long product
     count for what they take. Two warpgroups take turns at its tiles, so that one's epilogue runs while the other
     multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is longer. The
-    last epilogue is alone; that of a tile that they share always is. With split-K comes what its
-    part of a split tile takes, and adding the others'.
+    last epilogue is alone; that of a tile that they share always is. With split-K comes what its part of a split tile
+    takes, and adding the others'.
     """
-    if cut.is_shared and math.isinf(traffic.arithmetic):
+    if cut.is_shared and (math.isinf(traffic.arithmetic) or (traffic.arithmetic and product.k < _TIMED_K)):
         return math.inf
     of = constants
     at_once, clusters = MULTIPROCESSORS // cut.cluster_m, _clusters(product, cut)
