@@ -26,6 +26,7 @@ from coda_jax.primitives.cost_model import (
 )
 
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
+# What an operation takes, roughly: a logistic has two of the slow ones.
 _INSTRUCTIONS = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
     "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
