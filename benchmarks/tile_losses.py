@@ -187,7 +187,8 @@ def fit(times: Times, start: Constants, *, rounds: int = 30, moves: int = 20_000
     are each shape's loss, up to 15 %, and 2 % more where it is more than 2 %: the order of tiles, not their times.
     Tiles that `start` does not have are left out.
     """
-    names, numbers, structure = _flat(start)
+    names, first, structure = _flat(start)
+    numbers: Sequence[float] = first
     searched = [i for i, name in enumerate(names) if name not in HELD and name[0] not in ("power", "idle")]
     of_shapes = []
     for shape, of in times.items():
@@ -213,7 +214,7 @@ def fit(times: Times, start: Constants, *, rounds: int = 30, moves: int = 20_000
                 reached, numbers = found, best
         if reached == before:
             break
-    first, chance = _flat(start)[1], random.Random(0)
+    chance = random.Random(0)
     for _ in range(moves):
         point, size = list(numbers), chance.choice(SIZES)
         for i in chance.sample(searched, chance.randint(1, 3)):

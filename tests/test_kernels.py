@@ -9,7 +9,13 @@ from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
 # elementwise program needs the registers.
-SPILLED = {"gated_backward": 8, "swiglu_backward": 48, "gelu_erf": 8, "exp_sum": 8, "rotary_96": 32}
+SPILLED = {"gated_backward": 8, "gelu_erf": 8, "exp_sum": 8, "rotary_96": 32}
+SPILLED_IN_TILE = {
+    ("gated_backward", (128, 192)): 8,
+    ("swiglu_backward", (128, 192)): 8,
+    ("swiglu_backward", (64, 256)): 48,
+    ("swiglu_backward", (128, 256)): 40,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,7 @@ def test_registers_suffice(name):
 def test_every_tile(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=False)
     usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log)
-    assert usage.spilled_bytes <= SPILLED.get(name, 0)
+    assert usage.spilled_bytes <= SPILLED_IN_TILE.get((name, tile), 0)
 
 
 @pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)

@@ -336,7 +336,7 @@ def test_power_is_what_the_cost_model_makes_of_a_time():
 
 
 def test_column_sums_count_where_nothing_hides_them():
-    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, True) for count in (0, 1))
+    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, 0.0) for count in (0, 1))
     for tile, counts in (((128, 256), True), ((128, 128), False)):
         cut = Cut(*tile, 2, False)
         assert (cost(shape, cut, one, H200) > cost(shape, cut, none, H200)) == counts
@@ -346,7 +346,7 @@ def test_column_sums_count_where_nothing_hides_them():
 def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
     whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
-    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, True)
+    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0)
     alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (H200, by_time(H200)))
     assert (alone < 0.6 * plain) if saved else (alone == plain)
     power = relative_power(one_more, cut, H200)
