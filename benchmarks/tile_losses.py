@@ -40,7 +40,12 @@ CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
 LARGE = 0.15
 STEPS = (-0.1, -0.05, -0.02, -0.01, 0.01, 0.02, 0.05, 0.1)
 SIZES = (0.01, 0.03, 0.1, 0.25)  # of moves at random, in the logarithm
-HELD = {("of_block", (128, 128), 1), ("with_long_epilogue", (128, 128)), ("shared_column_reduction",)}
+HELD = {
+    ("of_block", (128, 128), 1),
+    ("with_long_epilogue", (128, 128)),
+    ("shared_column_reduction",),
+    ("shared_heads",),
+}
 # From which a shape is entered in the library's table, and the k up to which: beyond it the time of one and the same
 # kernel differs by more from one compilation to the next (AGENTS.md).
 WORTH_AN_ENTRY, LARGEST_K = 0.04, 8192

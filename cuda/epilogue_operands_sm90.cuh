@@ -54,6 +54,8 @@ struct EpilogueOperands {
   RingPosition<Layout::load_slots> loaded;
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
   Word scalar[at_least_one(Epilogue::scalars)];
+  static constexpr int head_subtiles = Layout::head_boxes * Layout::subtiles;
+  HeadTables kept_tables[Layout::blocks][Config::keeps_tables ? head_subtiles : 1];  // the same for all heads of a tile
   ptx::uint32 vectors;  // where the tile's vectors over columns lie in shared memory
 
   __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
@@ -86,6 +88,13 @@ struct EpilogueOperands {
               load_word<access.dtype>(params.pointer[access.pointer], offset + min(at, params.m - 1));
         }
     });
+    if constexpr (Config::keeps_tables) {
+#pragma unroll
+      for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+        for (int subtile = 0; subtile < head_subtiles; ++subtile)
+          load_head_tables(tile, subtile * Layout::subtile_n, block, kept_tables[block][subtile]);
+    }
   }
 
   /// Vectors over columns go to shared memory, a word for each column of the tile. Another warp may still read the
@@ -151,10 +160,17 @@ struct EpilogueOperands {
   template <int ways>
   static constexpr int words_shared = ways == 1 ? Layout::spread : 1;
 
+  /// Of the subtile that begins `at` columns into the tile, a block's words of head tables: the kept ones, or loaded
+  /// into `here`.
+  __device__ __forceinline__ const HeadTables& head_tables(const Tile& tile, int at, int block,
+                                                           HeadTables& here) const {
+    if constexpr (Config::keeps_tables) return kept_tables[block][at / Layout::subtile_n % head_subtiles];
+    load_head_tables(tile, at, block, here);
+    return here;
+  }
   /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
   /// words, which the first brings into L1.
-  __device__ __forceinline__ void load_head_tables(
-      const Tile& tile, int at, int block, Word (&table)[at_least_one(Epilogue::head_tables)][groups][2][2]) const {
+  __device__ __forceinline__ void load_head_tables(const Tile& tile, int at, int block, HeadTables& table) const {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
       constexpr int width = access.ways * (Layout::head / 2);

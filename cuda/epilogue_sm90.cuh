@@ -104,8 +104,8 @@ struct EpilogueVisitor {
     const int at = box * Layout::box_n + subtile * Layout::subtile_n;
     OfColumns of_columns;
     operands.load_vectors(at, of_columns);
-    HeadTables head_table;
-    operands.load_head_tables(tile, at, block, head_table);
+    HeadTables here;
+    const HeadTables& head_table = operands.head_tables(tile, at, block, here);
     Subtile loads[at_least_one(Epilogue::tile_loads)], stores[at_least_one(Epilogue::tile_stores[program])];
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
     if (subtile == 0) operands.wait_tiles();
@@ -228,8 +228,8 @@ struct EpilogueVisitor {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
           operands.load_vectors(at, of_columns);
-          HeadTables head_table;
-          operands.load_head_tables(tile, at, block, head_table);
+          HeadTables here;
+          const HeadTables& head_table = operands.head_tables(tile, at, block, here);
 #pragma unroll
           for (int j = 0; j < groups; ++j)
 #pragma unroll

@@ -15,6 +15,10 @@ SPILLED_IN_TILE = {
     ("swiglu_backward", (128, 192)): 8,
     ("swiglu_backward", (64, 256)): 48,
     ("swiglu_backward", (128, 256)): 40,
+    ("rotary_qkv", (128, 256)): 24,
+    ("qk_norm_rotary", (128, 256)): 44,
+    ("qk_norm_rotary_64", (128, 256)): 16,
+    ("rotary_repeated", (128, 256)): 28,
 }
 
 
@@ -43,6 +47,16 @@ def test_every_tile(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=False)
     usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log)
     assert usage.spilled_bytes <= SPILLED_IN_TILE.get((name, tile), 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["rotary_qkv", "rotary_repeated", "rotary_neighbours", "rotary_256", "qk_norm_rotary", "qk_norm_rotary_64"]
+)
+def test_heads_in_a_shared_tile(name):
+    program, config = PROGRAMS[name], GemmConfig(tile_m=128, tile_n=256)
+    source = kernel_source(program, 264, program.columns(400), 136, config=config, transpose_b=False)
+    usage = resource_usage(ffi.compile(source, name).log)
+    assert usage.spilled_bytes <= SPILLED_IN_TILE.get((name, (128, 256)), 0)
 
 
 @pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)

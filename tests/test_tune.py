@@ -16,10 +16,11 @@ import pytest
 from jax import export
 
 import coda_jax as coda
+from benchmarks.programs import PROGRAMS
 from benchmarks.tile_losses import Shape
 from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import TILES, EpilogueTraffic, candidates, choose_tiling, element_traffic
+from coda_jax.primitives.config import TILES, EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
 from coda_jax.primitives.cost_model import (
     Cut,
     ElementTraffic,
@@ -34,7 +35,7 @@ from coda_jax.primitives.cost_model import (
 from tests.tuned import is_no_worse
 
 needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
-DEVICE = "NVIDIA H200"
+DEVICE, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 H200 = constants_for(DEVICE)
 A, B = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 6144), jnp.bfloat16)
 
@@ -283,6 +284,43 @@ def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_shor
     assert ("128 x 256 (cost model)" in shown) == is_shared and "(cost model)" in shown
 
 
+@pytest.mark.parametrize(
+    "device, name, k, is_shared",
+    [
+        (H100, "rotary_qkv", 4096, True),
+        (H100, "rotary_qkv", 1536, False),
+        (H100, "qk_norm_rotary", 4096, True),
+        (DEVICE, "rotary_qkv", 4096, False),
+        (DEVICE, "rotary_qkv", 8192, True),
+        (H100, "rotary_positions", 8192, False),  # sines and cosines have not been timed there
+        (H100, "rotary_whole_tables", 8192, False),  # nor tables that each head loads
+    ],
+)
+def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k, is_shared):
+    problem = Shape(name, "NN", 16384, PROGRAMS[name].columns(10240), k).problem
+    assert (
+        choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device).tile_n == 256
+    ) == is_shared
+
+
+@pytest.mark.parametrize(
+    "name, tile, keeps",
+    [
+        ("rotary_qkv", (128, 256), True),
+        ("rotary_qkv", (128, 128), False),
+        ("rotary_qkv", (64, 256), False),
+        ("qk_norm_rotary", (128, 256), True),
+        ("rotary_neighbours", (128, 256), True),
+        ("rotary_256", (128, 256), False),
+        ("rotary_whole_tables", (128, 256), False),
+        ("layer_norm_of_neighbours", (128, 256), False),
+        ("identity", (128, 256), False),
+    ],
+)
+def test_tables_are_kept_where_registers_have_room(name, tile, keeps):
+    assert keeps_tables(Shape(name, "NN", 256, 1536, 256).problem.program, tile) == keeps
+
+
 def test_least_energy_and_of_equals_the_fastest():
     costs = {"least": (100.0, 5.0), "as good": (100.7, 4.0), "faster": (101.0, 1.0), "more": (100.8, 2.0)}
     assert best_first(costs) == ["as good", "least", "more", "faster"] and best_first({}) == []
@@ -336,7 +374,7 @@ def test_power_is_what_the_cost_model_makes_of_a_time():
 
 
 def test_column_sums_count_where_nothing_hides_them():
-    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, 0.0) for count in (0, 1))
+    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, 0.0, False) for count in (0, 1))
     for tile, counts in (((128, 256), True), ((128, 128), False)):
         cut = Cut(*tile, 2, False)
         assert (cost(shape, cut, one, H200) > cost(shape, cut, none, H200)) == counts
@@ -346,7 +384,7 @@ def test_column_sums_count_where_nothing_hides_them():
 def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
     whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
-    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0)
+    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
     alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (H200, by_time(H200)))
     assert (alone < 0.6 * plain) if saved else (alone == plain)
     power = relative_power(one_more, cut, H200)

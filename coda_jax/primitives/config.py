@@ -31,8 +31,10 @@ _INSTRUCTIONS = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0)
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
     "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
 ), 1) | {"logistic": 6}  # fmt: skip
+_INSTRUCTIONS_OF_HEADS = _INSTRUCTIONS | {"head_sum": 1, "div": 4, "rsqrt": 4}
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
+_KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (128, 256))
@@ -163,6 +165,20 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
     return operands + CONSUMERS * epilogue + barriers
 
 
+def keeps_tables(program: Program, tile: tuple[int, int]) -> bool:
+    """Whether registers keep a tile's words of head tables from before its products on, beside the accumulator.
+
+    In shared tiles, if there is room: there nothing hides the loads of each head, 2 to 6 % of a product. In others,
+    where the other consumer's products do, loading ahead costs 1 to 3 %.
+    """
+    if tile not in SHARED_TILES:
+        return False
+    blocks, tile_n = tile[0] // CONSUMERS // 64, tile[1]
+    tables = sum(len(program.loads(i)) for i, one in enumerate(program.operands) if one.kind is Kind.HEAD_TABLE)
+    # Of a block's 64 rows a thread has two, of eight columns of each half of a head two.
+    return tables > 0 and blocks * (tile_n // 2 + tables * program.head // 4) <= _KEPT_REGISTERS
+
+
 def takes_heads(columns: int) -> bool:
     """Whether some tile has whole heads of so many columns, and half a head whole boxes."""
     return any(_has_heads(tile_n, columns) for _, tile_n in TILES)
@@ -245,12 +261,21 @@ def _has_few_nodes(program: Program) -> bool:
 
 
 def _arithmetic(program: Program) -> float:
-    """As `ElementTraffic` has it. Timed have been these operations, in programs without heads that store tiles."""
-    instructions = [_INSTRUCTIONS.get(node.op, math.inf) for node in program.nodes]
-    if not program.stores or program.head or _has_logsumexp(program):
+    """As `ElementTraffic` has it, of the columns with most. Timed have been these operations, in programs that store
+    tiles; of those with heads, such whose tables shared tiles keep.
+    """
+    takes = _INSTRUCTIONS_OF_HEADS if program.head else _INSTRUCTIONS
+    if not program.stores or _has_logsumexp(program):
         return math.inf
-    is_light = _has_few_nodes(program) and max(instructions) <= 1
-    return 0.0 if is_light else sum(instructions) / program.entries(program.acc_width)
+    if program.head and not all(keeps_tables(program, tile) for tile in SHARED_TILES):
+        return math.inf
+    reduced = [value for reduction in program.reductions for value in reduction.values]
+    of_sections = []
+    for section in program.sections:
+        stored = [value for i in program.stores_of(section) for value in program.stores[i].values]
+        of_sections.append([takes.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])])
+    is_light = not program.head and _has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
+    return 0.0 if is_light else max(map(sum, of_sections)) / program.entries(program.acc_width)
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
@@ -262,6 +287,7 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
         column_reductions=traffic.column_reductions / entries,
         is_long=_has_long_epilogue(program, traffic),
         arithmetic=_arithmetic(program),
+        has_heads=program.head > 0,
     )
 
 

@@ -59,6 +59,7 @@ class ElementTraffic(NamedTuple):
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
       arithmetic: instructions for each element, where nothing hides them: 0 if they take no time beside what it moves,
         infinite if they have not been timed.
+      has_heads: whether it works on heads.
     """
 
     load_bytes: float
@@ -66,6 +67,7 @@ class ElementTraffic(NamedTuple):
     column_reductions: float
     is_long: bool
     arithmetic: float
+    has_heads: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Constants:
       load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
       shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for
         each byte that it loads, each instruction and each reduction along columns.
+      shared_heads: of one that works on heads, beside that. No `--fit` sets it, for the models' shapes have no heads.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -103,6 +106,7 @@ class Constants:
     shared_load: float
     shared_arithmetic: float
     shared_column_reduction: float
+    shared_heads: float
     store: float
     tile: float
     start: tuple[float, float]
@@ -128,6 +132,7 @@ CONSTANTS = {
         shared_load=1.0,
         shared_arithmetic=0.2,
         shared_column_reduction=1.75,
+        shared_heads=2.5,
         store=1.34,
         tile=1.15,
         start=(25.2, 29.5),
@@ -151,6 +156,7 @@ CONSTANTS = {
         shared_load=1.52,
         shared_arithmetic=0.1,  # `--fit` finds less, from one program alone
         shared_column_reduction=1.75,
+        shared_heads=0.5,
         store=1.7,
         tile=3.24,
         start=(22.7, 25.8),
@@ -213,7 +219,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     k_blocks, name, area = -(-product.k // 64), cut.tile, cut.tile_m * cut.tile_n / (128 * 128)
     if cut.is_shared:
         epilogue = of.shared_load * traffic.load_bytes + of.shared_arithmetic * traffic.arithmetic
-        epilogue += of.shared_column_reduction * traffic.column_reductions
+        epilogue += of.shared_column_reduction * traffic.column_reductions + of.shared_heads * traffic.has_heads
     else:
         epilogue = of.load * traffic.load_bytes
     epilogue = (epilogue + of.store * traffic.store_bytes) * area

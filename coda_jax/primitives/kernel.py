@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
-from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, shared_bytes
+from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, keeps_tables, shared_bytes
 from coda_jax.primitives.cost_model import MULTIPROCESSORS
 
 
@@ -185,6 +185,7 @@ struct Config {{
   static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool split_k = {flags[tiling.split_k]};
+  static constexpr bool keeps_tables = {flags[keeps_tables(program, tiling.cut.tile)]};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
   static constexpr int shared_bytes = {shared_bytes(tiling, program, traffic)};

@@ -32,9 +32,10 @@ def main() -> None:
     split = coda.GemmConfig(split_k=True)
     jax.block_until_ready(coda.gemm(a, b, transpose_b=True, implementation="cuda", config=split))
     print("split-K ran", flush=True)
-    for name in ("residual_sumsq", "column_sum"):
+    for name in ("residual_sumsq", "column_sum", "qk_norm_rotary"):
         program, config = PROGRAMS[name], coda.GemmConfig(tile_m=128, tile_n=256)
-        operands = program.operands(264, 264)
+        b = jax.random.normal(jax.random.key(1), (program.columns(264), 2056)).astype(jnp.bfloat16)
+        operands = program.operands(264, len(b))
         out = coda.gemm(
             a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
         )

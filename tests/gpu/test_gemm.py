@@ -157,6 +157,19 @@ def test_every_tile(name, tile):
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
+@pytest.mark.parametrize("name", ["qk_norm_rotary", "qk_norm_rotary_64", "rotary_repeated", "rotary_neighbours"])
+def test_heads_in_a_tile_that_two_warpgroups_share(name):
+    """Whose tables registers keep; `rotary_qkv` is above."""
+    program, config = PROGRAMS[name], coda.GemmConfig(tile_m=128, tile_n=256)
+    fused = functools.partial(
+        coda.gemm, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
+    )
+    for m, n, k in [(129, 400, 72), (6, 128, 64), (1026, 1536, 136)]:
+        n = program.columns(n)
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+
+
 # A tile in many parts; some in some; whole tiles and then parts; one row; nothing to split.
 PARTS = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
 

@@ -27,6 +27,7 @@ CASES = [
     ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(load_slots=5, store_slots=1, subtile_n=16, stages=5)),
     ("norm_backward", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=256)),
     ("accumulate", jnp.bfloat16, True, False, GemmConfig(tile_m=128, tile_n=256)),
+    ("qk_norm_rotary", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256)),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
         for tile_m, tile_n in TILES[1:]
