@@ -11,7 +11,7 @@ from coda_jax import ffi
 from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.primitives import gemm_cuda
 from tests.host_execution import HostPrograms
-from tests.test_epilogue_heads import angles, turned, turned_by_whole_tables, turned_neighbours
+from tests.test_epilogue_heads import angles, turned, turned_by_whole_tables, turned_neighbours, turned_pairs
 from tests.test_gemm_cuda import calls, operands_and_results, text
 
 BATCH, ROWS, DIM, N, K = 3, 4, 8, 32, 16
@@ -24,6 +24,22 @@ def over_rows(acc, *tables):
 
 def rotary(acc, cos, sin):
     return turned(acc, *over_rows(acc, cos, sin), DIM)
+
+
+def rotary_of_one_head(acc, cos, sin):
+    return turned(acc, *over_rows(acc, cos, sin), N)
+
+
+def rotary_of_one_whole_table(acc, cos, sin):
+    return turned_by_whole_tables(acc, *over_rows(acc, cos, sin), N)
+
+
+def rotary_of_one_heads_neighbours(acc, cos, sin):
+    return turned_neighbours(acc, *over_rows(acc, cos, sin), N)
+
+
+def rotary_of_one_heads_pairs(acc, cos, sin):
+    return turned_pairs(acc, *over_rows(acc, cos, sin), N)
 
 
 def rotary_of_whole_tables(acc, cos, sin):
@@ -50,6 +66,11 @@ CASES = {
     "whole": (rotary_of_whole_tables, [jnp.tile(x, (1, 2)).astype(jnp.bfloat16) for x in angles(ROWS, DIM // 2)]),
     "neighbours": (rotary_neighbours, angles(ROWS, DIM // 2)),
     "two_periods": (two_periods, (normal(1, ROWS, DIM), normal(2, 2 * M // 4, DIM), normal(3, M, 1))),
+    "one_head": (rotary_of_one_head, angles(ROWS, N // 2)),
+    "one_head_whole": (rotary_of_one_whole_table, [jnp.tile(x, (1, 2)) for x in angles(ROWS, N // 2)]),
+    "one_head_neighbours": (rotary_of_one_heads_neighbours, angles(ROWS, N // 2)),
+    "one_head_pairs": (rotary_of_one_heads_pairs, angles(ROWS, N // 2)),
+    "one_head_every_row": (rotary_of_one_head, angles(M, N // 2)),
     "every_row": (rotary, angles(M, DIM // 2)),
     "one_row": (rotary, [x[1:] for x in angles(2, DIM // 2)]),
 }
