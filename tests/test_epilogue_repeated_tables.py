@@ -51,6 +51,18 @@ def rotary_neighbours(acc, cos, sin):
     return turned_neighbours(acc, *over_rows(acc, cos * 2 - cos, sin), DIM)
 
 
+def columns_beside_heads(acc, cos, sin):
+    """An axis of size 1 before all columns makes no head of them."""
+    y = rotary((acc.reshape(M, 1, N) * 2).reshape(M, N), cos, sin)
+    return (y.reshape(M, 1, N) - 1).reshape(M, N), jnp.sum((acc * acc).reshape(M, 1, N), axis=(1, 2))
+
+
+def one_heads_neighbours_and_sums(acc, cos, sin):
+    y = rotary_of_one_heads_neighbours(acc, cos, sin)
+    one = acc.reshape(M, 1, N)
+    return y, jnp.sum(one * one, axis=0), jnp.sum(one * one, axis=(1, 2))
+
+
 def two_periods(acc, table, other, rstd):
     table, other = over_rows(acc, table, other)
     y = (acc * rstd).reshape(acc.shape[0], -1, DIM) * table[:, None, :] + other[:, None, :]
@@ -70,6 +82,8 @@ CASES = {
     "one_head_whole": (rotary_of_one_whole_table, [jnp.tile(x, (1, 2)) for x in angles(ROWS, N // 2)]),
     "one_head_neighbours": (rotary_of_one_heads_neighbours, angles(ROWS, N // 2)),
     "one_head_pairs": (rotary_of_one_heads_pairs, angles(ROWS, N // 2)),
+    "one_heads_neighbours_and_sums": (one_heads_neighbours_and_sums, angles(ROWS, N // 2)),
+    "columns_beside_heads": (columns_beside_heads, angles(ROWS, DIM // 2)),
     "one_head_every_row": (rotary_of_one_head, angles(M, N // 2)),
     "every_row": (rotary, angles(M, DIM // 2)),
     "one_row": (rotary, [x[1:] for x in angles(2, DIM // 2)]),

@@ -16,9 +16,10 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from benchmarks.programs import PROGRAMS
+from benchmarks.programs import PROGRAMS, kernel_source
 from benchmarks.tile_losses import Shape
 from coda_jax import ffi
+from coda_jax.epilogue import trace
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import TILES, EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
 from coda_jax.primitives.cost_model import (
@@ -319,6 +320,28 @@ def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k,
 )
 def test_tables_are_kept_where_registers_have_room(name, tile, keeps):
     assert keeps_tables(Shape(name, "NN", 256, 1536, 256).problem.program, tile) == keeps
+    source = kernel_source(PROGRAMS[name], 256, 1536, 256, config=coda.GemmConfig(tile_m=tile[0], tile_n=tile[1]))
+    assert f"keeps_tables = {str(keeps).lower()};" in source
+
+
+@pytest.mark.parametrize("dtype, keeps", [(jnp.float32, True), (jnp.bfloat16, False), (jnp.float16, False)])
+def test_tables_of_16_bits_count_twice(dtype, keeps):
+    def norms_and_rotary(acc, *tables):
+        heads = acc.reshape(acc.shape[0], -1, 128)
+        heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True))
+        (a, b), (cos, sin) = jnp.split(heads, 2, axis=-1), (x[:, None] for x in tables)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(acc.shape)
+
+    tables = [jax.ShapeDtypeStruct((256, 64), dtype)] * 2
+    program = trace(norms_and_rotary, jax.ShapeDtypeStruct((256, 512), jnp.float32), tables)[0].program
+    assert keeps_tables(program, (128, 256)) == keeps
+
+
+def test_instructions_are_counted_for_an_element():
+    """Of a pair of halves or neighbours there are two; of parts those of the one with most."""
+    for name in ("rotary_qkv", "rotary_neighbours"):
+        problem = Shape(name, "NN", 256, 1536, 256).problem
+        assert element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes)).arithmetic == 4
 
 
 def test_least_energy_and_of_equals_the_fastest():

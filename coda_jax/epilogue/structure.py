@@ -77,9 +77,8 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
         if len(old) == len(new) == 1:
             found = given
             added = len(after) > len(before) and new[0] > 0 and same_size(after[new[0] - 1], 1)
-            # A part that is one head. All columns that are one need not be seen as a head, but beside repeated tables.
-            has_periods = any(operand.period for operand in analysis.operands)
-            if given == [COLUMN] and added and value.tile and (value.part is not None or has_periods):
+            is_head = value.part is not None or analysis.layout.one_head
+            if given == [COLUMN] and added and value.tile and is_head:  # a part, or all columns, that are one head
                 analysis.heads(int(before[old[0]]))
                 found = [CHANNEL]
         elif len(old) == 1:

@@ -127,7 +127,16 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         return assemble(analysis)
 
     out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
-    checked = program(_initial_layout(arrays, n))
+    try:
+        checked = program(_initial_layout(arrays, n))
+    except NotTileLocalError as error:
+        # All columns that are one head need not be seen as one, but beside tables whose rows repeat.
+        if n % 2 or not any(_has_repeated_rows(x.shape, m) and x.shape[1] in (n, n // 2) for x in arrays):
+            raise
+        try:
+            checked = program(Layout(ways=2, head=n, one_head=True))
+        except NotTileLocalError:
+            raise error from None
     return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
 
 
@@ -166,6 +175,11 @@ def _divides(divisor: Any, size: Any) -> bool:
     return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
 
 
+def _has_repeated_rows(shape: Sequence[Any], m: Any) -> bool:
+    """Whether this may be a table of S rows, where S divides M."""
+    return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
+
+
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
     """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
@@ -178,7 +192,7 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         full, half = 2 * n, n
     else:
         full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.parts) else None
-    is_repeated = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
+    is_repeated = _has_repeated_rows(shape, m)
     table_rows = (m, shape[0]) if is_repeated else (m,)
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),

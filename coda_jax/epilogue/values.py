@@ -67,6 +67,7 @@ class Layout:
       head: columns of a head when the halves are those of heads, else 0.
       neighbours: the halves of a head are its even and its odd columns.
       parts: the columns are taken apart into outputs of their own.
+      one_head: all columns are a head, which f makes of them by an axis of size 1.
     """
 
     ways: int = 1
@@ -74,6 +75,7 @@ class Layout:
     head: int = 0
     neighbours: bool = False
     parts: bool = False
+    one_head: bool = False
 
 
 class NeedsLayout(Exception):

@@ -168,13 +168,18 @@ def shared_bytes(tiling: Tiling, program: Program, traffic: EpilogueTraffic) -> 
 def keeps_tables(program: Program, tile: tuple[int, int]) -> bool:
     """Whether registers keep a tile's words of head tables from before its products on, beside the accumulator.
 
-    In shared tiles, if there is room: there nothing hides the loads of each head, 2 to 6 % of a product. In others,
+    In shared tiles, if there is room: there nothing hides the loads of each head, 2 to 7 % of a product. In others,
     where the other consumer's products do, loading ahead costs 1 to 3 %.
     """
     if tile not in SHARED_TILES:
         return False
     blocks, tile_n = tile[0] // CONSUMERS // 64, tile[1]
-    tables = sum(len(program.loads(i)) for i, one in enumerate(program.operands) if one.kind is Kind.HEAD_TABLE)
+    # A table counts twice if it has 16 bits, which the assembler keeps as they are and widened.
+    tables = sum(
+        len(program.loads(i)) * (4 // np.dtype(one.dtype).itemsize)
+        for i, one in enumerate(program.operands)
+        if one.kind is Kind.HEAD_TABLE
+    )
     # Of a block's 64 rows a thread has two, of eight columns of each half of a head two.
     return tables > 0 and blocks * (tile_n // 2 + tables * program.head // 4) <= _KEPT_REGISTERS
 
@@ -275,7 +280,7 @@ def _arithmetic(program: Program) -> float:
         stored = [value for i in program.stores_of(section) for value in program.stores[i].values]
         of_sections.append([takes.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])])
     is_light = not program.head and _has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
-    return 0.0 if is_light else max(map(sum, of_sections)) / program.entries(program.acc_width)
+    return 0.0 if is_light else max(map(sum, of_sections)) / program.acc_ways
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
