@@ -86,6 +86,9 @@ QK = (RSTD, SCALE, OTHER, COS, SIN)
 CASES = {
     "norm": (4, rms_norm, (SCALE,)),
     "norm_of_two_heads": (2, rms_norm, (SCALE,)),  # a scale as wide as half of N
+    "norm_of_one_head": (1, rms_norm, (SCALE,)),
+    "layer_norm_of_one_head": (1, layer_norm, (SCALE, OTHER[None])),
+    "softmax_of_one_head": (1, lambda acc: jax.nn.softmax(in_heads(acc), axis=-1).reshape(acc.shape), ()),
     "row_scale": (4, rms_norm, (SCALE[None].astype(jnp.bfloat16),)),
     "layer_norm": (4, layer_norm, (SCALE, OTHER[None])),
     "max_subtract": (4, lambda acc: (in_heads(acc) - in_heads(acc).max(-1, keepdims=True)).reshape(acc.shape), ()),

@@ -268,6 +268,13 @@ def _halves_and_reductions() -> dict[str, Case]:
             ),
             (COLUMN,),
         ),
+        "logsumexp_spread_over_columns": (
+            lambda a, c: (
+                jnp.broadcast_to(c, a.shape)
+                + jnp.broadcast_to(jnp.log(jnp.sum(jnp.exp(tame(a) - c), axis=1, keepdims=True)), a.shape)
+            ),
+            (COLUMN,),
+        ),
         "logsumexp_of_halves": (
             lambda a, h: (
                 coda.logsumexp(jnp.concatenate([a[:, F:] * 2, a[:, :F]], axis=1)),

@@ -120,6 +120,15 @@ def test_gradient_of_captured_values(jit, residuals):
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+def test_gradient_of_a_captured_python_number(residuals):
+    def loss(multiply):
+        return jax.value_and_grad(lambda scale: total(multiply(lambda acc: jnp.tanh(acc * scale["s"]))))
+
+    got = loss(lambda f: coda.gemm(A[0], B[0], epilogue=f, residuals=residuals))({"s": 0.3})
+    assert_close(got, loss(lambda f: f(A[0] @ B[0]))({"s": 0.3}))
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_custom_vjp_function_that_closes_over_an_array(residuals):
     """Its own rule is the derivative; what it closes over is a constant to it, as in JAX."""
 

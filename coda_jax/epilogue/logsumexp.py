@@ -117,7 +117,10 @@ def _summed(flat: Flat, made_by: dict[int, Equation], equation: Equation) -> tup
             continue
         x, subtracted = difference.inputs
         sizes = flat.aval(subtracted).shape
-        constant = len(sizes) > 0 and all(same_size(sizes[axis], 1) for axis in total.params["axes"])
-        if constant and root(subtracted) == root(shift) and flat.aval(x).dtype == jnp.float32:
+        axes, (output,) = total.params["axes"], equation.outputs
+        constant = len(sizes) > 0 and all(same_size(sizes[axis], 1) for axis in axes)
+        kept = [1 if axis in axes else size for axis, size in enumerate(flat.aval(x).shape)]
+        of_rows = any(same_shape(flat.avals[output].shape, s) for s in (kept, flat.avals[total.outputs[0]].shape))
+        if constant and of_rows and root(subtracted) == root(shift) and flat.aval(x).dtype == jnp.float32:
             return x, total
     return None

@@ -20,6 +20,8 @@ from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
 
+_WIDEST_HEAD = 256  # columns of one that a tile has
+
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
@@ -130,8 +132,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     try:
         checked = program(_initial_layout(arrays, n))
     except NotTileLocalError as error:
-        # All columns that are one head need not be seen as one, but beside tables whose rows repeat.
-        if n % 2 or not any(_has_repeated_rows(x.shape, m) and x.shape[1] in (n, n // 2) for x in arrays):
+        # All columns that are one head need not be seen as one, but beside tables whose rows repeat and for its norm.
+        if n % 2 or n > _WIDEST_HEAD:
             raise
         try:
             checked = program(Layout(ways=2, head=n, one_head=True))
@@ -175,11 +177,6 @@ def _divides(divisor: Any, size: Any) -> bool:
     return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
 
 
-def _has_repeated_rows(shape: Sequence[Any], m: Any) -> bool:
-    """Whether this may be a table of S rows, where S divides M."""
-    return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
-
-
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
     """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
@@ -192,7 +189,7 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         full, half = 2 * n, n
     else:
         full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.parts) else None
-    is_repeated = _has_repeated_rows(shape, m)
+    is_repeated = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
     table_rows = (m, shape[0]) if is_repeated else (m,)
     candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
         ((), Kind.SCALAR, Width.FULL),
@@ -207,9 +204,11 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         ((m, half), Kind.TILE, Width.HALF),
     ]
     if layout.head:
+        of_heads: list[tuple[tuple[Any, ...], Kind, Width]] = []
         for size, width in ((layout.head, Width.FULL), (layout.head // 2, Width.HALF)):
-            candidates += [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
-            candidates += [((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
+            of_heads += [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
+            of_heads += [((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
+        candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
     elif not is_final and not layout.acc_is_half and len(shape) in (1, 2) and _divides(shape[-1], n):
         candidates += [((rows, shape[-1]), Kind.HEAD_TABLE, Width.FULL) for rows in table_rows]
         candidates += [((shape[-1],), Kind.HEAD_VECTOR, Width.FULL), ((1, shape[-1]), Kind.HEAD_VECTOR, Width.FULL)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -63,6 +64,7 @@ def product(
         if varying_axes(*captured) <= axes:
             break
         axes |= varying_axes(*captured)
+    captured = tuple(map(jnp.asarray, captured))  # a Python number that JAX differentiates is captured as it is
     dtypes = tuple(out_dtypes(traced))
     name = "gemm" if epilogue is None else traced.name
     return _differentiable(traced, acc, dtypes, name, options)(a, b, *operands, *captured), traced
