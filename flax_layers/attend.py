@@ -44,13 +44,19 @@ def attend(
       (B, T, H, Dh) or (T, H, Dh), and the longer cache.
 
     Raises:
-      ValueError: segment_ids of another shape, a window without is_causal, or a cache beside a mask, segments or
-        attention that is not causal.
+      ValueError: segment_ids or mask of another shape, a window without is_causal, or a cache beside a mask, segments
+        or attention that is not causal.
     """
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
     if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
+    if mask is not None:
+        seen_by = (*q.shape[:-3], q.shape[-2], q.shape[-3], q.shape[-3])
+        if mask.ndim > len(seen_by) or any(
+            a not in (1, b) for a, b in zip(mask.shape[::-1], seen_by[::-1], strict=False)
+        ):
+            raise ValueError(f"mask has shape {mask.shape}; for queries {q.shape} it must broadcast to {seen_by}")
     if cache is not None:
         if not is_causal or mask is not None or segment_ids is not None:
             raise ValueError("a cache is for causal attention, without mask and segment_ids")

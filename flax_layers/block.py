@@ -48,7 +48,7 @@ class TransformerBlock(nnx.Module):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        rope_theta: float = 10000.0,
+        rope_theta: float | None = 10000.0,
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         use_bias: bool = False,

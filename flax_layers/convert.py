@@ -96,11 +96,12 @@ def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
 
     Raises:
       ImportError: without the package safetensors, which the extra `hf` brings.
+      ValueError: a sliding window, or no rotary embedding, which these models of `transformers` do not have.
     """
     safetensors, path = _safetensors(), Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     settings = config_to_hf(model.config)
     arrays = to_hf(model, model.config)
+    path.mkdir(parents=True, exist_ok=True)
     settings["torch_dtype"] = next(iter(arrays.values())).dtype.name
     safetensors.save_file(arrays, path / _WEIGHTS, metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -28,8 +28,8 @@ class Embed(nnx.Embed):
         """The rows (..., features) that inputs (...) name; NaN for those that the table does not have.
 
         Args:
-          inputs: (...) integers.
-          out_sharding: of the result, on a mesh with explicit axes.
+          inputs: (...) integers; negative ones count from the end, as in NumPy.
+          out_sharding: of the result, on a mesh with explicit axes; default as the inputs, and columns as the table's.
 
         Raises:
           ValueError: inputs are not integers.
@@ -38,11 +38,23 @@ class Embed(nnx.Embed):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
         table = self.embedding[...]
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
+        if out_sharding is None:
+            out_sharding = _sharding_of_rows(table, inputs)
         # JAX sums in the table's dtype, and lays out on explicit axes what it differentiates itself.
         if sum_dtype == table.dtype or out_sharding is not None or explicit_sharding(table) is not None:
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
             return rows.astype(self.dtype)
         return _take(jax.typeof(table), jnp.dtype(self.dtype), *vary(varying_axes(table, inputs), table, inputs))
+
+
+def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:
+    """Over explicit axes: the rows lie as what names them, their columns as the table's; None without such axes."""
+    of_table = explicit_sharding(table)
+    if of_table is None:
+        return None
+    of_inputs = explicit_sharding(inputs)
+    rows = (None,) * jnp.ndim(inputs) if of_inputs is None else of_inputs.spec
+    return jax.sharding.NamedSharding(of_table.mesh, jax.P(*rows, of_table.spec[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

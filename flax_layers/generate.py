@@ -47,7 +47,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_token: int | Sequence[int] = (),
+    eos_token: int | Sequence[int] | None = None,
     key: jax.Array | None = None,
 ) -> Generated:
     """Continues prompts: token t + 1 ~ softmax(logits_t / temperature), or argmax logits_t at temperature 0.
@@ -76,7 +76,9 @@ def generate(
     if not isinstance(lengths, jax.Array | None):
         lengths = np.asarray(lengths)
     _check(tokens, max_new_tokens, lengths, temperature, top_k, top_p, key)
-    ends = (eos_token,) if isinstance(eos_token, int | np.integer) else tuple(eos_token)
+    ends = np.asarray(() if eos_token is None else eos_token)
+    if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
+        raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
     graphdef, state = nnx.split(model)
     return _generate(
         graphdef,
@@ -88,7 +90,7 @@ def generate(
         None if top_p is None else jnp.float32(top_p),
         max_new_tokens=max_new_tokens,
         top_k=top_k,
-        ends=tuple(map(int, ends)),
+        ends=tuple(map(int, ends.ravel())),
     )
 
 

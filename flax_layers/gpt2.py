@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.attention import Attention
+from flax_layers.config_checks import check_counts, check_not_negative
 from flax_layers.embed import Embed
 from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.language_model import LanguageModel
@@ -25,6 +26,9 @@ class GPT2Config:
     """Sizes of a GPT-2, with the names and defaults of Hugging Face's GPT2Config.
 
     n_inner defaults to 4 n_embd. The head is tied to the token embedding. There is no dropout.
+
+    Raises:
+      ValueError: a field out of its range.
     """
 
     vocab_size: int = 50257
@@ -36,6 +40,11 @@ class GPT2Config:
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_counts(self, "vocab_size", "n_positions", "n_embd", "n_head", "n_inner")
+        check_counts(self, "n_layer", least=0)
+        check_not_negative(self, "layer_norm_epsilon", "initializer_range")
 
 
 class GPT2Block(nnx.Module):

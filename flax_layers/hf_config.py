@@ -22,7 +22,8 @@ _REQUIRED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-_NOT_HERE = {"rope_theta", "rope_scaling", "qk_norm"}  # fields of ours that config.json has elsewhere
+# Fields of ours that config.json has elsewhere, or, as the window, not for these models.
+_NOT_HERE = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window"}
 
 
 def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
@@ -61,7 +62,15 @@ def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
 
 
 def config_to_hf(config: LlamaConfig | GPT2Config) -> dict[str, Any]:
-    """What config.json says of a model with this configuration."""
+    """What config.json says of a model with this configuration.
+
+    Raises:
+      ValueError: it has what no Llama and no Qwen3 of Hugging Face has: a sliding window, or no rotary embedding.
+    """
+    if isinstance(config, LlamaConfig) and config.sliding_window is not None:
+        raise ValueError(f"sliding_window={config.sliding_window} has no place in a config.json of a Llama or a Qwen3")
+    if isinstance(config, LlamaConfig) and config.rope_theta is None:
+        raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -89,4 +98,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type {kind!r} is not supported; it must be 'default' or 'llama3'")
-    return RopeScaling(**{field.name: rope[field.name] for field in dataclasses.fields(RopeScaling)})
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    if missing := [name for name in names if name not in rope]:
+        raise ValueError(f"rope_type 'llama3' lacks {', '.join(missing)}: {dict(rope)}")
+    return RopeScaling(**{name: rope[name] for name in names})

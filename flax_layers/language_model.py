@@ -43,7 +43,8 @@ class LanguageModel(nnx.Module):
         return self.layers
 
     def _check_length(self, count: int) -> None:
-        if count > (limit := getattr(self.config, self.max_length)):
+        limit = getattr(self.config, self.max_length)
+        if isinstance(count, int) and count > limit:  # a symbolic one is not known
             raise ValueError(f"{count} tokens exceed config.{self.max_length}={limit}")
 
     def __call__(

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.block import TransformerBlock
+from flax_layers.config_checks import check_counts, check_not_negative
 from flax_layers.embed import Embed
 from flax_layers.kv_cache import KVCache, decode_layers
 from flax_layers.language_model import LanguageModel
@@ -29,7 +30,11 @@ class LlamaConfig:
     num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads. attention_bias
     gives the query, key, value and output projections biases. qk_norm normalises queries and keys: a Qwen3 is a Llama
     with qk_norm. hidden_act is a name in `flax_layers.activation`. sliding_window, as Mistral's config
-    names it, is how many tokens a token sees, itself and those before; default all.
+    names it, is how many tokens a token sees, itself and those before; default all. rope_theta None is no rotary
+    embedding.
+
+    Raises:
+      ValueError: a field out of its range.
     """
 
     vocab_size: int = 32000
@@ -42,13 +47,30 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
     hidden_act: str = "silu"
     attention_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(
+            self, "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "sliding_window"
+        )
+        check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
+        check_counts(self, "num_hidden_layers", least=0)
+        check_not_negative(self, "rms_norm_eps", "initializer_range")
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise ValueError(
+                f"LlamaConfig: rope_theta={self.rope_theta!r}; it must be positive, or None for no rotation"
+            )
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(
+                f"LlamaConfig: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling or None. "
+                "config_from_hf makes one of Hugging Face's dictionary."
+            )
 
     @property
     def resolved_head_dim(self) -> int:

@@ -85,7 +85,10 @@ class LMHead(nnx.Module):
 
         Raises:
           ValueError: as `__call__`, or a shape or option that `coda_jax.linear_cross_entropy` refuses.
+          TypeError: epsilon, which the norm has.
         """
+        if "epsilon" in options:
+            raise TypeError(f"loss: epsilon={options['epsilon']!r}; the final norm has its own, it is no option here")
         norm: tuple[jax.Array | None, jax.Array | None] = (None, None)
         if isinstance(x, Normalized):
             norm = (x.sumsq, x.scale)

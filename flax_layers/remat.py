@@ -71,6 +71,8 @@ def policy_of(remat: Remat) -> Callable[..., Any] | None:
             )
         names = frozenset(POLICIES[remat])
     else:
+        if not isinstance(remat, Iterable):
+            raise ValueError(f"{remat=}; it must be None, one of {', '.join(POLICIES)}, names of arrays, or a policy")
         given = tuple(remat)
         names = frozenset(name for one in given for name in _ALSO.get(one, (one,)))
         if unknown := sorted(names - NAMES):

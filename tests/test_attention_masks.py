@@ -123,6 +123,10 @@ def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
             lambda: attention()(normal(0, 2, 11, 32), segment_ids=SEGMENTS[0]),
             r"segment_ids has shape \(11,\); .* must be \(2, 11\)",
         ),
+        (
+            lambda: attention()(normal(0, 2, 11, 32), mask=jnp.ones((3, 11, 11), bool)),
+            r"mask has shape \(3, 11, 11\); .* must broadcast to \(2, \d, 11, 11\)",
+        ),
     ],
 )
 def test_errors(call, message):

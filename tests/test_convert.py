@@ -10,6 +10,7 @@ from flax import nnx
 
 from flax_layers import GPT2Config, Llama, LlamaConfig
 from flax_layers.convert import from_hf, to_hf
+from flax_layers.hf_config import config_from_hf, config_to_hf
 from flax_layers.hf_names import entries
 from flax_layers.layer_stack import stack
 
@@ -146,3 +147,27 @@ def test_errors_name_the_array():
         from_hf(arrays | {"model.layers.0.self_attn.q_norm.weight": np.ones(8)}, CONFIG)
     with pytest.raises(ValueError, match=r"down_proj\.weight has shape \(24, 55\); the config makes it \(24, 56\)"):
         from_hf(arrays | {"model.layers.1.mlp.down_proj.weight": np.ones((24, 55))}, CONFIG)
+
+
+def test_a_window_that_hugging_face_does_not_apply():
+    """Qwen3's default is a width without use_sliding_window, and a Llama has none."""
+    for model_type in ("qwen3", "llama"):
+        settings = {"model_type": model_type, "use_sliding_window": False, "sliding_window": 4096}
+        assert config_from_hf(settings).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: config_to_hf(dataclasses.replace(CONFIG, sliding_window=4)), "sliding_window=4 has no place"),
+        (lambda: config_to_hf(dataclasses.replace(CONFIG, rope_theta=None)), "rope_theta=None, .* has no place"),
+        (
+            lambda: config_from_hf({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+            "rope_type 'llama3' lacks low_freq_factor, high_freq_factor",
+        ),
+        (lambda: config_from_hf({"model_type": "qwen3", "use_sliding_window": True}), "use_sliding_window=True is not"),
+    ],
+)
+def test_settings_that_one_side_does_not_have(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -83,9 +83,10 @@ def test_gradient_in_a_sharded_map(param_dtype):
 
 
 @param_dtypes
-def test_on_a_mesh_with_explicit_axes(param_dtype):
+@pytest.mark.parametrize("options", [{"out_sharding": jax.P("data", None)}, {}], ids=["given", "default"])
+def test_on_a_mesh_with_explicit_axes(param_dtype, options):
     mesh, loss, params, tokens, check = over_devices(param_dtype, jax.sharding.AxisType.Explicit)
     with jax.set_mesh(mesh):
         params, tokens = jax.device_put(params, jax.P()), jax.device_put(tokens, jax.P("data"))
-        gradient = jax.grad(functools.partial(loss, out_sharding=jax.P("data", None)))
+        gradient = jax.grad(functools.partial(loss, **options))
         check(jax.jit(gradient)(params, tokens))

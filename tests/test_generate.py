@@ -254,6 +254,7 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
         (lambda m: generate_all(m, PROMPTS, temperature=1.0), "temperature=1.0 needs a key"),
         (lambda m: generate_all(m, PROMPTS, top_k=0), "top_k=0 must be at least 1"),
         (lambda m: generate_all(m, PROMPTS, top_p=0.0), "top_p=0.0 must be above 0"),
+        (lambda m: generate_all(m, PROMPTS, eos_token="</s>"), "eos_token='</s>' must be an integer or a sequence"),
         (lambda m: m.init_cache(0, 4), "batch_size=0 and capacity=4"),
         (lambda m: m.decode(PROMPTS, m.init_cache(4, 5)), "6 tokens exceed the cache's capacity of 5"),
         (

@@ -240,8 +240,37 @@ def test_separate_kernels_of_other_checkpoints():
 
 
 @pytest.mark.parametrize(
+    "model",
+    [
+        lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)),
+        lambda: layers.Llama(CONFIG, scan_layers=True, remat="full", rngs=nnx.Rngs(0)),
+        lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+    ],
+    ids=["llama", "scan", "gpt2"],
+)
+def test_on_a_mesh_with_explicit_axes(model):
+    model = model()
+    tokens = jax.random.randint(jax.random.key(1), (4, 9), 0, 20)
+    gradient = nnx.jit(nnx.value_and_grad(lambda model, tokens: model.loss(tokens[:, :-1], tokens[:, 1:])))
+    want = gradient(model, tokens)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        nnx.update(model, jax.device_put(nnx.state(model), jax.P()))
+        tokens = jax.device_put(tokens, jax.P("data"))
+        got = gradient(model, tokens)
+        assert model(tokens).sharding.spec[0] == "data"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(
     "call, message",
     [
+        (lambda: layers.LlamaConfig(head_dim=0), "head_dim=0; it must be an integer, 1 or more"),
+        (lambda: layers.LlamaConfig(num_hidden_layers=-1), "num_hidden_layers=-1; it must be an integer, 0 or more"),
+        (lambda: layers.LlamaConfig(sliding_window=2.5), "sliding_window=2.5; it must be an integer"),
+        (lambda: layers.LlamaConfig(rms_norm_eps=-1), "rms_norm_eps=-1; it must be a number, 0 or more"),
+        (lambda: layers.LlamaConfig(rope_theta=0.0), "rope_theta=0.0; it must be positive"),
+        (lambda: layers.LlamaConfig(rope_scaling={"rope_type": "llama3"}), "must be a RopeScaling or None"),
+        (lambda: layers.GPT2Config(n_head=0), "GPT2Config: n_head=0; it must be an integer, 1 or more"),
         (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"over 8 features .*\(2, 9\)"),
         (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(8)), r"wants \(\.\.\., M, 8\), got shape \(8,\)"),
         (lambda: layers.Attention(8, 0, rngs=nnx.Rngs(0)), "num_heads=0 .* must be at least 1"),

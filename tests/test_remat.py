@@ -132,6 +132,7 @@ def test_stack_and_unstack():
         (lambda: llama(remat_layers=1), "remat_layers=1 wants remat"),
         (lambda: llama(remat="full", remat_layers=1, scan_layers=True), "layers that are not scanned"),
         (lambda: llama(remat="everything"), r"remat='everything' is not a policy: full, save_qkv, save_attention"),
+        (lambda: llama(remat=True), "remat=True; it must be None, one of full, save_qkv, save_attention"),
         (lambda: llama(remat=("mlp",)), r"no array is named 'mlp'; names are context, decoder_layer_input"),
         (lambda: llama(dataclasses.replace(CONFIG, num_hidden_layers=0), scan_layers=True), "at least one layer"),
         (

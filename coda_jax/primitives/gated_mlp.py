@@ -67,7 +67,8 @@ def gated_mlp(
       gate_up: (D, 2F), F a multiple of 8: gate in the first half, up in the second.
       down: (F, D).
       epsilon: added to the mean of squares.
-      activation: elementwise, of float32 arrays.
+      activation: a function, elementwise, of float32 arrays. It may close over arrays, but not over what is
+        differentiated.
       dtype: compute dtype, of the products' inputs; default the promotion of x and gate_up.
       implementation: as in `gemm`.
 
@@ -75,8 +76,11 @@ def gated_mlp(
       y (..., D) in x's dtype; its row sums of squares (...,) float32, through which no gradient flows.
 
     Raises:
+      TypeError: activation is no function.
       ValueError: shapes that do not fit.
     """
+    if not callable(activation):
+        raise TypeError(f"gated_mlp: activation = {activation!r}; it must be a function")
     width, features = x.shape[-1], down.shape[0]
     deferred_norm.check_shapes(
         "gated_mlp",

@@ -61,7 +61,8 @@ def mlp(
       up_bias: (F,).
       down_bias: (D,).
       epsilon: added to the mean of squares, or to the variance.
-      activation: elementwise, of float32 arrays.
+      activation: a function, elementwise, of float32 arrays. It may close over arrays, but not over what is
+        differentiated.
       dtype: compute dtype, of the products' inputs; default the promotion of x and up.
       implementation: as in `gemm`.
 
@@ -70,8 +71,11 @@ def mlp(
       None: LayerNorm's statistic needs the whole row.
 
     Raises:
+      TypeError: activation is no function.
       ValueError: shapes that do not fit, or norm_bias without mean.
     """
+    if not callable(activation):
+        raise TypeError(f"mlp: activation = {activation!r}; it must be a function")
     width, rows, features = x.shape[-1], x.shape[:-1], down.shape[0]
     norm = Norm(sumsq, scale, mean, norm_bias)
     layer_norm.check_shapes(
