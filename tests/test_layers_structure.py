@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 from jax.extend import core
 from jax.interpreters import partial_eval
 from layer_checks import apply, state_dict
@@ -237,6 +238,16 @@ def test_separate_kernels_of_other_checkpoints():
     mlp = layers.GatedMLP(8, 12, rngs=nnx.Rngs(0))
     assert mlp.gate_up.shape == (8, 2, 12)
     np.testing.assert_array_equal(jnp.stack([mlp.gate, mlp.up], axis=1), mlp.gate_up[...])
+
+
+def test_export_with_any_number_of_tokens():
+    graphdef, state = nnx.split(layers.Llama(CONFIG, rngs=nnx.Rngs(0)))
+    run = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
+    tokens = jax.ShapeDtypeStruct(export.symbolic_shape("batch, length"), jnp.int32)
+    exported = export.export(run, platforms=("cpu",))(state, tokens)
+    for shape in ((2, 7), (1, 1)):
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, 20)
+        np.testing.assert_allclose(exported.call(state, tokens), run(state, tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
