@@ -7,7 +7,9 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.epilogue import Kind, NotTileLocalError, emit, trace
+from coda_jax.epilogue.trace import _WIDEST_HEAD
 from coda_jax.primitives.addressing import unsupported_reason
+from coda_jax.primitives.config import TILES
 from tests.host_execution import HostPrograms
 from tests.test_epilogue_heads import acc_of, angles, turned, turned_neighbours
 
@@ -219,3 +221,7 @@ def test_one_row():
     acc = jnp.linspace(-1, 2, 3 * DIM)[None]
     fused = coda.gemm(jnp.eye(1, 4), jnp.pad(acc, ((0, 3), (0, 0))), SCALE, OTHER[None], epilogue=f)
     np.testing.assert_allclose(fused, layer_norm(acc, SCALE, OTHER), rtol=1e-5, atol=1e-6)
+
+
+def test_the_widest_head_that_is_tried_is_that_of_the_widest_tile():
+    assert max(tile_n for _, tile_n in TILES) == _WIDEST_HEAD

@@ -1,0 +1,145 @@
+"""The cost model's choice of tiles, by its formulas and constants alone; and what a kernel of a tile then has."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coda_jax as coda
+from benchmarks.programs import PROGRAMS, kernel_source
+from benchmarks.tile_losses import Shape
+from coda_jax.epilogue import trace
+from coda_jax.primitives.config import EpilogueTraffic, choose_tiling, element_traffic, keeps_tables
+from coda_jax.primitives.cost_model import (
+    Cut,
+    ElementTraffic,
+    Product,
+    best_first,
+    by_time,
+    constants_for,
+    cost,
+    relative_power,
+    split_tiles,
+)
+
+DEVICE, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+H200 = constants_for(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "device, name, k, is_shared",
+    [
+        (H100, "rotary_qkv", 4096, True),
+        (H100, "rotary_qkv", 1536, False),
+        (H100, "qk_norm_rotary", 4096, True),
+        (DEVICE, "rotary_qkv", 4096, False),
+        (DEVICE, "rotary_qkv", 8192, True),
+        (H100, "rotary_positions", 8192, False),  # sines and cosines have not been timed there
+        (H100, "rotary_whole_tables", 8192, False),  # nor tables that each head loads
+    ],
+)
+def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k, is_shared):
+    problem = Shape(name, "NN", 16384, PROGRAMS[name].columns(10240), k).problem
+    assert (
+        choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device).tile_n == 256
+    ) == is_shared
+
+
+@pytest.mark.parametrize(
+    "name, tile, keeps",
+    [
+        ("rotary_qkv", (128, 256), True),
+        ("rotary_qkv", (128, 128), False),
+        ("rotary_qkv", (64, 256), False),
+        ("qk_norm_rotary", (128, 256), True),
+        ("rotary_neighbours", (128, 256), True),
+        ("rotary_256", (128, 256), False),
+        ("rotary_whole_tables", (128, 256), False),
+        ("layer_norm_of_neighbours", (128, 256), False),
+        ("identity", (128, 256), False),
+    ],
+)
+def test_tables_are_kept_where_registers_have_room(name, tile, keeps):
+    assert keeps_tables(Shape(name, "NN", 256, 1536, 256).problem.program, tile) == keeps
+    source = kernel_source(PROGRAMS[name], 256, 1536, 256, config=coda.GemmConfig(tile_m=tile[0], tile_n=tile[1]))
+    assert f"keeps_tables = {str(keeps).lower()};" in source
+
+
+@pytest.mark.parametrize("dtype, keeps", [(jnp.float32, True), (jnp.bfloat16, False), (jnp.float16, False)])
+def test_tables_of_16_bits_count_twice(dtype, keeps):
+    def norms_and_rotary(acc, *tables):
+        heads = acc.reshape(acc.shape[0], -1, 128)
+        heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True))
+        (a, b), (cos, sin) = jnp.split(heads, 2, axis=-1), (x[:, None] for x in tables)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(acc.shape)
+
+    tables = [jax.ShapeDtypeStruct((256, 64), dtype)] * 2
+    program = trace(norms_and_rotary, jax.ShapeDtypeStruct((256, 512), jnp.float32), tables)[0].program
+    assert keeps_tables(program, (128, 256)) == keeps
+
+
+def test_instructions_are_counted_for_an_element():
+    """Of a pair of halves or neighbours there are two; of parts those of the one with most."""
+    for name in ("rotary_qkv", "rotary_neighbours"):
+        problem = Shape(name, "NN", 256, 1536, 256).problem
+        assert element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes)).arithmetic == 4
+
+
+def test_least_energy_and_of_equals_the_fastest():
+    costs = {"least": (100.0, 5.0), "as good": (100.7, 4.0), "faster": (101.0, 1.0), "more": (100.8, 2.0)}
+    assert best_first(costs) == ["as good", "least", "more", "faster"] and best_first({}) == []
+
+
+def test_of_tiles_that_take_as_much_the_faster_is_chosen():
+    """128 x 192 takes a little less energy here than 128 x 128, and more time at one clock."""
+    problem = Shape("residual_sumsq", "NN", 16384, 2048, 2048).problem
+    program, dtypes = problem.program, problem.out_dtypes
+    traffic = element_traffic(program, EpilogueTraffic.of(program, dtypes))
+    wide, square = Cut(128, 192, 2, False), Cut(128, 128, 2, False)
+    energy, time = ([cost(problem.product, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
+    assert energy[0] < energy[1] and time[0] > time[1]
+    assert choose_tiling(problem.product, program, dtypes, None, DEVICE).cut == square
+
+
+def test_power_is_what_the_cost_model_makes_of_a_time():
+    """A split tile keeps the whole chip at work, or as much of it as there are parts."""
+    whole, split = Cut(128, 192, 2, False), Cut(128, 192, 2, True)
+    of = dataclasses.replace(H200, power={**H200.power, (128, 192): 0.9})
+    assert relative_power(Product(2048, 16384, 16384), split, of) == pytest.approx(0.9)
+    assert relative_power(Product(2048, 16384, 16384), whole, of) < 0.9
+    tiles, parts = split_tiles(Product(768, 768, 16384), split)
+    assert relative_power(Product(768, 768, 16384), split, of) == pytest.approx(1 - 0.1 * tiles * parts / 66)
+
+
+def test_column_sums_count_where_nothing_hides_them():
+    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, 0.0, False) for count in (0, 1))
+    for tile, counts in (((128, 256), True), ((128, 128), False)):
+        cut = Cut(*tile, 2, False)
+        assert (cost(shape, cut, one, H200) > cost(shape, cut, none, H200)) == counts
+
+
+@pytest.mark.parametrize("waves, saved", [(3, False), (4, True), (8, True)])
+def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
+    """And a product that is over soon is waited for, whatever it takes."""
+    whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
+    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
+    alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (H200, by_time(H200)))
+    assert (alone < 0.6 * plain) if saved else (alone == plain)
+    power = relative_power(one_more, cut, H200)
+    assert (power == pytest.approx((waves + alone / plain) / (waves + 1), rel=1e-3)) if saved else (power == 1)
+
+
+@pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
+def test_what_a_shared_tile_loads_is_there_when_its_products_end(epilogue):
+    """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
+    shape = Shape(epilogue, "NN", 16384, 2048, 16384)
+    types, dtypes = shape.types[2:], shape.problem.out_dtypes
+    config = coda.GemmConfig(tile_m=128, tile_n=256)
+    tiling = choose_tiling(shape.problem.product, shape.problem.program, dtypes, config, DEVICE)
+    if not types:
+        assert tiling.stages == 4
+    else:
+        row = tiling.box_n * sum(type_.dtype.itemsize for type_ in types if type_.ndim == 2 and type_.shape[1] > 1)
+        assert tiling.stages == 3 and 64 * row * tiling.load_slots >= 24 * 1024
+    assert tiling.box_n * max(dtype.itemsize for dtype in dtypes) in (64, 128)
