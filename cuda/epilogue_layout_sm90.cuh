@@ -22,6 +22,8 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
+  // Consumers take whole tiles in turn, or cooperate: each has its share of the rows of every tile.
+  static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
   // The ways of a program's values are the halves of N, which lie in two splits of every array, the halves of heads, or
   // neighbouring columns: these lie in one thread, which works on both (`spread`) where it otherwise works on one.
   static constexpr int head = Epilogue::head;

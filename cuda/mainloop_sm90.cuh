@@ -37,7 +37,7 @@ struct Gemm {
       Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr int consumers = 2;
-  static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
+  static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int turns = cooperative ? 1 : consumers;  // a consumer has every `turns`-th piece of work
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
                 "consumers that cooperate have equal shares of whole tiles");
@@ -228,6 +228,7 @@ struct Gemm {
         at.advance();
       }
       if (!is_last) wake(consumer ^ 1);
+      epilogue.read_ahead();
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
