@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from coda_jax import ffi
+from coda_jax.primitives import gemm_cuda
 from tests.gemm_cases import assert_close, jit, total
 
 M, K, N = 32, 16, 24
@@ -125,11 +126,65 @@ def test_explicit_axes(specs):
     assert_close(jax.device_get(got), want)
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+
+
+def kernels(function, *arguments):
+    """How many kernels a function launches on a GPU."""
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@coda_gemm(")
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_cuda_lowering(mesh, residuals):
     types = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (A, B, X, ROW)]
-    gradient = jax.jit(jax.grad(data_parallel(mesh, residuals=residuals), (0, 1, 2, 3)))
-    lowered = gradient.trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    gradient = jax.grad(data_parallel(mesh, residuals=residuals), (0, 1, 2, 3))
     # With "recompute" the forward product is dead: a gradient needs the derivative's, da and db.
-    assert lowered.count("@coda_gemm(") == 3
+    assert kernels(gradient, *types) == 3
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("manual", "reason"), [((), "mesh axes x, y"), (("x",), "mesh axes y"), (("x", "y"), None)])
+def test_what_xla_partitions_takes_its_form(axis_type, manual, reason, monkeypatch):
+    """A custom call would have all of its arguments gathered on every device."""
+    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:4])
+
+    def multiply(a, b, **options):
+        def product(a, b):
+            return coda.gemm(a, b, epilogue=jnp.tanh, **options)
+
+        specs = {"in_specs": (P("x"), P()), "out_specs": P("x")}
+        return jax.shard_map(product, axis_names=set(manual), **specs)(a, b) if manual else product(a, b)
+
+    a, b = (x.astype(jnp.bfloat16) for x in (A, B))
+    with jax.set_mesh(mesh):
+        a, b = jax.device_put(a, P("x")), jax.device_put(b, P())
+        if reason is None:
+            assert kernels(multiply, a, b) == 1
+        else:
+            with pytest.warns(coda.FallbackWarning, match=f"{reason}, .* jax.shard_map gives each device its own"):
+                assert kernels(multiply, a, b) == 0
+            with pytest.raises(NotImplementedError, match=reason):
+                kernels(lambda a, b: multiply(a, b, implementation="cuda"), a, b)
+        (product,) = coda.explain(multiply, a, b, platform="cuda").products
+        assert (product.reason is None) == (reason is None)
+
+
+@needs_nvrtc
+def test_shardings_without_types_are_seen_too(mesh, monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    types = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (A, B)]
+    shardings = (NamedSharding(mesh, P("x")), NamedSharding(mesh, P()))
+    with pytest.warns(coda.FallbackWarning, match="over 4 devices"):
+        assert kernels(jax.jit(coda.gemm, in_shardings=shardings), *types) == 0
+
+
+def test_partitioned_products_gather_nothing(mesh):
+    """Rows stay where they are, in the XLA form as inside a shard_map."""
+    a, b = jax.device_put(A, NamedSharding(mesh, P("x"))), jax.device_put(B, NamedSharding(mesh, P()))
+    compiled = jax.jit(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh)).lower(a, b).compile()
+    assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()
+    assert compiled(a, b).sharding.is_equivalent_to(a.sharding, 2)

@@ -12,4 +12,5 @@ from coda_jax.epilogue.program import TileStore as TileStore
 from coda_jax.epilogue.program import Width as Width
 from coda_jax.epilogue.trace import Epilogue as Epilogue
 from coda_jax.epilogue.trace import trace as trace
+from coda_jax.epilogue.trace import types_of as types_of
 from coda_jax.epilogue.values import NotTileLocalError as NotTileLocalError

@@ -163,9 +163,15 @@ def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
     return [positional[i] if i < len(positional) else str(i) for i in range(count)]
 
 
-def _aval(x: Any, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+def types_of(f: Callable[..., Any], *args: Any) -> list[Any]:
+    """Types of f's flat outputs. jax.eval_shape's lose their mesh inside a shard_map that leaves some axes to XLA."""
+    return list(jax.make_jaxpr(f)(*args).out_avals)
+
+
+def _aval(x: Any, dtype: np.dtype) -> Any:
     """The type f is traced with; inside shard_map it varies over the same mesh axes as x."""
-    return jax.eval_shape(lambda x: lax.convert_element_type(x, dtype), x)
+    (aval,) = types_of(lambda x: lax.convert_element_type(x, dtype), x)
+    return aval
 
 
 def _as_float32(operand: Operand) -> Operand:

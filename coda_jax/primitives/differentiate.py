@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace
+from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
@@ -59,7 +59,7 @@ def product(
     )
     while True:
         a, b, *operands = vary(axes, a, b, *operands)
-        acc = jax.eval_shape(multiply, a, b)
+        (acc,) = types_of(multiply, a, b)
         traced, captured = trace(epilogue, acc, operands)
         if varying_axes(*captured) <= axes:
             break

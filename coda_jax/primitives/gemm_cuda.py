@@ -18,7 +18,7 @@ from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.cost_model import Product
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
-from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.mesh_types import partitioned_axes, vary, varying_axes
 from coda_jax.primitives.tile_table import Problem, attached_device, tiling_for
 
 CAPABILITY = "9.0"
@@ -31,11 +31,21 @@ class FallbackWarning(UserWarning):
 _reported: set[str] = set()
 
 
-def fallback_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
-    """Why this product takes the XLA form on the attached GPUs (on a Hopper GPU if there are none), or None."""
+def fallback_reason(avals: Sequence[Any], params: dict[str, Any], devices: int = 1) -> str | None:
+    """Why this product takes the XLA form on the attached GPUs (on a Hopper GPU if there are none), or None.
+
+    Args:
+      avals, params: of the product's equation.
+      devices: over which XLA partitions the program, where the types do not say so.
+    """
     if params["implementation"] == "xla":
         return "implementation='xla'"
-    return _device_reason() or ffi.unavailable_reason() or _product_reason(avals, params)
+    return (
+        _device_reason()
+        or ffi.unavailable_reason()
+        or _product_reason(avals, params)
+        or _partition_reason(partitioned_axes(*avals), devices)
+    )
 
 
 def _device_reason() -> str | None:
@@ -56,13 +66,23 @@ def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
     return unsupported_reason(a, b, program, dtypes, params["transpose_a"], params["transpose_b"])
 
 
+def _partition_reason(axes: Sequence[str], devices: int) -> str | None:
+    """XLA would gather all of a kernel's arguments on every device, each of which would compute everything."""
+    if not axes and devices == 1:
+        return None
+    over = f"mesh axes {', '.join(axes)}" if axes else f"{devices} devices"
+    return f"XLA partitions it over {over}, and kernels cannot be partitioned; jax.shard_map gives each device its own"
+
+
 def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.dtype, ...]:
     """Dtypes of the program's stores, from those of all flat outputs."""
     return tuple(out_dtypes[store.output] for store in program.stores)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
-    reason = fallback_reason(ctx.avals_in, params)
+    # Inside a shard_map there is another context, and the types say which axes are left to XLA.
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    reason = fallback_reason(ctx.avals_in, params, devices)
     if reason is None:
         # What is exported runs anywhere: no table of this machine has a say in it.
         device = None if ctx.module_context.lowering_parameters.for_export else attached_device()

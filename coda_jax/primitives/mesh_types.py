@@ -21,6 +21,16 @@ def vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
     return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
 
 
+def partitioned_axes(*avals: Any) -> tuple[str, ...]:
+    """The mesh axes, of more than one device, over which XLA is to partition what is computed from these types."""
+    names: dict[str, None] = {}
+    for aval in avals:
+        mesh = aval.sharding.mesh
+        kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        names |= {name: None for name, size, kind in kinds if size > 1 and kind is not jax.sharding.AxisType.Manual}
+    return tuple(names)
+
+
 def explicit_sharding(x: Any) -> Any:
     """The sharding in x's type if the mesh has explicit axes, and of none of them if x has no mesh; else None."""
     sharding = jax.typeof(x).sharding

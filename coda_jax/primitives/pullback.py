@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
-from coda_jax.epilogue import Epilogue
+from coda_jax.epilogue import Epilogue, types_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Pullback:
         def as_traced(*arguments: jax.Array) -> list[jax.Array]:
             return [x.astype(operand.traced_dtype) for x, operand in zip(arguments, operands, strict=True)]
 
-        typed = jax.eval_shape(as_traced, *arguments)
-        outputs = jax.eval_shape(epilogue.evaluate, acc, *typed)
+        typed = types_of(as_traced, *arguments)
+        outputs = types_of(epilogue.evaluate, acc, *typed)
         floating_outputs = [i for i, x in enumerate(outputs) if _is_floating(x.dtype)]
         floating = [i for i, x in enumerate(typed) if _is_floating(x.dtype)]
 

@@ -1,0 +1,45 @@
+"""Whole models inside shard_map: the loss and its gradient are those of one device."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flax_layers as layers
+
+CONFIG = layers.LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+)
+MODELS = {
+    "llama": lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)),
+    "scan": lambda: layers.Llama(CONFIG, scan_layers=True, remat="save_attention", rngs=nnx.Rngs(0)),
+    "gpt2": lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+}
+# How large the axes are, their type, and over which of them the shard_map is.
+MESHES = {
+    "explicit": ((4, 1), AxisType.Explicit, {"data", "model"}),
+    "auto": ((4, 1), AxisType.Auto, {"data", "model"}),
+    "partly auto": ((2, 2), AxisType.Auto, {"data"}),
+}
+
+
+@pytest.mark.parametrize("sizes, kind, manual", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_loss_and_gradient(model, sizes, kind, manual):
+    graph, params = nnx.split(model())
+    tokens = jax.random.randint(jax.random.key(1), (8, 9), 0, 64)
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
+
+    def of_shard(params, tokens):
+        return jax.lax.pmean(loss(params, tokens), "data")
+
+    want = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    with jax.set_mesh(jax.make_mesh(sizes, ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])):
+        sharded = jax.shard_map(of_shard, in_specs=(P(), P("data")), out_specs=P(), axis_names=manual)
+        arguments = jax.device_put(params, P()), jax.device_put(tokens, P("data"))
+        got = jax.jit(jax.value_and_grad(sharded))(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
