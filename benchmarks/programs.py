@@ -223,6 +223,12 @@ def _parts(acc, bias):
     return first, jnp.tanh(second), last * 2, y, jnp.sum(y * y, axis=1)
 
 
+def _parts_of_sum(acc, x):
+    y = acc + x
+    third = acc.shape[1] // 3
+    return y[:, :third], jnp.tanh(y[:, third : 2 * third]), y[:, 2 * third :]
+
+
 PROGRAMS: dict[str, Program] = {
     "identity": Program(None),
     "residual": Program(_residual, lambda m, n: (_type((m, n)),)),
@@ -306,6 +312,9 @@ PROGRAMS: dict[str, Program] = {
         lambda m, n: (_type((n,), jnp.float32),),
         (jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16),
         multiple=24,
+    ),
+    "parts_of_sum": Program(
+        _parts_of_sum, lambda m, n: (_type((m, n)),), (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16), multiple=24
     ),
 }
 

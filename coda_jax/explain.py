@@ -74,18 +74,19 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """
     platform = platform or jax.default_backend()
     products, others = collections.Counter[Product](), 0
-    for equation, times in equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1):
+    found, num_devices = program_of(function, *args, **kwargs)
+    for equation, times in found:
         if equation.primitive is coda_gemm_p:
-            products[_product(equation, platform)] += times
+            products[_product(equation, platform, num_devices)] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
     return Explanation(dict(products), others)
 
 
-def _product(equation: core.JaxprEqn, platform: str) -> Product:
+def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Product:
     avals, params = [v.aval for v in equation.invars], equation.params
     on_gpu = platform in ("gpu", "cuda")
-    reason = fallback_reason(avals, params) if on_gpu else f"the platform is {platform}"
+    reason = fallback_reason(avals, params, num_devices) if on_gpu else f"the platform is {platform}"
     a, b = (
         f"{aval.str_short()}{'^T' if transposed else ''}"
         for aval, transposed in zip(avals, (params["transpose_a"], params["transpose_b"]), strict=False)
@@ -100,13 +101,22 @@ def _product(equation: core.JaxprEqn, platform: str) -> Product:
     return Product(params["name"], a, b, reason, tile)
 
 
-def equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
+def program_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
+    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
+    found = list(_equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1))
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+    shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
+    sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
+    return found, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
+
+
+def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
     """All equations, those of nested jaxprs too, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
         inner_times = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
             if isinstance(inner, core.ClosedJaxpr):
-                yield from equations(inner.jaxpr, inner_times)
+                yield from _equations(inner.jaxpr, inner_times)
             elif isinstance(inner, core.Jaxpr):
-                yield from equations(inner, inner_times)
+                yield from _equations(inner, inner_times)

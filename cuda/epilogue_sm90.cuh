@@ -22,15 +22,15 @@ struct EpilogueVisitor {
   // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
   // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
   static constexpr bool releases_late = Layout::subtiles > 1;
-  // Nothing hides the epilogue of consumers that cooperate. Its first box is read while the last products run, which
-  // also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
+  // Nothing hides the epilogue of consumers that cooperate. A tile's first box is read while its last products run,
+  // which also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
   static constexpr bool reads_ahead = Layout::cooperative && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
 
   using Loads = Subtile[at_least_one(Epilogue::tile_loads)];
 
   Operands operands;
   Results results;
-  Loads ahead;  // the first box's
+  Loads ahead;  // of the tile's first box, if the epilogue `reads_ahead`
 
   __device__ __forceinline__ EpilogueVisitor(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
                                              int warpgroup, int warp, int lane)

@@ -228,7 +228,7 @@ struct Gemm {
         at.advance();
       }
       if (!is_last) wake(consumer ^ 1);
-      epilogue.read_ahead();
+      epilogue.read_ahead();  // only of a whole tile: consumers that cooperate never have a part of one
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)

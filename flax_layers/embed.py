@@ -48,13 +48,15 @@ class Embed(nnx.Embed):
 
 
 def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:
-    """Over explicit axes: the rows lie as what names them, their columns as the table's; None without such axes."""
+    """Over explicit axes: the rows lie as what names them, their columns as the table's; None if that is anywhere."""
     of_table = explicit_sharding(table)
     if of_table is None:
         return None
     of_inputs = explicit_sharding(inputs)
     rows = (None,) * jnp.ndim(inputs) if of_inputs is None else of_inputs.spec
-    return jax.sharding.NamedSharding(of_table.mesh, jax.P(*rows, of_table.spec[1]))
+    spec = jax.P(*rows, of_table.spec[1])
+    # Beside a manual axis JAX cannot differentiate a gather that is told how to lie.
+    return None if all(axis is None for axis in spec) else jax.sharding.NamedSharding(of_table.mesh, spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,4 +1,7 @@
-"""Whole models inside shard_map: the loss and its gradient are those of one device."""
+"""Whole models inside shard_map: the loss and its gradient are those of one device.
+
+In float32: XLA for CPUs ends the process at some bfloat16 sums over a part of a mesh's axes.
+"""
 
 import jax
 import numpy as np
@@ -22,6 +25,7 @@ MESHES = {
     "explicit": ((4, 1), AxisType.Explicit, {"data", "model"}),
     "auto": ((4, 1), AxisType.Auto, {"data", "model"}),
     "partly auto": ((2, 2), AxisType.Auto, {"data"}),
+    "partly explicit": ((2, 2), AxisType.Explicit, {"data"}),
 }
 
 

@@ -144,28 +144,43 @@ def test_cuda_lowering(mesh, residuals):
     assert kernels(gradient, *types) == 3
 
 
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("manual", "reason"), [((), "mesh axes x, y"), (("x",), "mesh axes y"), (("x", "y"), None)])
-def test_what_xla_partitions_takes_its_form(axis_type, manual, reason, monkeypatch):
-    """A custom call would have all of its arguments gathered on every device."""
+@pytest.mark.parametrize(
+    ("kind", "rows", "manual", "reason"),
+    [
+        (AUTO, "x", (), "mesh axes x, y"),
+        (AUTO, None, (), "mesh axes x, y"),  # where arrays lie on automatic axes no type says
+        (AUTO, "x", ("x",), "mesh axes y"),
+        (AUTO, "x", ("x", "y"), None),
+        (EXPLICIT, "x", (), "mesh axes x"),
+        (EXPLICIT, None, (), None),
+        (EXPLICIT, "x", ("x",), None),
+        (EXPLICIT, ("x", "y"), ("x",), "mesh axes y"),
+        (EXPLICIT, "x", ("x", "y"), None),
+    ],
+)
+def test_what_xla_partitions_takes_its_form(kind, rows, manual, reason, monkeypatch):
+    """A kernel would have all of its arguments gathered on every device."""
     monkeypatch.setattr(gemm_cuda, "_reported", set())
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:4])
 
     def multiply(a, b, **options):
         def product(a, b):
             return coda.gemm(a, b, epilogue=jnp.tanh, **options)
 
-        specs = {"in_specs": (P("x"), P()), "out_specs": P("x")}
+        of_a = P("x") if "x" in manual else P()
+        specs = {"in_specs": (of_a, P()), "out_specs": of_a}
         return jax.shard_map(product, axis_names=set(manual), **specs)(a, b) if manual else product(a, b)
 
     a, b = (x.astype(jnp.bfloat16) for x in (A, B))
-    with jax.set_mesh(mesh):
-        a, b = jax.device_put(a, P("x")), jax.device_put(b, P())
+    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])):
+        a, b = jax.device_put(a, P(rows)), jax.device_put(b, P())
         if reason is None:
             assert kernels(multiply, a, b) == 1
         else:
-            with pytest.warns(coda.FallbackWarning, match=f"{reason}, .* jax.shard_map gives each device its own"):
+            with pytest.warns(coda.FallbackWarning, match=f"over {reason}; inside a jax.shard_map each device runs"):
                 assert kernels(multiply, a, b) == 0
             with pytest.raises(NotImplementedError, match=reason):
                 kernels(lambda a, b: multiply(a, b, implementation="cuda"), a, b)
@@ -174,16 +189,23 @@ def test_what_xla_partitions_takes_its_form(axis_type, manual, reason, monkeypat
 
 
 @needs_nvrtc
-def test_shardings_without_types_are_seen_too(mesh, monkeypatch):
+def test_shardings_that_no_type_has_are_seen_too(mesh, monkeypatch):
     monkeypatch.setattr(gemm_cuda, "_reported", set())
     types = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (A, B)]
     shardings = (NamedSharding(mesh, P("x")), NamedSharding(mesh, P()))
+    multiply = jax.jit(coda.gemm, in_shardings=shardings)
     with pytest.warns(coda.FallbackWarning, match="over 4 devices"):
-        assert kernels(jax.jit(coda.gemm, in_shardings=shardings), *types) == 0
+        assert kernels(multiply, *types) == 0
+    (product,) = coda.explain(multiply, *types, platform="cuda").products
+    assert "over 4 devices" in product.reason
+    (product,) = coda.explain(coda.gemm, *types, platform="cuda").products
+    assert product.reason is None
+    with jax.set_mesh(mesh):
+        (product,) = coda.explain(coda.gemm, *(x.astype(jnp.bfloat16) for x in (A, B)), platform="cuda").products
+    assert product.reason is not None
 
 
-def test_partitioned_products_gather_nothing(mesh):
-    """Rows stay where they are, in the XLA form as inside a shard_map."""
+def test_products_that_xla_partitions_gather_nothing(mesh):
     a, b = jax.device_put(A, NamedSharding(mesh, P("x"))), jax.device_put(B, NamedSharding(mesh, P()))
     compiled = jax.jit(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh)).lower(a, b).compile()
     assert "all-gather" not in compiled.as_text() and "all-reduce" not in compiled.as_text()

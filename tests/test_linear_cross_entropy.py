@@ -1,5 +1,6 @@
 """The loss head against the textbook: losses and every cotangent, chunks, options, memory, transformations."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -136,10 +137,12 @@ def test_data_parallel_gradient(reduction):
     assert_close(got, want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_explicit_mesh(reduction):
+def test_explicit_mesh(reduction, is_set, sizes):
     """Tokens are sharded over an explicit axis, the parameters know of no mesh: each shard has chunks of its own."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     x, scale, kernel, labels, weights = arguments(F32, (8, 70), 8, 24)
 
     def gradient(x, labels, weights):
@@ -149,10 +152,21 @@ def test_explicit_mesh(reduction):
         return jit(jax.value_and_grad(value, (0, 1, 2, 3)))(x, scale, kernel, weights)
 
     want = gradient(x, labels, weights)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         got = gradient(*(jax.device_put(a, jax.NamedSharding(mesh, jax.P("data"))) for a in (x, labels, weights)))
     assert jax.typeof(got[1][0]).sharding.spec == jax.P("data", None, None)
     assert_close(got, want, rtol=1e-4)
+
+
+@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1), (2, 2)])
+def test_kernels_on_an_explicit_mesh(sizes):
+    mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x, scale, kernel, labels, weights = arguments(BF16, (8, 64), 8, 24)
+    x, labels, weights = (jax.device_put(a, jax.NamedSharding(mesh, jax.P("data"))) for a in (x, labels, weights))
+    gradient = jax.grad(lambda x, kernel: loss(x, scale, kernel, labels, weights, dtype=BF16)[0], (0, 1))
+    lowered = jax.jit(gradient).trace(x, kernel).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@coda_gemm(") == 3
 
 
 def test_no_array_of_all_logits():

@@ -31,12 +31,12 @@ class FallbackWarning(UserWarning):
 _reported: set[str] = set()
 
 
-def fallback_reason(avals: Sequence[Any], params: dict[str, Any], devices: int = 1) -> str | None:
+def fallback_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: int) -> str | None:
     """Why this product takes the XLA form on the attached GPUs (on a Hopper GPU if there are none), or None.
 
     Args:
       avals, params: of the product's equation.
-      devices: over which XLA partitions the program, where the types do not say so.
+      num_devices: how many XLA partitions the program over, if its types are on no mesh.
     """
     if params["implementation"] == "xla":
         return "implementation='xla'"
@@ -44,7 +44,7 @@ def fallback_reason(avals: Sequence[Any], params: dict[str, Any], devices: int =
         _device_reason()
         or ffi.unavailable_reason()
         or _product_reason(avals, params)
-        or _partition_reason(partitioned_axes(*avals), devices)
+        or _partition_reason(avals, params, num_devices)
     )
 
 
@@ -66,12 +66,17 @@ def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
     return unsupported_reason(a, b, program, dtypes, params["transpose_a"], params["transpose_b"])
 
 
-def _partition_reason(axes: Sequence[str], devices: int) -> str | None:
-    """XLA would gather all of a kernel's arguments on every device, each of which would compute everything."""
-    if not axes and devices == 1:
+def _partition_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: int) -> str | None:
+    """Which parts of a program each device has only XLA knows; it would gather a kernel's arguments on all of them."""
+    shardings = [aval.sharding for aval in avals]
+    axes = partitioned_axes(*shardings, *filter(None, [params["out_sharding"]]))
+    if axes:
+        over = f"mesh axes {', '.join(axes)}"
+    elif num_devices > 1 and all(sharding.mesh.empty for sharding in shardings):
+        over = f"{num_devices} devices"
+    else:
         return None
-    over = f"mesh axes {', '.join(axes)}" if axes else f"{devices} devices"
-    return f"XLA partitions it over {over}, and kernels cannot be partitioned; jax.shard_map gives each device its own"
+    return f"XLA partitions it over {over}; inside a jax.shard_map each device runs the kernel on its own part"
 
 
 def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.dtype, ...]:
@@ -80,9 +85,8 @@ def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.d
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
-    # Inside a shard_map there is another context, and the types say which axes are left to XLA.
-    devices = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
-    reason = fallback_reason(ctx.avals_in, params, devices)
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # of a shard_map the types say it
+    reason = fallback_reason(ctx.avals_in, params, num_devices)
     if reason is None:
         # What is exported runs anywhere: no table of this machine has a say in it.
         device = None if ctx.module_context.lowering_parameters.for_export else attached_device()

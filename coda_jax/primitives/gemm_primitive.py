@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from coda_jax.epilogue import Program
+from coda_jax.epilogue import Program, types_of
 from coda_jax.primitives.config import GemmConfig
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")
@@ -109,7 +109,7 @@ def xla_form(
 @coda_gemm_p.def_abstract_eval
 def _types(*avals: Any, **params: Any) -> list[Any]:
     # Through JAX's own typing, so that shardings and the mesh axes over which a result varies are kept.
-    return list(jax.make_jaxpr(functools.partial(xla_form, **params))(*avals).out_avals)
+    return types_of(functools.partial(xla_form, **params), *avals)
 
 
 def _bind_flat(*arguments: jax.Array, **params: Any) -> list[jax.Array]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.primitives.loss_head import LossHead, Norm, round_up
-from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -126,7 +126,7 @@ def _on_shards(
 ) -> jax.Array:
     """f(head, x, norm, kernel, *others), on each shard where tokens are sharded over explicit mesh axes.
 
-    A chunk of all tokens would be the tokens of a few devices.
+    A chunk of all tokens would be the tokens of a few devices. The other explicit axes have copies of everything.
     """
 
     def run(*arguments: Any) -> jax.Array:
@@ -138,16 +138,20 @@ def _on_shards(
     names = None if sharding is None else sharding.spec[0]
     if sharding is None or names is None:
         return run(*arguments)
-    rows = jax.P(names)
+    mesh, rows = sharding.mesh, jax.P(names)
     specs = (rows, None if norm is None else (rows, jax.P()), jax.P(), *(rows for _ in others))
     on_shards = jax.shard_map(
         run,
-        mesh=sharding.mesh,
+        mesh=mesh,
         in_specs=specs,
         out_specs=rows,
-        axis_names={names} if isinstance(names, str) else set(names),
+        axis_names=set(explicit_axes(mesh)),
     )
-    return on_shards(*jax.tree.map(jax.sharding.reshard, arguments, specs))
+
+    def placed(x: jax.Array, spec: jax.P) -> jax.Array:
+        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+
+    return on_shards(*jax.tree.map(placed, arguments, specs))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -21,13 +22,18 @@ def vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
     return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
 
 
-def partitioned_axes(*avals: Any) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, over which XLA is to partition what is computed from these types."""
+def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
+    """The mesh axes, of more than one device, over which XLA may partition what has types of these shardings.
+
+    Of explicit axes those that a type names; automatic ones all.
+    """
     names: dict[str, None] = {}
-    for aval in avals:
-        mesh = aval.sharding.mesh
-        kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        names |= {name: None for name, size, kind in kinds if size > 1 and kind is not jax.sharding.AxisType.Manual}
+    for sharding in shardings:
+        mesh = sharding.mesh
+        named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+            if size > 1 and (kind is AxisType.Auto or (kind is AxisType.Explicit and name in named)):
+                names[name] = None
     return tuple(names)
 
 
@@ -36,4 +42,10 @@ def explicit_sharding(x: Any) -> Any:
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * x.ndim))
-    return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+    return sharding if explicit_axes(sharding.mesh) else None
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """Names of a mesh's explicit axes."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind is AxisType.Explicit)

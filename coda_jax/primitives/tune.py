@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax import ffi
-from coda_jax.explain import equations
+from coda_jax.explain import program_of
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
 from coda_jax.primitives.cost_model import Constants, Product, best_first, constants_for, relative_power
@@ -173,12 +173,13 @@ def energies(product: Product, times: Mapping[Tiling, float], constants: Constan
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
     """The products that the kernel would compute with a tile of the library's choice, each once, by their key."""
     found: dict[str, Work] = {}
-    for equation, _ in equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1):
+    equations, num_devices = program_of(function, *args, **kwargs)
+    for equation, _ in equations:
         if equation.primitive is not coda_gemm_p:
             continue
         avals: list[Any] = [v.aval for v in equation.invars]
         params = equation.params
-        if params["config"] not in (None, GemmConfig()) or fallback_reason(avals, params) is not None:
+        if params["config"] not in (None, GemmConfig()) or fallback_reason(avals, params, num_devices) is not None:
             continue
         problem = problem_of(avals, params)
         if problem.key is not None and problem.key not in found:

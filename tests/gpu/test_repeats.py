@@ -28,6 +28,8 @@ CASES = [
     ("norm_backward", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=256)),
     ("accumulate", jnp.bfloat16, True, False, GemmConfig(tile_m=128, tile_n=256)),
     ("qk_norm_rotary", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256)),
+    ("rotary_neighbours", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256)),
+    ("parts_of_sum", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=256)),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
         for tile_m, tile_n in TILES[1:]
@@ -123,6 +125,16 @@ FAULTS = {
                 "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
             ),
         )
+    ),
+    "read a tile operand before it has arrived, in a shared tile": Fault(
+        (
+            ("ring.wait_full(loaded);", ""),
+            (
+                "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+                "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+            ),
+        ),
+        config=GemmConfig(tile_m=128, tile_n=256),
     ),
     "overwrite a result that is still being stored": Fault(
         (("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),)
