@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,11 @@ def attend(
 def _implementation(q: jax.Array, masked: bool) -> Implementation:
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
-    length, _, head_dim = q.shape[-3:]
-    suits = q.dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+    length: Any = q.shape[-3]
+    head_dim = q.shape[-1]
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16) or head_dim % 8 or head_dim > 128:
+        return "xla"
+    if not isinstance(length, int):  # of an export; of what follows nothing is known
+        return "xla"
     # cuDNN before 9.10 takes no single causal query; the backward pass of a masked one takes even lengths only.
-    suits = suits and length > 1 and not (masked and length % 2)
-    return "cudnn" if suits and jax.default_backend() == "gpu" else "xla"
+    return "xla" if length == 1 or (masked and length % 2) else "cudnn"

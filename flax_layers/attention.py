@@ -14,7 +14,7 @@ import coda_jax as coda
 from coda_jax import rotary as rotary
 from flax_layers.attend import Implementation, attend
 from flax_layers.kv_cache import KVCache
-from flax_layers.linear import Linear, default_kernel_init
+from flax_layers.linear import Linear, default_kernel_init, is_linear, joined, mapped
 from flax_layers.norm import RMSNorm
 from flax_layers.rope_scaling import RopeScaling
 from flax_layers.stream import Deferred, Normalized, Stream, in_place_of
@@ -188,7 +188,8 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
-        if isinstance(x, Normalized) and self.qkv.bias is None and self.rope_theta is not None:
+        takes_chain = is_linear(self.qkv) and self.qkv.bias is None
+        if takes_chain and isinstance(x, Normalized) and self.rope_theta is not None:
             norms: dict[str, Any] = {}
             if self.q_norm is not None and self.k_norm is not None:
                 norms = {"q_scale": self.q_norm.whole_scale(), "k_scale": self.k_norm.whole_scale()}
@@ -207,7 +208,7 @@ class Attention(nnx.Module):
             )
             residual = in_place_of(residual, x, passed)
         else:
-            z, residual = self.qkv.beside(x, residual)
+            z, residual = self.qkv.beside(x, residual) if is_linear(self.qkv) else (mapped(self.qkv, x), residual)
             heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
             q, k, v = (
                 y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(self._split(z), heads, strict=True)
@@ -228,7 +229,7 @@ class Attention(nnx.Module):
             cache=cache,
             implementation=self.implementation,
         )
-        out = self.out(y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual=residual)
+        out = joined(self.out, y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual)
         return out if cache is None else (out, cache)
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:

@@ -88,6 +88,27 @@ def _after_row_scale(epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
     return row_scale
 
 
+def is_linear(*layers: Any) -> bool:
+    """Whether all are Linears and nothing put in their place, such as an adapter: a chain may take their kernels."""
+    return all(type(layer) is Linear for layer in layers)
+
+
+def mapped(layer: Callable[..., Any], x: jax.Array | Stream | Deferred) -> jax.Array:
+    """layer(x), of a Linear or of what stands in its place, which is given an array."""
+    return layer(x if isinstance(layer, Linear) else array(x))
+
+
+def joined(layer: Callable[..., Any], x: jax.Array, residual: jax.Array | Stream | None) -> Any:
+    """layer(x) [+ residual], as `Linear` returns it, of a Linear or of what stands in its place."""
+    if isinstance(layer, Linear):
+        return layer(x, residual=residual)
+    y = layer(x)
+    if residual is None:
+        return y
+    total = (array(residual) + y).astype(residual.dtype)
+    return Stream(total).with_statistic() if isinstance(residual, Stream) else total
+
+
 class Linear(nnx.Module):
     """Linear map, optionally added to the residual stream in the product's epilogue.
 

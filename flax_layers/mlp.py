@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from flax_layers.activation import Activation, activation_of
-from flax_layers.linear import Linear, default_kernel_init, project
+from flax_layers.linear import Linear, default_kernel_init, is_linear, joined, mapped, project
 from flax_layers.stream import Deferred, Normalized, Stream, array, layer_norm_arguments
 
 
@@ -78,7 +78,8 @@ class GatedMLP(nnx.Module):
 
         Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.gated_mlp`.
         """
-        if isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
+        takes_chain = is_linear(self.down) and self.down.bias is None
+        if takes_chain and isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
             gate_up = self.gate_up[...]
             y, sumsq = coda.gated_mlp(
                 x.x,
@@ -98,7 +99,7 @@ class GatedMLP(nnx.Module):
 
         gate_up = self.gate_up[...]
         hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
-        return self.down(hidden, residual=residual)
+        return joined(self.down, hidden, residual)
 
 
 class MLP(nnx.Module):
@@ -148,6 +149,8 @@ class MLP(nnx.Module):
 
         Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.mlp`.
         """
+        if not is_linear(self.up, self.down):
+            return joined(self.down, self.activation(mapped(self.up, x)), residual)
         up_bias, down_bias = (None if layer.bias is None else layer.bias[...] for layer in (self.up, self.down))
         if isinstance(x, Deferred) and residual is not None and array(residual) is x.x:
             y, sumsq = coda.mlp(

@@ -1,0 +1,93 @@
+"""Modules put in the place of a layer's Linears, as adapters are: they are called, and differentiated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layers as layers
+
+CONFIG = layers.LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+)
+MODELS = {
+    "llama": (lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)), ("attention.qkv", "attention.out", "mlp.down")),
+    "gpt2": (
+        lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+        ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+    ),
+}
+CASES = [(model, place) for model, (_, places) in MODELS.items() for place in places]
+
+
+class Adapted(layers.Linear):
+    """A subclass with a low-rank addition."""
+
+    def __init__(self, base, adapter):
+        super().__init__(base.in_features, base.out_features, use_bias=base.bias is not None, rngs=nnx.Rngs(0))
+        nnx.update(self, nnx.state(base))
+        self.adapter = adapter
+
+    def __call__(self, x, *, residual=None):
+        y = super().__call__(x, residual=residual)
+        of_x = self.adapter(x if isinstance(x, jax.Array) else x.array())
+        return (y + of_x).with_statistic() if isinstance(residual, layers.Stream) else y + of_x
+
+
+def parent_of(model, place):
+    block = model.layers[1]
+    parent, name = place.split(".")
+    return getattr(block, parent), name
+
+
+def adapter_for(linear):
+    lora = nnx.LoRA(linear.in_features, 2, linear.out_features, rngs=nnx.Rngs(1))
+    lora.lora_b[...] = jax.random.normal(jax.random.key(2), lora.lora_b.shape)
+    return lora
+
+
+class Beside(nnx.Module):
+    """A module of one's own that knows arrays only."""
+
+    def __init__(self, base, adapter):
+        self.base, self.adapter = base, adapter
+
+    def __call__(self, x):
+        assert isinstance(x, jax.Array)
+        return self.base(x) + self.adapter(x)
+
+
+@pytest.mark.parametrize("adapted", [Adapted, Beside])
+@pytest.mark.parametrize("model, place", CASES)
+def test_an_adapter_is_what_its_merged_kernel_is(model, place, adapted):
+    merged, model = MODELS[model][0](), MODELS[model][0]()
+    parent, name = parent_of(model, place)
+    adapter = adapter_for(getattr(parent, name))
+    setattr(parent, name, adapted(getattr(parent, name), adapter))
+    target = getattr(*parent_of(merged, place))
+    plain = merged(tokens := jax.random.randint(jax.random.key(3), (2, 9), 0, 64))
+    target.kernel[...] += adapter.lora_a[...] @ adapter.lora_b[...]
+
+    np.testing.assert_allclose(nnx.jit(model)(tokens), nnx.jit(merged)(tokens), rtol=1e-4, atol=1e-4)
+    assert not np.allclose(plain, merged(tokens), atol=1e-2)
+
+    def loss(model):
+        return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+    of_adapter = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    of_kernel = getattr(*parent_of(nnx.grad(loss)(merged), place)).kernel[...]
+    by_name = {path[-1]: leaf for path, leaf in nnx.to_flat_state(of_adapter)}
+    np.testing.assert_allclose(by_name["lora_a"][...], of_kernel @ adapter.lora_b[...].T, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(by_name["lora_b"][...], adapter.lora_a[...].T @ of_kernel, rtol=1e-3, atol=1e-5)
+
+
+def test_a_bias_is_added():
+    model = MODELS["llama"][0]()
+    tokens = jnp.arange(8)[None]
+    before = model(tokens)
+    down = model.layers[1].mlp.down
+    biased = layers.Linear(24, 16, use_bias=True, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    biased.kernel = down.kernel
+    model.layers[1].mlp.down = biased
+    assert not np.allclose(model(tokens), before, atol=1e-2)
