@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import coda_jax as coda
 from benchmarks import programs, results, tile_losses, timing
 from benchmarks.tile_losses import Shape
-from coda_jax.explain import equations
+from coda_jax.explain import program_of
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
 from coda_jax.primitives.cost_model import by_time, constants_for
@@ -139,8 +139,8 @@ def compiled(number: int, shape: Shape, implementation: str) -> Compiled:
     found = candidates(problem.product, problem.program, problem.out_dtypes, device)
     tilings = {f"tile_{number}_{i}": tiling for i, tiling in enumerate(found)}
     # Traced once, for that takes longer than all else that one thread at a time can do.
-    jaxpr = jax.make_jaxpr(_product(shape, implementation))(*shape.types).jaxpr
-    (params,) = (equation.params for equation, _ in equations(jaxpr, 1) if equation.primitive is coda_gemm_p)
+    equations, _ = program_of(_product(shape, implementation), *shape.types)
+    (params,) = (equation.params for equation, _ in equations if equation.primitive is coda_gemm_p)
     calls = {}
     for name, tiling in tilings.items():
         config = GemmConfig(**dataclasses.asdict(tiling))

@@ -70,8 +70,13 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
       platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses.
 
+    Raises:
+      ValueError: another platform.
+
     Example: `print(coda.explain(jax.grad(loss), params, batch))`
     """
+    if platform not in (None, "cpu", "gpu", "cuda"):
+        raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
     platform = platform or jax.default_backend()
     products, others = collections.Counter[Product](), 0
     found, num_devices = program_of(function, *args, **kwargs)

@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
+from coda_jax.primitives.mesh_types import explicit_sharding
 from flax_layers.hoist import hoist
 
 
@@ -59,7 +60,8 @@ def generate(
 
     Args:
       model: a `Llama`, or any `Decoder` that is an nnx.Module.
-      tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token.
+      tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token. Sharded over mesh
+        axes that are explicit they want an `nnx.shard_map` around this function, where each device has its own.
       max_new_tokens: most tokens to make a row.
       lengths: (B,) integers, the prompts' lengths, 1 to T; default T. Padding is neither seen nor counted in positions.
       temperature: 0 for the likeliest token, else the logits' divisor.
@@ -177,8 +179,11 @@ def _check(
 ) -> None:
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"prompts are integers (B, T), at least one of each; got {tokens.dtype}{tokens.shape}")
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    sharding = explicit_sharding(tokens)
+    if sharding is not None and any(axis is not None for axis in sharding.spec):
+        raise ValueError(f"prompts are sharded, {sharding.spec}, over explicit mesh axes: call it inside nnx.shard_map")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
     if lengths is not None:
         if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(f"lengths are integers ({tokens.shape[0]},) here, got {lengths.dtype}{lengths.shape}")

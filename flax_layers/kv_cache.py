@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 
@@ -65,8 +64,8 @@ class KVCache:
         if count > self.capacity:
             raise ValueError(f"{count} tokens exceed the cache's capacity of {self.capacity}")
         if self.length is None:
-            k, v = (lax.dynamic_update_slice_in_dim(old, x, 0, axis=1) for old, x in ((self.k, k), (self.v, v)))
-            return KVCache(k, v, jnp.full(self.k.shape[0], count, jnp.int32))
+            to_come = ((0, 0), (0, self.capacity - count), (0, 0), (0, 0))
+            return KVCache(jnp.pad(k, to_come), jnp.pad(v, to_come), jnp.full(self.k.shape[0], count, jnp.int32))
         # Not dynamic_update_slice, which moves what does not fit onto older tokens.
         rows, slots = jnp.arange(self.k.shape[0])[:, None], self.positions(count)
         return KVCache(

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import coda_jax as coda
 
@@ -49,3 +50,8 @@ def test_loops_and_gradients_are_counted():
     assert coda.explain(layers, A.update(dtype=jnp.float16), square, platform="cuda").kernels == 5
     both = coda.explain(jax.grad(layers, (0, 1)), A.update(dtype=jnp.float16), square, platform="cuda")
     assert both.kernels == 15 and len(both.products) == 3
+
+
+def test_another_platform_is_refused():
+    with pytest.raises(ValueError, match="platform='CUDA'; it must be 'cuda', 'gpu', 'cpu' or None"):
+        coda.explain(coda.gemm, A, B, platform="CUDA")

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 import flax_layers as layers
@@ -56,6 +58,27 @@ def test_greedy_is_the_rollout_by_whole_forward_passes(options, wrap):
     np.testing.assert_array_equal(tokens, expected)
     np.testing.assert_array_equal(lengths, NEW)
     assert tokens.dtype == lengths.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_on_a_mesh(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    model = nnx.clone(llama())
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+    prompts, lengths = jnp.asarray(PROMPTS), jnp.asarray(LENGTHS)
+
+    def generate(model, prompts, lengths):
+        return layers.generate(model, prompts, lengths=lengths, max_new_tokens=NEW).tokens
+
+    np.testing.assert_array_equal(generate(model, prompts, lengths), rollout())
+    arguments = jax.device_put((prompts, lengths), NamedSharding(mesh, P("data")))
+    on_shards = nnx.shard_map(generate, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
+    np.testing.assert_array_equal(nnx.jit(on_shards)(model, *arguments), rollout())
+    if kind is AxisType.Explicit:
+        with pytest.raises(ValueError, match=r"sharded, .* over explicit mesh axes"):
+            generate(model, *arguments)
+    else:
+        np.testing.assert_array_equal(generate(model, *arguments), rollout())
 
 
 def test_gpt2():
@@ -241,7 +264,8 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
     "call, message",
     [
         (lambda m: layers.generate(m, PROMPTS, max_new_tokens=20), "25 tokens exceed .*max_position_embeddings=24"),
-        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
+        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=0), "max_new_tokens=0 must be an integer, at least 1"),
+        (lambda m: layers.generate(m, PROMPTS, max_new_tokens=2.5), "max_new_tokens=2.5 must be an integer"),
         (lambda m: generate_all(m, PROMPTS[:, :0]), r"got int64\(4, 0\)|got int32\(4, 0\)"),
         (lambda m: generate_all(m, PROMPTS[0]), r"prompts are integers \(B, T\).*\(6,\)"),
         (lambda m: generate_all(m, PROMPTS / 1.0), "prompts are integers .* float32"),
