@@ -85,8 +85,13 @@ def decode_layers(
       x: a pytree of arrays (B, T, ...), the embedded tokens.
       cache: one for each layer.
       lengths: (B,), how many of the T tokens of each row there are; None: all.
+
+    Raises:
+      ValueError: more tokens than a cache has room for, where it is known how many that is, outside jit.
     """
     batch, count = jax.tree.leaves(x)[0].shape[:2]
+    for layer_cache in cache[:1]:
+        _check_room(layer_cache, count if lengths is None else lengths)
     longer = []
     for layer, layer_cache in zip(layers, cache, strict=True):
         x, layer_cache = layer(x, cache=layer_cache)
@@ -96,3 +101,9 @@ def decode_layers(
         longer.append(layer_cache)
     last = jnp.full(batch, count - 1) if lengths is None else lengths - 1
     return jax.tree.map(lambda y: y[jnp.arange(batch), last][:, None], x), longer
+
+
+def _check_room(cache: KVCache, more: Any) -> None:
+    known = not any(isinstance(x, jax.core.Tracer) for x in (cache.length, more))
+    if cache.length is not None and known and (most := int(jnp.max(cache.length + more))) > cache.capacity:
+        raise ValueError(f"{most} tokens exceed the cache's capacity of {cache.capacity}")

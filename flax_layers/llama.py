@@ -243,6 +243,10 @@ class Llama(LanguageModel):
 
         Returns:
           Logits (B, V) after the last token of each row, and the cache.
+
+        Raises:
+          ValueError: more tokens than the cache's capacity. Under jit it is not known how many it holds: there those
+            past its capacity are dropped.
         """
         stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
         return self.head(self.norm(stream), embedding=self._embedding())[:, 0], longer

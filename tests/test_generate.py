@@ -199,6 +199,13 @@ def test_a_prompt_in_parts_and_a_token_taken_back():
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
 
+def test_padding_needs_no_room():
+    model = llama()
+    _, cache = model.decode(jnp.asarray(PROMPTS), model.init_cache(4, 7), lengths=jnp.asarray(LENGTHS))
+    logits, cache = model.decode(jnp.asarray(PROMPTS), cache, lengths=jnp.ones(4, jnp.int32))
+    assert bool(jnp.isfinite(logits).all()) and cache[0].length.tolist() == (LENGTHS + 1).tolist()
+
+
 def test_what_the_products_of_a_step_are_lowered_to():
     """The prompt's and, once, a step's, with one row a prompt; a row of 40 logits is a kernel's, one of 41 is not."""
     tokens = jax.ShapeDtypeStruct(PROMPTS.shape, jnp.int32)
@@ -281,6 +288,10 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
         (lambda m: generate_all(m, PROMPTS, eos_token="</s>"), "eos_token='</s>' must be an integer or a sequence"),
         (lambda m: m.init_cache(0, 4), "batch_size=0 and capacity=4"),
         (lambda m: m.decode(PROMPTS, m.init_cache(4, 5)), "6 tokens exceed the cache's capacity of 5"),
+        (
+            lambda m: m.decode(PROMPTS[:, :2], m.decode(PROMPTS, m.init_cache(4, 7))[1]),
+            "8 tokens exceed the cache's capacity of 7",
+        ),
         (
             lambda m: m.decode(PROMPTS, m.init_cache(3, 8)),
             r"float32\(4, 6, 2, 8\) do not fit a cache of float32\(3, 8, 2, 8\)",
