@@ -89,8 +89,8 @@ def _after_row_scale(epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def is_linear(*layers: Any) -> bool:
-    """Whether all are Linears and nothing put in their place, such as an adapter: a chain may take their kernels."""
-    return all(type(layer) is Linear for layer in layers)
+    """Whether all are Linears, called as such, not adapters put in their place: a chain may take their kernels."""
+    return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 def mapped(layer: Callable[..., Any], x: jax.Array | Stream | Deferred) -> jax.Array:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import coda_jax as coda
 import flax_layers as layers
 
 CONFIG = layers.LlamaConfig(
@@ -91,3 +92,21 @@ def test_a_bias_is_added():
     biased.kernel = down.kernel
     model.layers[1].mlp.down = biased
     assert not np.allclose(model(tokens), before, atol=1e-2)
+
+
+class Renamed(layers.Linear):
+    """A subclass that is called as a Linear is."""
+
+
+def test_a_subclass_without_a_call_of_its_own_stays_in_the_chain():
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+    def products(model):
+        return coda.explain(lambda model, tokens: model(tokens), model, tokens, platform="cuda").products
+
+    model = MODELS["llama"][0]()
+    before = products(model)
+    model.layers[1].mlp.down = Renamed(24, 16, rngs=nnx.Rngs(0))
+    assert products(model) == before
+    model.layers[1].mlp.down = Beside(model.layers[1].mlp.down, adapter_for(model.layers[1].mlp.down))
+    assert products(model) != before
