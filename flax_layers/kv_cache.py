@@ -61,8 +61,7 @@ class KVCache:
             raise ValueError(
                 f"new keys {k.dtype}{k.shape} do not fit a cache of {self.k.dtype}{self.k.shape}: (B, T, Hkv, Dh)"
             )
-        if count > self.capacity:
-            raise ValueError(f"{count} tokens exceed the cache's capacity of {self.capacity}")
+        self._check_fits(count)
         if self.length is None:
             to_come = ((0, 0), (0, self.capacity - count), (0, 0), (0, 0))
             return KVCache(jnp.pad(k, to_come), jnp.pad(v, to_come), jnp.full(self.k.shape[0], count, jnp.int32))
@@ -73,6 +72,19 @@ class KVCache:
             self.v.at[rows, slots].set(v, mode="drop"),
             self.length + count,
         )
+
+    def check_room(self, more: Any) -> None:
+        """Checks that `more` tokens, a number or one a row, may follow those held, if it is known how many these are.
+
+        Raises:
+          ValueError: they exceed the capacity.
+        """
+        if self.length is not None and not any(isinstance(x, jax.core.Tracer) for x in (self.length, more)):
+            self._check_fits(int(jnp.max(self.length + more)))
+
+    def _check_fits(self, tokens: int) -> None:
+        if tokens > self.capacity:
+            raise ValueError(f"{tokens} tokens exceed the cache's capacity of {self.capacity}")
 
 
 def decode_layers(
@@ -90,8 +102,8 @@ def decode_layers(
       ValueError: more tokens than a cache has room for, where it is known how many that is, outside jit.
     """
     batch, count = jax.tree.leaves(x)[0].shape[:2]
-    for layer_cache in cache[:1]:
-        _check_room(layer_cache, count if lengths is None else lengths)
+    if cache:  # all layers' hold as many
+        cache[0].check_room(count if lengths is None else lengths)
     longer = []
     for layer, layer_cache in zip(layers, cache, strict=True):
         x, layer_cache = layer(x, cache=layer_cache)
@@ -101,9 +113,3 @@ def decode_layers(
         longer.append(layer_cache)
     last = jnp.full(batch, count - 1) if lengths is None else lengths - 1
     return jax.tree.map(lambda y: y[jnp.arange(batch), last][:, None], x), longer
-
-
-def _check_room(cache: KVCache, more: Any) -> None:
-    known = not any(isinstance(x, jax.core.Tracer) for x in (cache.length, more))
-    if cache.length is not None and known and (most := int(jnp.max(cache.length + more))) > cache.capacity:
-        raise ValueError(f"{most} tokens exceed the cache's capacity of {cache.capacity}")

@@ -56,10 +56,8 @@ class LlamaConfig:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        check_counts(
-            self, "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "sliding_window"
-        )
-        check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
+        check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        check_counts(self, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
         check_counts(self, "num_hidden_layers", least=0)
         check_not_negative(self, "rms_norm_eps", "initializer_range")
         if self.rope_theta is not None and not self.rope_theta > 0:
