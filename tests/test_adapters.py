@@ -8,14 +8,12 @@ from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
+from tests.tiny_models import GPT2, LLAMA
 
-CONFIG = layers.LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-)
 MODELS = {
-    "llama": (lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)), ("attention.qkv", "attention.out", "mlp.down")),
+    "llama": (lambda: layers.Llama(LLAMA, rngs=nnx.Rngs(0)), ("attention.qkv", "attention.out", "mlp.down")),
     "gpt2": (
-        lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+        lambda: layers.GPT2(GPT2, rngs=nnx.Rngs(0)),
         ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
     ),
 }

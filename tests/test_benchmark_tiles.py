@@ -13,10 +13,10 @@ import pytest
 import coda_jax as coda
 from benchmarks import plots, programs, tile_losses, tiles, tiles_energy
 from benchmarks.tile_losses import Shape
-from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import EpilogueTraffic, candidates, element_traffic
 from coda_jax.primitives.cost_model import by_time, constants_for, cost
+from tests.nvrtc import needs_nvrtc
 
 MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}
 
@@ -104,7 +104,7 @@ def test_grid():
     assert Shape("swiglu", "NN", 16384, 57344, 8192) in grid and Shape("swiglu", "NN", 65536, 57344, 8192) not in grid
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+@needs_nvrtc
 @pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "gated_backward"])
 def test_keys_are_those_of_the_lowering(name):
     shape = Shape(name, "NT", 256, 512, 128)
@@ -113,7 +113,7 @@ def test_keys_are_those_of_the_lowering(name):
     assert list(found) == [shape.problem.key]
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+@needs_nvrtc
 def test_the_grids_epilogues_are_those_of_a_models_products():
     """Else what a table says of them is never found."""
     rows, width, features = 256, 128, 512

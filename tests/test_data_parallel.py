@@ -11,14 +11,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import flax_layers as layers
+from tests.tiny_models import GPT2, LLAMA
 
-CONFIG = layers.LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
-)
 MODELS = {
-    "llama": lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)),
-    "scan": lambda: layers.Llama(CONFIG, scan_layers=True, remat="save_attention", rngs=nnx.Rngs(0)),
-    "gpt2": lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+    "llama": lambda: layers.Llama(LLAMA, rngs=nnx.Rngs(0)),
+    "scan": lambda: layers.Llama(LLAMA, scan_layers=True, remat="save_attention", rngs=nnx.Rngs(0)),
+    "gpt2": lambda: layers.GPT2(GPT2, rngs=nnx.Rngs(0)),
 }
 # How large the axes are, their type, and over which of them the shard_map is.
 MESHES = {

@@ -7,10 +7,10 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from coda_jax import ffi
 from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.primitives import gemm_cuda
 from tests.host_execution import HostPrograms
+from tests.nvrtc import needs_nvrtc
 from tests.test_epilogue_heads import angles, turned, turned_by_whole_tables, turned_neighbours, turned_pairs
 from tests.test_gemm_cuda import calls, operands_and_results, text
 
@@ -146,7 +146,7 @@ def test_vmap():
             np.testing.assert_allclose(got[i], rotary(x[i] @ w, *one), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason="no NVRTC")
+@needs_nvrtc
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_batch_shares_its_tables_in_one_product(batched, monkeypatch):
     monkeypatch.setattr(gemm_cuda, "_device_reason", lambda: None)
@@ -211,7 +211,7 @@ def test_symbolic_rows_that_may_be_no_multiple():
         trace(f, acc, (jnp.ones((ROWS, DIM)),))
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason="no NVRTC")
+@needs_nvrtc
 def test_qkv_projection_passes_its_tables_as_they_are(monkeypatch):
     monkeypatch.setattr(gemm_cuda, "_device_reason", lambda: None)
     shapes = ((2, 24, 64), (2, 24), (64,), (64, 96), (24, 16), (24, 16))

@@ -12,8 +12,7 @@ import pytest
 from jax import export
 
 from coda_jax import ffi
-
-needs_nvrtc = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
+from tests.nvrtc import needs_nvrtc
 
 SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
 M, N, K = 256, 192, 64

@@ -13,8 +13,9 @@ import time
 import pytest
 
 from coda_jax import ffi
+from tests.nvrtc import needs_nvrtc
 
-pytestmark = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
+pytestmark = needs_nvrtc
 
 KERNEL = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= FACTOR; }'
 

@@ -8,11 +8,9 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
+from tests.nvrtc import needs_nvrtc
 
-from coda_jax import ffi
-
-pytestmark = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
+pytestmark = needs_nvrtc
 
 COMMON = """
 import sys, pathlib

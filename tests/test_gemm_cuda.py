@@ -11,8 +11,9 @@ import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.primitives import gemm_cuda
 from tests.gemm_cases import residual_sumsq, swiglu
+from tests.nvrtc import needs_nvrtc
 
-pytestmark = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+pytestmark = needs_nvrtc
 M, N, K = 128, 256, 64
 
 

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax import ffi
 from coda_jax.primitives import gemm_cuda
 from tests.gemm_cases import assert_close, jit, total
+from tests.nvrtc import kernels, needs_nvrtc
 
 M, K, N = 32, 16, 24
 RNG = np.random.default_rng(9)
@@ -124,15 +124,6 @@ def test_explicit_axes(specs):
     for x, argument in zip(got, arguments, strict=True):
         assert x.sharding.is_equivalent_to(argument.sharding, x.ndim)
     assert_close(jax.device_get(got), want)
-
-
-needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
-
-
-def kernels(function, *arguments):
-    """How many kernels a function launches on a GPU."""
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("@coda_gemm(")
 
 
 @needs_nvrtc

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.host_launch import Host, product
-from coda_jax import ffi
-
-needs_nvrtc = pytest.mark.skipif(ffi.unavailable_reason() is not None, reason=str(ffi.unavailable_reason()))
+from tests.nvrtc import needs_nvrtc
 
 M, N, K = 256, 192, 64
 PARAMETER_BYTES = 3 * 128 + 8 + 16

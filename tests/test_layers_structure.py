@@ -16,6 +16,7 @@ from layer_checks import apply, state_dict
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax import ffi
+from tests.tiny_models import GPT2
 
 CONFIG = layers.LlamaConfig(
     vocab_size=256,
@@ -261,7 +262,7 @@ def test_export_with_any_number_of_tokens(dtype):
     [
         lambda: layers.Llama(CONFIG, rngs=nnx.Rngs(0)),
         lambda: layers.Llama(CONFIG, scan_layers=True, remat="full", rngs=nnx.Rngs(0)),
-        lambda: layers.GPT2(layers.GPT2Config(64, 16, 32, n_layer=2, n_head=2), rngs=nnx.Rngs(0)),
+        lambda: layers.GPT2(GPT2, rngs=nnx.Rngs(0)),
     ],
     ids=["llama", "scan", "gpt2"],
 )

@@ -15,6 +15,7 @@ import coda_jax as coda
 from coda_jax import ffi
 from tests.gemm_cases import assert_close, jit
 from tests.loss_cases import VOCABULARY, arguments, compare, loss, plain
+from tests.nvrtc import kernels, needs_nvrtc
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # Three chunks, the last of which is shorter. 16-bit logits of 131 columns are padded.
@@ -158,15 +159,14 @@ def test_explicit_mesh(reduction, is_set, sizes):
     assert_close(got, want, rtol=1e-4)
 
 
-@pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+@needs_nvrtc
 @pytest.mark.parametrize("sizes", [(1, 1), (4, 1), (2, 2)])
 def test_kernels_on_an_explicit_mesh(sizes):
     mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     x, scale, kernel, labels, weights = arguments(BF16, (8, 64), 8, 24)
     x, labels, weights = (jax.device_put(a, jax.NamedSharding(mesh, jax.P("data"))) for a in (x, labels, weights))
     gradient = jax.grad(lambda x, kernel: loss(x, scale, kernel, labels, weights, dtype=BF16)[0], (0, 1))
-    lowered = jax.jit(gradient).trace(x, kernel).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@coda_gemm(") == 3
+    assert kernels(gradient, x, kernel) == 3
 
 
 def test_no_array_of_all_logits():

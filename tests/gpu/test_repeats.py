@@ -110,6 +110,13 @@ class Fault:
     shape: tuple[int, int, int] = LARGE
 
 
+READ_TOO_EARLY = (
+    ("ring.wait_full(loaded);", ""),
+    (
+        "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+        "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
+    ),
+)
 FAULTS = {
     "multiply before the operands have arrived": Fault(
         (
@@ -117,24 +124,9 @@ FAULTS = {
             ("        previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
         )
     ),
-    "read a tile operand before it has arrived": Fault(
-        (
-            ("ring.wait_full(loaded);", ""),
-            (
-                "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-                "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-            ),
-        )
-    ),
+    "read a tile operand before it has arrived": Fault(READ_TOO_EARLY),
     "read a tile operand before it has arrived, in a shared tile": Fault(
-        (
-            ("ring.wait_full(loaded);", ""),
-            (
-                "if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-                "ring.wait_full(loaded);\n if (lane == 0) ptx::mbarrier_arrive(ring.empty(loaded.slot));",
-            ),
-        ),
-        config=GemmConfig(tile_m=128, tile_n=256),
+        READ_TOO_EARLY, config=GemmConfig(tile_m=128, tile_n=256)
     ),
     "overwrite a result that is still being stored": Fault(
         (("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),)

@@ -1,0 +1,19 @@
+"""For tests of what is lowered for a GPU: it is compiled by NVRTC, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from coda_jax import ffi
+
+needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+
+
+def kernels(function: Callable[..., Any], *arguments: Any) -> int:
+    """How many kernels a function launches on a GPU."""
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().count("@coda_gemm(")
