@@ -31,7 +31,8 @@ class Times(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel, copy or fill that the device ran: its own name, that of its HLO instruction, start and duration in ns.
 
-    instruction is empty where the trace does not have it, as for what a CUDA graph launches.
+    A kernel that was launched before the one before it in its stream had ended, for which it waits, starts with that
+    one's end. instruction is empty where the trace does not have it, as for what a CUDA graph launches.
     """
 
     name: str
@@ -251,10 +252,14 @@ def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue
-            for event in line.events:
+            last_end = 0.0
+            for event in sorted(line.events, key=lambda event: event.start_ns + event.duration_ns):
                 about = dict(event.stats)
                 instruction = str(about.get("hlo_op", ""))
-                kernel = Kernel(event.name, instruction, event.start_ns, event.duration_ns)
+                end = event.start_ns + event.duration_ns
+                start = max(event.start_ns, last_end)
+                last_end = end
+                kernel = Kernel(event.name, instruction, start, end - start)
                 events[about.get("hlo_module", "")].append(kernel)
     return {module: sorted(kernels, key=lambda kernel: kernel.start) for module, kernels in events.items()}
 

@@ -63,24 +63,44 @@ struct Gemm {
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
         scheduler(params.m, params.n / splits, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
                   params.batch),
-        stages{shared + Layout::stage_ring_offset} {}
+        stages(stage_ring(shared)) {}
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
-  __device__ __forceinline__ LoadRing load_ring(int consumer) const {
+  __device__ __forceinline__ static Ring<Config::stages> stage_ring(ptx::uint32 shared) {
+    return {shared + Layout::stage_ring_offset};
+  }
+  __device__ __forceinline__ static LoadRing load_ring(ptx::uint32 shared, int consumer) {
     return {shared + Layout::load_ring_offset + consumer * LoadRing::bytes};
   }
   __device__ __forceinline__ ptx::uint32 epilogue_base(int consumer) const {
     return shared + Layout::epilogue_offset + consumer * EpilogueLayout<Config, Epilogue>::bytes;
   }
 
-  __device__ __forceinline__ void run() {
+  /// The kernel's first steps: tensor maps are fetched, barriers set up. Meanwhile an object is made; `run` waits.
+  __device__ __forceinline__ static void initialize(const Params& params, ptx::uint32 shared) {
+    if (threadIdx.x == 32) {
+      for (const ptx::TensorMap& map : params.map) ptx::tma_prefetch_map(map);
+    }
     if (threadIdx.x == 0) {
       // Emptied by the four warps of a consumer, or of all, in every CTA of the cluster.
-      stages.init(1, 4 * (consumers / turns) * Config::cluster_m);
-      for (int consumer = 0; consumer < consumers; ++consumer) load_ring(consumer).init(1, 4);
+      stage_ring(shared).init(1, 4 * (consumers / turns) * Config::cluster_m);
+      for (int consumer = 0; consumer < consumers; ++consumer) load_ring(shared, consumer).init(1, 4);
       ptx::mbarrier_init_fence();
     }
-    synchronize();
+    if constexpr (Config::cluster_m > 1) {
+      __syncwarp();
+      ptx::cluster_arrive();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Config::cluster_m > 1) {
+      ptx::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    ptx::launch_dependents();
+    ptx::wait_for_earlier_kernels();
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
       if (warp == 0 && lane == 0) produce();
@@ -89,23 +109,10 @@ struct Gemm {
       ptx::registers_increase<240>();
       consume(warpgroup - 1);
     }
-    synchronize();  // no CTA leaves while another one may still arrive on its barriers
   }
 
  private:
-  __device__ __forceinline__ static void synchronize() {
-    if constexpr (Config::cluster_m > 1) {
-      __syncwarp();
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    } else {
-      __syncthreads();
-    }
-  }
-
   __device__ __forceinline__ void produce() {
-    ptx::tma_prefetch_map(params.map[0]);
-    ptx::tma_prefetch_map(params.map[1]);
     RingPosition<Config::stages> at;
     for (int i = 0; i < scheduler.count; ++i) {
       const Work work = scheduler.work(i, rank);
@@ -116,6 +123,13 @@ struct Gemm {
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
         load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
         load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        at.advance();
+      }
+    }
+    if constexpr (Config::cluster_m > 1) {
+#pragma unroll 1  // no CTA leaves while a consumer of another one may still arrive on its barriers
+      for (int slot = 0; slot < Config::stages; ++slot) {
+        stages.wait_empty(at);
         at.advance();
       }
     }
@@ -176,7 +190,8 @@ struct Gemm {
       for (int i = first_turn(consumer); i < scheduler.count; i += turns) {
         const Work work = work_of(i, consumer);
         if (work.has_tile())
-          prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(consumer), at);
+          prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
+                                              at);
       }
     }
   }
@@ -200,8 +215,8 @@ struct Gemm {
   }
 
   __device__ __forceinline__ void consume(int consumer) {
-    EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(consumer), consumer,
-                                                       warp, lane);
+    EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(shared, consumer),
+                                                       consumer, warp, lane);
     RingPosition<Config::stages> at;
     if (!cooperative && consumer == 1 && scheduler.count > 0) {
       at.advance(scheduler.work(0, rank).blocks);
@@ -281,7 +296,10 @@ struct Gemm {
 template <class Config, class Epilogue, class Params>
 __device__ __forceinline__ void gemm(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  Gemm<Config, Epilogue, Params>(params, ptx::shared_address(shared_memory)).run();
+  using Kernel = Gemm<Config, Epilogue, Params>;
+  const ptx::uint32 shared = ptx::shared_address(shared_memory);
+  Kernel::initialize(params, shared);
+  Kernel(params, shared).run();
 }
 
 }  // namespace coda

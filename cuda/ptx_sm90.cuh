@@ -19,11 +19,12 @@ __device__ __forceinline__ uint32 cluster_rank() {
   return rank;
 }
 
+/// Orders no memory but what `mbarrier_init_fence` has. All threads of a warp together, as the next one.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
@@ -31,6 +32,17 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- kernels that follow each other (programmatic dependent launch)
+
+/// Lets the stream's next kernel begin where this one's CTAs have ended, if it asks for that and once all of them run.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// Waits for all that the stream's earlier kernels have written. Nothing before it may touch global memory.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- flags between CTAs

@@ -307,11 +307,13 @@ def test_bursts_of_a_trace(tmp_path):
 
 
 def test_kernels_of_a_trace():
-    """By XLA module and in time order; host planes and other lines are left out."""
+    """By XLA module and in time order; host planes and other lines are left out. What waits for another kernel of its
+    stream starts with that one's end.
+    """
 
-    def event(name, start, module="jit_f"):
+    def event(name, start, module="jit_f", duration=10.0):
         stats = [("hlo_module", module), ("hlo_op", f"{name}.1")] if module else []
-        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=10.0, stats=stats)
+        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats)
 
     def plane(name, **lines):
         lines = [types.SimpleNamespace(name=key.replace("_", " "), events=events) for key, events in lines.items()]
@@ -319,16 +321,17 @@ def test_kernels_of_a_trace():
 
     device = plane(
         "/device:GPU:0",
-        Stream_7=[event("b", 20.0), event("a", 10.0)],
-        Stream_8=[event("c", 15.0), event("other", 30.0, "jit_g"), event("alone", 31.0, None)],
+        Stream_7=[event("b", 20.0), event("a", 10.0), event("early", 25.0, duration=20.0)],
+        Stream_8=[event("c", 15.0), event("other", 30.0, "jit_g"), event("alone", 41.0, None)],
         XLA_Ops=[event("b", 20.0)],
     )
     found = timing._kernels_by_module(
         types.SimpleNamespace(planes=[device, plane("/host:CPU", Stream_1=[event("h", 1.0)])])
     )
     assert {module: [one.name for one in kernels] for module, kernels in found.items()} == {
-        "jit_f": ["a", "c", "b"],
+        "jit_f": ["a", "c", "b", "early"],
         "jit_g": ["other"],
         "": ["alone"],
     }
     assert found["jit_f"][0].instruction == "a.1"
+    assert [(kernel.start, kernel.duration) for kernel in found["jit_f"][2:]] == [(20, 10), (30, 15)]

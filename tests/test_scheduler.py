@@ -19,6 +19,9 @@ SOURCE = r"""
 #define __forceinline__ inline
 #include <algorithm>
 using std::max, std::min;
+static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+static float of_quotient = 1;  // what the device's approximate division gives of the exact one
+static float __fdividef(float a, float b) { return a / b * of_quotient; }
 static struct { int x; } blockIdx, gridDim;
 #include "scheduler.cuh"
 
@@ -106,6 +109,15 @@ extern "C" int run_sums(int cluster_m, int m, int n, int k, int clusters, const 
   return cluster_m == 2 ? sums<2>(m, n, k, clusters, value, out) : sums<1>(m, n, k, clusters, value, out);
 }
 
+extern "C" void quotients(float of_exact, int count, const int* dividends, const int* divisors, int* out) {
+  of_quotient = of_exact;
+  for (int i = 0; i < count; ++i) out[i] = Divisor(divisors[i]).quotient(dividends[i]);
+  of_quotient = 1;
+}
+extern "C" int band(int k) {
+  gridDim.x = 2;
+  return Scheduler<128, 128, 2, false, Whole>(1 << 20, 128, k, 1, 1).band.value;
+}
 extern "C" int run(int parts, int split_k, int cluster_m, int m, int n, int k, int batch, int clusters, int* out) {
   const auto with = [&]<class Epilogue>(Epilogue) {
     if (split_k)
@@ -138,6 +150,28 @@ def run(library):
         return out[:count]
 
     return run
+
+
+@pytest.mark.parametrize("of_exact", [1 - 2**-22, 1, 1 + 2**-22])  # two units in the last place
+def test_quotients_are_exact(library, of_exact):
+    rng = np.random.default_rng(0)
+    largest = 2**31 - 1
+    divisors = np.concatenate([np.arange(1, 2000), 2 ** np.arange(31), largest - np.arange(50)])
+    divisors = np.concatenate([divisors, 2.0 ** rng.uniform(0, 31, 20000)]).astype(np.int32)
+    dividends = (2.0 ** rng.uniform(0, 31, divisors.size)).astype(np.int32)
+    multiples = largest // divisors * divisors
+    for of in (dividends, np.zeros_like(divisors), multiples, multiples - 1, np.full_like(divisors, largest)):
+        out = np.zeros_like(of)
+        pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (of, divisors, out))
+        library.quotients(ctypes.c_float(of_exact), of.size, *pointers)
+        wrong = np.flatnonzero(out != of // divisors)
+        assert not wrong.size, f"{of[wrong[0]]} / {divisors[wrong[0]]} = {out[wrong[0]]}"
+
+
+def test_bands_rows_of_a_fit_into_l2(library):
+    fits = (24 << 20) // (2 * 128 * 2)  # k of two tiles' rows, 2 bytes each
+    ks = [64, *(fits // band + more for band in range(1, 12) for more in (0, 1)), 2**31 - 1]
+    assert [library.band(k) for k in ks] == [max(2, min(8, fits // k)) for k in ks]
 
 
 SHAPES = [

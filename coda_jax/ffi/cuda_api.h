@@ -34,6 +34,7 @@ struct alignas(128) CUtensorMap {  // 64 in CUDA 12's header, 128 in CUDA 13's
 static_assert(sizeof(CUtensorMap) == 128);
 
 inline constexpr int kLaunchAttributeClusterDimension = 4;
+inline constexpr int kLaunchAttributeProgrammaticStreamSerialization = 6;
 
 struct CUlaunchAttribute {
   int id;
@@ -43,6 +44,7 @@ struct CUlaunchAttribute {
     struct {
       unsigned x, y, z;
     } cluster_dim;
+    int programmatic_stream_serialization_allowed;
   } value;
 };
 static_assert(sizeof(CUlaunchAttribute) == 72 && offsetof(CUlaunchAttribute, value) == 8);

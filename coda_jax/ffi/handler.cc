@@ -228,9 +228,12 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   const int32_t sizes[4] = {geometry.m, geometry.n, geometry.k, geometry.batch};
   std::memcpy(next, sizes, sizeof(sizes));
 
-  CUlaunchAttribute cluster{};
-  cluster.id = kLaunchAttributeClusterDimension;
-  cluster.value.cluster_dim = {static_cast<unsigned>(call.cluster_m), 1, 1};
+  CUlaunchAttribute attributes[2]{};
+  attributes[0].id = kLaunchAttributeClusterDimension;
+  attributes[0].value.cluster_dim = {static_cast<unsigned>(call.cluster_m), 1, 1};
+  // The kernel may begin while the stream's last one ends, for whose results it waits itself.
+  attributes[1].id = kLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].value.programmatic_stream_serialization_allowed = 1;
   CUlaunchConfig config{};
   config.grid_x = geometry.blocks;
   config.grid_y = config.grid_z = 1;
@@ -238,8 +241,8 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   config.block_y = config.block_z = 1;
   config.shared_bytes = call.smem_bytes;
   config.stream = stream;
-  config.attributes = &cluster;
-  config.attribute_count = 1;
+  config.attributes = attributes;
+  config.attribute_count = call.flags < 0 ? 2 : 1;  // not after a memset
   if (call.flags >= 0) {
     const size_t words = flags.dims[0] * flags.dims[1];
     driver.Check(driver.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(flags.data), 0, words, stream),

@@ -59,7 +59,7 @@ def poisoned_call(
     poison = [poison_of(result) for result in lower(()).results]
     outputs = len(epilogue.program.stores) + len(epilogue.program.reductions)  # what follows is split-K's
     lowered = lower(poison)
-    source = rewrite(_inline_headers(lowered.source))
+    source = rewrite(inline_headers(lowered.source))
 
     @jax.jit
     def call(a, b, operands, poison):
@@ -72,7 +72,7 @@ def poisoned_call(
     return lambda: call(a, b, tuple(operands), poison)[:outputs]
 
 
-def _inline_headers(source: str) -> str:
+def inline_headers(source: str) -> str:
     """Replaces each include of a kernel header by its text, once."""
     seen: set[str] = set()
 
