@@ -47,7 +47,7 @@ gpu-sanitize: $(STAMPS)/test
 bench: $(STAMPS)/train
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/train # train_step, layer, loss_curve, energy, between_kernels, launch, tiles, tiles_energy, plots
+bench-%: $(STAMPS)/train # train_step, layer, loss_curve, energy, ablation, between_kernels, launch, tiles, tiles_energy, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
 
 lint: $(STAMPS)/dev

@@ -178,6 +178,47 @@ def epilogue_calls(
     return {one: _rotated(function, arguments) for one, function in functions.items()}
 
 
+def part_calls(
+    parts: Mapping[str, programs.Program],
+    m: int,
+    n: int,
+    k: int,
+    config: GemmConfig,
+    gemm: Callable[..., Any],
+    cache_bytes: float,
+) -> dict[str, Callable[[], Any]]:
+    """A bare product in the tile that is chosen for it, "bare", and with each of the epilogues, by its `label`.
+
+    Args:
+      parts: name -> the epilogue, with operands of its own.
+      config: of all of them.
+      gemm, cache_bytes: as in `Setting`.
+    """
+
+    def make(seed: int) -> tuple:
+        a, b = _factors(seed, _NT, m, n, k)
+        return a, b / jnp.bfloat16(math.sqrt(k)), {name: of.operands(m, n, seed=seed + 7) for name, of in parts.items()}
+
+    def multiply(name: str, implementation: Callable[..., Any], a, b, operands, **options):
+        epilogue = parts[name].epilogue
+        return implementation(a, b, *operands[name], epilogue=epilogue, transpose_b=True, **options)
+
+    bare = _jitted("bare", lambda a, b, operands: gemm(a, b, transpose_b=True))
+    arguments = _sets(bare, make, cache_bytes)
+    calls = {"bare": _rotated(bare, arguments)}
+    for name in parts:
+        fused = _jitted(label(name), functools.partial(multiply, name, gemm, config=config))
+        xla = jax.jit(functools.partial(multiply, name, functools.partial(coda.gemm, implementation="xla")))
+        programs.check(f"{name} {m} {n} {k}", fused(*arguments[0]), xla(*arguments[0]))
+        calls[label(name)] = _rotated(fused, arguments)
+    return calls
+
+
+def label(name: str) -> str:
+    """The name of a part as that of a module."""
+    return "part_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
 def _transposes(layout: str) -> tuple[bool, bool]:
     return layout.startswith("A[K,M]"), layout.endswith("B[N,K]")
 

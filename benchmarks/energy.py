@@ -23,17 +23,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases, peers, programs, results
+from benchmarks import cases, peers, results
 from benchmarks.alone import Execution, Steps, device_counter, executed
+from benchmarks.programs import PROGRAMS, Program
 from coda_jax.epilogue import trace
 from coda_jax.primitives.config import TILES, GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
 
 
-def extra_bytes(name: str, m: int, n: int) -> int:
+def extra_bytes(program: Program, m: int, n: int) -> int:
     """What the program's operands and outputs have over the bare product's output."""
-    program = programs.PROGRAMS[name]
+    if program.epilogue is None:
+        return 0
     operands = program.operand_types(m, n)
     epilogue, _ = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     tiles = iter(program.out_dtypes)
@@ -104,7 +106,7 @@ def measure_epilogues(meter: Meter, shapes: cases.Shapes, gemm: Any, cache_bytes
     )
     for name, m, n, k in shapes:
         calls = cases.epilogue_calls(name, m, n, k, gemm, cache_bytes)
-        moved = extra_bytes(name, m, n)
+        moved = extra_bytes(PROGRAMS[name], m, n)
         about = {"kind": "epilogue", "program": name, "m": m, "n": n, "k": k, "extra_bytes": moved}
         found = meter.measured(about, {one: calls[one] for one in ("bare", "fused")})
         bare, fused = found["bare"], found["fused"]

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import benchmarks.__main__ as products
-from benchmarks import energy, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+import coda_jax as coda
+from benchmarks import ablation, energy, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
 from benchmarks.peers import cutlass
+from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step
 from coda_jax import ffi
 
@@ -233,9 +235,36 @@ def test_energy(tmp_path, capsys, quick_to_compile):
     assert energy.main([*options, "--products"], modules=(), counter=lambda: 100 * time.perf_counter()) == 0
     with next(tmp_path.glob("*_energy_products.csv")).open() as file:
         assert {row["kind"] for row in csv.DictReader(file)} == {"idle", "copy", "product"}
-    assert energy.extra_bytes("residual_sumsq", 64, 32) == 2 * 64 * 32 + 4 * 64
-    assert energy.extra_bytes("rotary_qkv", 32, 192) == 4 * 32 + 2 * 4 * 32 * 32
-    assert energy.extra_bytes("gated_backward", 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
+    assert energy.extra_bytes(PROGRAMS["residual_sumsq"], 64, 32) == 2 * 64 * 32 + 4 * 64
+    assert energy.extra_bytes(PROGRAMS["rotary_qkv"], 32, 192) == 4 * 32 + 2 * 4 * 32 * 32
+    assert energy.extra_bytes(PROGRAMS["gated_backward"], 64, 32) == (2 + 2 + 1 - 1) * 2 * 64 * 32 + 2 * 4 * 64
+
+
+def test_ablation(tmp_path, quick_to_compile):
+    """Every part is right; its bytes, and their share of a copy's energy in the product's."""
+    assert ablation.main(["--tiny", "--seconds=0.01", f"--out={tmp_path}", "--commit=none"]) == 0
+    with next(tmp_path.glob("*_ablation.csv")).open() as file:
+        rows = {(row["program"], row["part"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {
+        *(("residual_sumsq", part) for part in ("none", "x", "row sums", "all")),
+        *(("rotary_qkv", part) for part in ("none", "row scale, q, k, v", "one row's tables", "all")),
+    }
+    x = rows["residual_sumsq", "x"]
+    assert int(x["extra_bytes"]) == 2 * 64 * 32 and int(rows["rotary_qkv", "one row's tables"]["extra_bytes"]) == 384
+    assert float(x["copied"]) == pytest.approx(116e-12 * 2 * 64 * 32 / (690 * 1e-6 * float(x["bare"])))
+    assert float(x["price"]) == pytest.approx(float(x["kernel"]) / float(x["bare"]) - 1)
+
+
+@pytest.mark.parametrize("name", ablation.PARTS)
+def test_parts_lower_for_a_gpu(name):
+    """In the tile that is chosen for the whole program, each of them."""
+    m, n, k = 2048, 3072, 1024
+    types = (jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), jnp.bfloat16))
+    whole = functools.partial(coda.gemm, epilogue=PROGRAMS[name].epilogue, transpose_b=True)
+    config = ablation.chosen_tile(whole, *types, *PROGRAMS[name].operand_types(m, n))
+    for part in ablation.PARTS[name].values():
+        product = functools.partial(coda.gemm, epilogue=part.epilogue, transpose_b=True, config=config)
+        assert "Hopper kernel" in str(coda.explain(product, *types, *part.operand_types(m, n), platform="cuda"))
 
 
 def test_energy_of_a_step(tmp_path, capsys, quick_to_compile):
