@@ -48,14 +48,16 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_OPERANDS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define CODA_OPERANDS_16(d, i) \
   CODA_OPERANDS_4(d, i), CODA_OPERANDS_4(d, i + 4), CODA_OPERANDS_4(d, i + 8), CODA_OPERANDS_4(d, i + 12)
-#define CODA_OPERANDS_64(d) \
-  CODA_OPERANDS_16(d, 0), CODA_OPERANDS_16(d, 16), CODA_OPERANDS_16(d, 32), CODA_OPERANDS_16(d, 48)
+#define CODA_OPERANDS_32(d) CODA_OPERANDS_16(d, 0), CODA_OPERANDS_16(d, 16)
+#define CODA_OPERANDS_64(d) CODA_OPERANDS_32(d), CODA_OPERANDS_16(d, 32), CODA_OPERANDS_16(d, 48)
 #define CODA_OPERANDS_96(d) CODA_OPERANDS_64(d), CODA_OPERANDS_16(d, 64), CODA_OPERANDS_16(d, 80)
 #define CODA_OPERANDS_128(d) CODA_OPERANDS_96(d), CODA_OPERANDS_16(d, 96), CODA_OPERANDS_16(d, 112)
-#define CODA_NUMBERS_64                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+#define CODA_NUMBERS_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CODA_NUMBERS_64                                                                \
+  CODA_NUMBERS_32                                                                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CODA_NUMBERS_96                                                                \
   CODA_NUMBERS_64                                                                      \
@@ -79,6 +81,8 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
       "}\n"                                                                                            \
       : operands                                                                                       \
       : "l"(a), "l"(b), "r"(accumulate), "n"(a_is_mn_major), "n"(b_is_mn_major))
+#define CODA_WGMMA_N64(type) \
+  CODA_WGMMA("m64n64", type, CODA_NUMBERS_32, CODA_OPERANDS_32(d), "%32", "%33", "%34", "%35", "%36")
 #define CODA_WGMMA_N128(type) \
   CODA_WGMMA("m64n128", type, CODA_NUMBERS_64, CODA_OPERANDS_64(d), "%64", "%65", "%66", "%67", "%68")
 #define CODA_WGMMA_N192(type) \
@@ -86,16 +90,19 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_WGMMA_N256(type) \
   CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
-/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a and b through descriptors; N is 128, 192 or 256.
+/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a and b through descriptors; N is 64, 128, 192 or 256.
 /// Asynchronous.
 template <DType input, int a_is_mn_major, int b_is_mn_major, int registers>
 __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
-  static_assert(registers == 64 || registers == 96 || registers == 128, "products of 128, 192 or 256 columns");
+  static_assert(registers == 32 || registers == 64 || registers == 96 || registers == 128,
+                "products of 64, 128, 192 or 256 columns");
   if constexpr (input == DType::bf16) {
+    if constexpr (registers == 32) CODA_WGMMA_N64("bf16");
     if constexpr (registers == 64) CODA_WGMMA_N128("bf16");
     if constexpr (registers == 96) CODA_WGMMA_N192("bf16");
     if constexpr (registers == 128) CODA_WGMMA_N256("bf16");
   } else {
+    if constexpr (registers == 32) CODA_WGMMA_N64("f16");
     if constexpr (registers == 64) CODA_WGMMA_N128("f16");
     if constexpr (registers == 96) CODA_WGMMA_N192("f16");
     if constexpr (registers == 128) CODA_WGMMA_N256("f16");
@@ -105,13 +112,16 @@ __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, p
 #undef CODA_WGMMA_N256
 #undef CODA_WGMMA_N192
 #undef CODA_WGMMA_N128
+#undef CODA_WGMMA_N64
 #undef CODA_WGMMA
 #undef CODA_NUMBERS_128
 #undef CODA_NUMBERS_96
 #undef CODA_NUMBERS_64
+#undef CODA_NUMBERS_32
 #undef CODA_OPERANDS_128
 #undef CODA_OPERANDS_96
 #undef CODA_OPERANDS_64
+#undef CODA_OPERANDS_32
 #undef CODA_OPERANDS_16
 #undef CODA_OPERANDS_4
 

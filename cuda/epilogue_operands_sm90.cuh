@@ -19,7 +19,7 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
 #pragma unroll 1
     for (int block = 0; block < Layout::blocks; ++block) {
       ring.wait_empty(at);
-      ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::load_slot_bytes);
+      ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::loaded_bytes);
       const ptx::uint32 slot = base + Layout::load_offset + at.slot * Layout::load_slot_bytes;
       static_for<Epilogue::tile_loads>([&](auto index) {
         constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];

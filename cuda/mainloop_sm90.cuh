@@ -19,6 +19,8 @@ struct SharedLayout {
   static constexpr int a_bytes = Config::tile_m * Config::tile_k * 2;
   static constexpr int b_bytes = Config::tile_n * Config::tile_k * 2;
   static constexpr int stage_bytes = a_bytes + b_bytes;
+  static constexpr int a_rows = Config::transpose_a ? Config::tile_m : Config::rows;
+  static constexpr int loaded_bytes = a_rows * Config::tile_k * 2 + b_bytes;  // of a stage
   static constexpr int epilogue_offset = Config::stages * stage_bytes;
   static constexpr int stage_ring_offset = epilogue_offset + 2 * EpilogueLayout<Config, Epilogue>::bytes;
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
@@ -119,7 +121,7 @@ struct Gemm {
 #pragma unroll 1  // the producer has few registers
       for (int k_block = work.first_block; k_block < work.first_block + work.blocks; ++k_block) {
         stages.wait_empty(at);
-        ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::stage_bytes);
+        ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
         load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
         load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
@@ -135,6 +137,7 @@ struct Gemm {
     }
   }
 
+  /// Of a product with fewer rows than a tile, only its `rows`: what becomes of the others is stored nowhere.
   __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
     if constexpr (Config::transpose_a) {

@@ -10,7 +10,7 @@ import coda_jax as coda
 from benchmarks.programs import PROGRAMS, kernel_source
 from benchmarks.tile_losses import Shape
 from coda_jax.epilogue import trace
-from coda_jax.primitives.config import EpilogueTraffic, choose_tiling, element_traffic, keeps_tables
+from coda_jax.primitives.config import EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
 from coda_jax.primitives.cost_model import (
     Cut,
     ElementTraffic,
@@ -44,6 +44,46 @@ def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k,
     assert (
         choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device).tile_n == 256
     ) == is_shared
+
+
+@pytest.mark.parametrize("device", [DEVICE, H100])
+@pytest.mark.parametrize(
+    "m, n, k, tile, is_split",
+    [
+        (16, 2048, 2048, (64, 64), False),
+        (16, 4096, 4096, (64, 64), False),
+        (64, 4096, 14336, (64, 64), False),  # memory, not a multiprocessor, bounds it: parts would gain nothing
+        (16, 28672, 4096, (64, 256), False),
+        (256, 4096, 14336, (128, 128), True),
+    ],
+)
+def test_tiles_of_few_rows(device, m, n, k, tile, is_split):
+    problem = Shape("identity", "NN", m, n, k).problem
+    tiling = choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device)
+    assert (tiling.cut.tile, tiling.split_k) == (tile, is_split)
+
+
+@pytest.mark.parametrize(
+    "name, m, n", [("identity", 257, 1024), ("gated_backward", 256, 1024), ("rotary_256", 16, 1024)]
+)
+def test_tiles_of_few_rows_only_for_what_has_been_timed(name, m, n):
+    problem = Shape(name, "NT", m, n, 1024).problem
+    arguments = problem.product, problem.program, problem.out_dtypes
+    assert (64, 64) not in {tiling.cut.tile for tiling in candidates(*arguments)}
+    if name != "rotary_256":
+        assert choose_tiling(*arguments, coda.GemmConfig(tile_m=64, tile_n=64)).cut.tile == (64, 64)
+
+
+def test_no_product_is_faster_than_memory():
+    traffic, product = ElementTraffic(0, 2, 0, False, 0.0, False), Product(16, 4096, 14336)
+    at_once = dataclasses.replace(
+        H200, alone=dict.fromkeys(H200.alone, 0.0), of_block=dict.fromkeys(H200.of_block, (0.0, 0.0)), store=0.0
+    )
+    least = H200.start[0] + H200.memory * 2e-6 * (16 + 4096) * 14336
+    for tile in ((64, 64), (64, 128)):
+        cut = Cut(*tile, 1, False)
+        assert cost(product, cut, traffic, at_once) == pytest.approx(least, rel=2e-3)
+        assert cost(product, cut, traffic, H200) > least
 
 
 @pytest.mark.parametrize(
@@ -124,7 +164,8 @@ def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
     whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
     cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
-    alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (H200, by_time(H200)))
+    of = dataclasses.replace(H200, memory=0.0)
+    alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (of, by_time(of)))
     assert (alone < 0.6 * plain) if saved else (alone == plain)
     power = relative_power(one_more, cut, H200)
     assert (power == pytest.approx((waves + alone / plain) / (waves + 1), rel=1e-3)) if saved else (power == 1)

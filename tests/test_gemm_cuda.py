@@ -1,5 +1,6 @@
 """The CUDA lowering, read as text on any machine: custom calls, their attributes and shapes, and fallbacks."""
 
+import functools
 import re
 import warnings
 
@@ -53,7 +54,7 @@ def operands_and_results(line):
 def test_one_call_with_its_attributes():
     lowered = text(lambda a, b, x: coda.gemm(a, b, x, epilogue=residual_sumsq), *typed((M, K), (K, N), (M, N)))
     (call,) = calls(lowered)
-    assert operands_and_results(call) == (["128x64xbf16", "64x256xbf16", "128x256xbf16"], ["128x256xbf16", "2x128xf32"])
+    assert operands_and_results(call) == (["128x64xbf16", "64x256xbf16", "128x256xbf16"], ["128x256xbf16", "4x128xf32"])
     for attribute in (
         f"abi = {ffi.ABI}",
         'arch = "sm_90a"',
@@ -63,7 +64,7 @@ def test_one_call_with_its_attributes():
     ):
         assert attribute in call
     assert "dot_general" not in lowered
-    assert "xf32>" not in lowered.replace("128xf32>", "").replace("2x128xf32>", "")  # but for the row sums
+    assert "xf32>" not in lowered.replace("128xf32>", "").replace("4x128xf32>", "")  # but for the row sums
 
 
 def test_split_k():
@@ -78,6 +79,27 @@ def test_split_k():
     assert (workspace, flags) == ("132x128x128xf32", "132x4xi32")
     assert "flags = 6 : i32" in call and "pointers = dense<[4, 5, 6]>" in call
     assert workspace not in lowered.replace(call, "")
+
+
+def maps_of(call):
+    """A row of each tensor map: buffer, ways, split rows, the box's columns and rows, swizzle."""
+    numbers = [int(one) for one in re.search(r"maps = dense<\[([^]]*)\]>", call)[1].split(", ")]
+    return [numbers[i : i + 6] for i in range(0, len(numbers), 6)]
+
+
+@pytest.mark.parametrize(
+    "m, rows, transpose_a",
+    [(2, 8, False), (16, 16, False), (61, 64, False), (200, 128, False), ("m", 128, False), (16, 16, True)],
+)
+def test_of_few_rows_only_those_are_loaded(m, rows, transpose_a):
+    """Boxes of a, and of the tile operand, 64 rows at most; an a stored by columns has boxes of 64 of them."""
+    if m == "m":
+        (m,) = jax.export.symbolic_shape("m")
+    config = coda.GemmConfig(tile_m=128, tile_n=128)
+    product = functools.partial(coda.gemm, epilogue=residual_sumsq, transpose_a=transpose_a, config=config)
+    (call,) = calls(text(product, *typed((K, m) if transpose_a else (m, K), (K, N), (m, N))))
+    of_a, _, of_x, of_y = maps_of(call)
+    assert (of_a[4], of_x[4], of_y[4]) == (64 if transpose_a else rows, min(64, rows), 16)
 
 
 def test_symbolic_rows_are_not_split():

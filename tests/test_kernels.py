@@ -14,6 +14,7 @@ SPILLED_IN_TILE = {
     ("gated_backward", (128, 192)): 8,
     ("swiglu_backward", (128, 192)): 8,
     ("swiglu_backward", (64, 256)): 48,
+    ("swiglu_backward", (64, 64)): 52,
     ("swiglu_backward", (128, 256)): 40,
     ("rotary_qkv", (128, 256)): 24,
     ("qk_norm_rotary", (128, 256)): 44,

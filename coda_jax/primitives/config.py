@@ -37,8 +37,10 @@ _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
-TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (128, 256))
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256))
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in SHARED_TILES)
+_MAX_STAGES = 12
+_FEW_ROWS = 256  # up to which products have tiles of 64 x 64, for what they read from memory
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
 THREADS = 128 * (1 + CONSUMERS)
@@ -50,7 +52,7 @@ class GemmConfig:
 
     Attributes:
       tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, or two together: one of `TILES`.
-      stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 8.
+      stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 12.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
@@ -74,7 +76,7 @@ class GemmConfig:
         for name, allowed in (
             ("tile_m", sorted({m for m, _ in TILES})),
             ("tile_n", sorted({n for _, n in TILES})),
-            ("stages", range(2, 9)),
+            ("stages", range(2, _MAX_STAGES + 1)),
             ("cluster_m", (1, 2)),
             ("box_n", (16, 32, 64)),
             ("subtile_n", (16, 32, 64)),
@@ -202,10 +204,11 @@ def cuts_for(
 ) -> list[Cut]:
     """What may be chosen where `given` leaves it open, as `best_first` orders it.
 
-    Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; in
-    clusters of two but for few rows; with split-K where that changes anything. A tile of 128 x 192 is the last resort
-    of an epilogue to which it leaves too little. After all others come those whose cost is not known: of a tile that
-    has not been timed on a device, and of one that the consumers share with an epilogue whose like has not been timed.
+    Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; 64 x
+    64 for few rows alone; in clusters of two but for few rows; with split-K where that changes anything. A tile of
+    128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those whose cost is
+    not known: of a tile that has not been timed on a device, and of one that the consumers share with an epilogue whose
+    like has not been timed.
     """
     given = given or GemmConfig()
     found = []
@@ -213,6 +216,8 @@ def cuts_for(
         if (given.tile_m or tile_m, given.tile_n or tile_n) != (tile_m, tile_n):
             continue
         if program.head and not _has_heads(tile_n, program.head):
+            continue
+        if (tile_m, tile_n) == (64, 64) and not given.tile_n and not _is_for_few_rows(product, program, traffic):
             continue
         if not product.transpose_b and tile_n // program.splits % 64:
             continue
@@ -237,6 +242,11 @@ def cuts_for(
 
     of_resorts = itertools.groupby(sorted(found, key=resort), resort)
     return [cut for _, cuts in of_resorts for cut in best_first({cut: costs[cut] for cut in cuts})]
+
+
+def _is_for_few_rows(product: Product, program: Program, traffic: EpilogueTraffic) -> bool:
+    """Whether tiles of 64 x 64 have been timed with the like of it."""
+    return isinstance(product.m, int) and product.m <= _FEW_ROWS and not _has_long_epilogue(program, traffic)
 
 
 def _clusters_for(product: Product, tile_m: int) -> tuple[int, ...]:
@@ -412,7 +422,7 @@ def _preferred(
             wide = [(64, 64, 1, 1), *wide]
     elif not (program.head and program.head % 64 == 0 and not program.reductions):
         wide = []
-    yield from itertools.product(range(8, 1, -1), [*wide, *narrow])
+    yield from itertools.product(range(_MAX_STAGES, 1, -1), [*wide, *narrow])
 
 
 def _round_up(value: int, multiple: int) -> int:

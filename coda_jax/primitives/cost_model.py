@@ -90,6 +90,7 @@ class Constants:
       shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for
         each byte that it loads, each instruction and each reduction along columns.
       shared_heads: of one that works on heads, beside that. No `--fit` sets it, for the models' shapes have no heads.
+      memory: for each MB of a and b. No `--fit` sets it, nor what tiles of 64 x 64 take: its products have no few rows.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
@@ -108,6 +109,7 @@ class Constants:
     shared_column_reduction: float
     shared_heads: float
     store: float
+    memory: float
     tile: float
     start: tuple[float, float]
     zero_flags: float
@@ -122,18 +124,34 @@ CONSTANTS = {
             (128, 192): (1.04, 0.976),
             (64, 256): (1.35, 1.02),
             (64, 128): (1.71, 1.17),
+            (64, 64): (2.0, 1.2),
             (128, 256): (0.989, 0.977),
         },
-        power={(128, 128): 1.0, (128, 192): 0.99, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 0.95},
+        power={(128, 128): 1.0, (128, 192): 0.99, (64, 256): 1.0, (64, 128): 1.0, (64, 64): 1.0, (128, 256): 0.95},
         idle=0.55,
-        alone={(128, 128): 0.832, (128, 192): 0.857, (64, 256): 0.904, (64, 128): 0.877, (128, 256): 0.957},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.859, (64, 256): 1.02, (64, 128): 1.01, (128, 256): 1.02},
+        alone={
+            (128, 128): 0.832,
+            (128, 192): 0.857,
+            (64, 256): 0.904,
+            (64, 128): 0.877,
+            (64, 64): 1.2,
+            (128, 256): 0.957,
+        },
+        with_long_epilogue={
+            (128, 128): 1.0,
+            (128, 192): 0.859,
+            (64, 256): 1.02,
+            (64, 128): 1.01,
+            (64, 64): 1.01,
+            (128, 256): 1.02,
+        },
         load=4.14,
         shared_load=1.0,
         shared_arithmetic=0.2,
         shared_column_reduction=1.75,
         shared_heads=2.5,
         store=1.34,
+        memory=0.5,
         tile=1.15,
         start=(25.2, 29.5),
         zero_flags=10.4,
@@ -146,18 +164,34 @@ CONSTANTS = {
             (128, 192): (1.02, 0.886),
             (64, 256): (1.57, 1.08),
             (64, 128): (2.0, 1.21),
+            (64, 64): (2.6, 1.4),
             (128, 256): (1.03, 0.923),
         },
-        power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0, (128, 256): 1.0},
+        power={(128, 128): 1.0, (128, 192): 1.0, (64, 256): 1.0, (64, 128): 1.0, (64, 64): 1.0, (128, 256): 1.0},
         idle=1.0,
-        alone={(128, 128): 0.85, (128, 192): 0.944, (64, 256): 0.874, (64, 128): 1.0, (128, 256): 0.911},
-        with_long_epilogue={(128, 128): 1.0, (128, 192): 0.853, (64, 256): 0.981, (64, 128): 1.1, (128, 256): 1.02},
+        alone={
+            (128, 128): 0.85,
+            (128, 192): 0.944,
+            (64, 256): 0.874,
+            (64, 128): 1.0,
+            (64, 64): 0.8,
+            (128, 256): 0.911,
+        },
+        with_long_epilogue={
+            (128, 128): 1.0,
+            (128, 192): 0.853,
+            (64, 256): 0.981,
+            (64, 128): 1.1,
+            (64, 64): 1.1,
+            (128, 256): 1.02,
+        },
         load=4.85,
         shared_load=1.52,
         shared_arithmetic=0.1,  # `--fit` finds less, from one program alone
         shared_column_reduction=1.75,
         shared_heads=0.5,
         store=1.7,
+        memory=0.7,
         tile=3.24,
         start=(22.7, 25.8),
         zero_flags=10.9,
@@ -177,6 +211,7 @@ def constants_for(device: str | None) -> Constants:
     return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
 
 
+_NOT_HIDDEN = 0.1  # of products beside reading from memory, or the other way round
 _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
 _TIMED_K = 1024  # from which epilogues that compute have been timed in shared tiles
@@ -208,7 +243,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
     count for what they take. Two warpgroups take turns at its tiles, so that one's epilogue runs while the other
     multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is longer. The
     last epilogue is alone; that of a tile that they share always is. With split-K comes what its part of a split tile
-    takes, and adding the others'.
+    takes, and adding the others'. Where there are few rows, reading a and b from memory takes longer than all that.
     """
     if cut.is_shared and (math.isinf(traffic.arithmetic) or (traffic.arithmetic and product.k < _TIMED_K)):
         return math.inf
@@ -233,16 +268,27 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
         products = k_blocks * block(clusters_at_work) + of.tile
         return products + epilogue if cut.is_shared else max(products, (products + epilogue) / 2)
 
-    time = of.start[cut.cluster_m - 1] + (0 if cut.is_shared else epilogue)
+    time = 0.0
     if clusters > split:
         time += waves * tile(at_once)
         if left_over:
             time += (_last_wave(product, left_over / at_once, of) * tile(at_once)) if waves else tile(left_over)
     if split:
-        blocks = -(-k_blocks // parts)
-        time += blocks * block(split * parts) + of.tile + parts * of.part * area
-        time += of.late_epilogue * epilogue
+        time += -(-k_blocks // parts) * block(split * parts)
+    reading = of.memory * _megabytes(product)
+    time = max(time, reading) + _NOT_HIDDEN * min(time, reading) + of.start[cut.cluster_m - 1]
+    if split:
+        time += of.tile + parts * of.part * area + of.late_epilogue * epilogue
+    if not cut.is_shared:
+        time += epilogue
     return time + (of.zero_flags if cut.split_k else 0)
+
+
+def _megabytes(product: Product) -> float:
+    """Of a and b, which are read from memory once at least."""
+    m = product.m if isinstance(product.m, int) else 0  # symbolic sizes are not counted
+    batch = product.batch if isinstance(product.batch, int) else 1
+    return 2e-6 * batch * (m + product.n) * product.k
 
 
 def relative_power(product: Product, cut: Cut, constants: Constants) -> float:

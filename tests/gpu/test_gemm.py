@@ -157,6 +157,22 @@ def test_every_tile(name, tile):
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("tile", [(64, 64), (64, 128), (128, 128), (128, 256)], ids=str)
+@pytest.mark.parametrize("name", ["residual_sumsq", "column_sum", "gated_backward"])
+def test_few_rows(name, tile, transpose_a):
+    """Rows of a tile that are not loaded, here NaN of the product before, reach no result."""
+    program, config = PROGRAMS[name], coda.GemmConfig(tile_m=tile[0], tile_n=tile[1])
+    product = functools.partial(coda.gemm, transpose_a=transpose_a, transpose_b=True, implementation="cuda")
+    fused = functools.partial(product, epilogue=program.epilogue, config=config)
+    nan = jnp.full((4096, 4096), jnp.nan, jnp.bfloat16)
+    for m in (8, 16, 40, 72, 104) if transpose_a else (1, 7, 16, 40, 63, 72, 100):
+        n, k = program.columns(400), 520
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_a, transpose_b=True)
+        jax.block_until_ready(product(nan, nan, config=coda.GemmConfig(tile_m=128, tile_n=256)))
+        _compare(fused, _plain(program.epilogue, transpose_a, True), a, b, program.operands(m, n))
+
+
 @pytest.mark.parametrize("name", ["qk_norm_rotary", "qk_norm_rotary_64", "rotary_repeated", "rotary_neighbours"])
 def test_heads_in_a_tile_that_two_warpgroups_share(name):
     """Whose tables registers keep; `rotary_qkv` is above."""
