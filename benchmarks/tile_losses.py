@@ -45,6 +45,7 @@ HELD = {
     ("with_long_epilogue", (128, 128)),
     ("shared_column_reduction",),
     ("shared_heads",),
+    ("memory",),
 }
 # From which a shape is entered in the library's table, and the k up to which: beyond it the time of one and the same
 # kernel differs by more from one compilation to the next (AGENTS.md).

@@ -90,7 +90,7 @@ class Constants:
       shared_load, shared_arithmetic, shared_column_reduction: of a shared tile's epilogue, which nothing hides, for
         each byte that it loads, each instruction and each reduction along columns.
       shared_heads: of one that works on heads, beside that. No `--fit` sets it, for the models' shapes have no heads.
-      memory: for each MB of a and b. No `--fit` sets it, nor what tiles of 64 x 64 take: its products have no few rows.
+      memory: for each MB of a and b, of products with few rows. No `--fit` sets it.
       tile: between a tile and the next.
       start: of a launch in clusters of one and of two.
       zero_flags: before a launch with split-K.
