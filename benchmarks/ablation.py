@@ -28,7 +28,7 @@ from coda_jax.primitives.gemm_cuda import problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import attached_device, tiling_for
 
-# Of an H200 (`python -m benchmarks.energy`): joules for a byte that is copied, and watts at the power limit.
+# Of an H200 (`python -m benchmarks.energy`, 2519ddb): joules for a byte that is copied, and watts at the power limit.
 JOULES_OF_BYTE, WATTS = 116e-12, 690.0
 
 

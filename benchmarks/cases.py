@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import peers, programs, timing
-from coda_jax.primitives.config import GemmConfig
+from benchmarks.tile_losses import Shape
+from coda_jax.primitives.config import EpilogueTraffic, GemmConfig, cuts_for
+from coda_jax.primitives.cost_model import by_time, constants_for
+from coda_jax.primitives.tile_table import attached_device
 
 Shapes = Sequence[tuple[str, int, int, int]]
 
@@ -139,6 +142,15 @@ def product_calls(
         call = timing.rotated(prepared)
         calls[peer.name] = timing.Outside(call, peer.synchronize) if peer.synchronize else call
     return calls
+
+
+def fastest_tile(layout: str, m: int, n: int, k: int) -> GemmConfig:
+    """Of a bare product at one clock, as the cost model has it; the library's own choice is by energy."""
+    transpose_a, transpose_b = _transposes(layout)
+    problem = Shape("identity", f"{'NT'[transpose_a]}{'NT'[transpose_b]}", m, n, k).problem
+    traffic = EpilogueTraffic.of(problem.program, problem.out_dtypes)
+    constants = by_time(constants_for(attached_device()))
+    return GemmConfig(**cuts_for(problem.product, problem.program, traffic, None, constants)[0]._asdict())
 
 
 def epilogue_calls(

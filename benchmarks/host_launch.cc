@@ -79,7 +79,7 @@ XLA_FFI_CallFrame Describe(Frame& frame, int stage) {
 struct Record {
   uint64_t encodings = 0, launches = 0, device_queries = 0;
   uint64_t zeroed_address = 0, zeroed_words = 0;  // of the last memset
-  uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0;
+  uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0, begins_early = 0;
   unsigned char parameters[4096] = {};
 } record;
 thread_local int device = 0;
@@ -239,14 +239,19 @@ int cuLaunchKernelEx(const void* config, void*, void** parameters, void**) {
   struct Config {
     uint32_t grid[3], block[3], shared_bytes;
     void* stream;
-    const uint32_t* attributes;
+    const uint32_t (*attributes)[18];
     uint32_t attribute_count;
   } const& launch = *static_cast<const Config*>(config);
   ++record.launches;
   record.grid = launch.grid[0];
   record.block = launch.block[0];
   record.shared_bytes = launch.shared_bytes;
-  record.cluster = launch.attributes[2];
+  record.cluster = record.begins_early = 0;
+  for (uint32_t i = 0; i < launch.attribute_count; ++i) {
+    const uint32_t id = launch.attributes[i][0], value = launch.attributes[i][2];
+    if (id == 4) record.cluster = value;
+    if (id == 6) record.begins_early = value;
+  }
   std::memcpy(record.parameters, parameters[0], parameter_bytes);
   return 0;
 }

@@ -36,6 +36,7 @@ class Record(ctypes.Structure):
         ("block", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
+        ("begins_early", ctypes.c_uint32),
         ("parameters", ctypes.c_ubyte * 4096),
     )
 

@@ -27,8 +27,8 @@ struct SharedLayout {
   static constexpr int bytes = load_ring_offset + 2 * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
 };
 
-/// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n) of 8192
-/// bytes.
+/// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n), each in
+/// a place of 8192 bytes.
 constexpr int chunk_bytes = 64 * 64 * 2;
 
 template <class Config, class Epilogue, class Params>

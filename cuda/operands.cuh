@@ -21,20 +21,22 @@ __device__ __forceinline__ float widened(ptx::uint16 bits) {
   return ptx::f16_to_float(bits);
 }
 
+/// Not by __ldg: the array may have been written while this kernel began, and a compiler may move such loads in front
+/// of any wait.
 template <DType dtype>
 __device__ __forceinline__ Word load_word(const void* base, long long index) {
   Word word;
   if constexpr (dtype == DType::f32 || dtype == DType::i32) {
-    word.i = __ldg(static_cast<const int*>(base) + index);
+    word.i = static_cast<const int*>(base)[index];
   } else if constexpr (dtype == DType::pred) {
-    word.i = __ldg(static_cast<const unsigned char*>(base) + index) != 0;
+    word.i = static_cast<const unsigned char*>(base)[index] != 0;
   } else {
-    word.f = widened<dtype>(__ldg(static_cast<const unsigned short*>(base) + index));
+    word.f = widened<dtype>(static_cast<const ptx::uint16*>(base)[index]);
   }
   return word;
 }
 
-/// One word, or two neighbours, then from an even index of an array aligned to pairs. Not by __ldg, whose loads the
+/// One word, or two neighbours, then from an even index of an array aligned to pairs. Nor by __ldg, whose loads the
 /// assembler moves in front of the barrier that wakes the other consumer.
 template <DType dtype, int count>
 __device__ __forceinline__ void load_coherent(const void* base, long long index, Word (&words)[2]) {

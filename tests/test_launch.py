@@ -45,6 +45,7 @@ def check_parameters(host):
     assert pointer == 3 * MIB
     assert np.frombuffer(bytes(host.record.parameters[392:408]), np.int32).tolist() == [M, N, K, 1]
     assert (host.record.grid, host.record.block, host.record.shared_bytes, host.record.cluster) == (2, 384, 200_000, 2)
+    assert host.record.begins_early
 
 
 def check_maps_are_encoded_once(host):
@@ -116,12 +117,13 @@ def check_devices_at_once(host):
 
 
 def check_split_k(host):
-    """Every flag is zeroed, and there are no more blocks than have some."""
+    """Every flag is zeroed before the kernel begins, and there are no more blocks than have some."""
     addresses = (MIB, 2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB)
     make(host, addresses, m=128 * 1000, flags=132).call("execute")
     assert (host.record.zeroed_address, host.record.zeroed_words, host.record.grid) == (5 * MIB, 528, 132)
     make(host, addresses, m=128 * 1000, flags=100).call("execute")
     assert (host.record.zeroed_words, host.record.grid) == (400, 100)
+    assert not host.record.begins_early
 
 
 def check_errors(host):

@@ -399,7 +399,8 @@ def _preferred(
     2 %. A long epilogue comes before them: back through a gate it is 26 % over the bare product with wide boxes and 5
     stages of 128 x 128, and 40 % with narrow ones and 6; with 4 stages of 128 x 192 and two slots it is 14 %. So do
     loads that nothing hides: in shared tiles, whose 3 stages are as good as 4, they should be there when the products
-    end (back through a norm, k = 16384: 1 to 2 % instead of 3.5 with one slot of 32 columns).
+    end (back through a norm, k = 16384: 1 to 2 % instead of 3.5 with one slot of 32 columns). More than 8 stages only
+    where the tiles are so small that 8 have not enough of b on its way from memory.
     """
     is_wide = program.ways == 1 and _has_few_nodes(program)
     if cut.is_shared and is_wide and traffic.load_bytes:
@@ -422,7 +423,8 @@ def _preferred(
             wide = [(64, 64, 1, 1), *wide]
     elif not (program.head and program.head % 64 == 0 and not program.reductions):
         wide = []
-    yield from itertools.product(range(_MAX_STAGES, 1, -1), [*wide, *narrow])
+    most = _MAX_STAGES if cut.tile == (64, 64) else 8
+    yield from itertools.product(range(most, 1, -1), [*wide, *narrow])
 
 
 def _round_up(value: int, multiple: int) -> int:

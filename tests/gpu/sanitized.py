@@ -28,6 +28,15 @@ def main() -> None:
 
             jax.block_until_ready(jax.jit(fused)(a, b, *program.operands(m, n)))
             print(name, "ran", flush=True)
+    for name in ("residual_sumsq", "column_sum", "gated_backward"):
+        program, config = PROGRAMS[name], coda.GemmConfig(tile_m=64, tile_n=64)
+        a, b = (jax.random.normal(jax.random.key(i), (40 + 360 * i, 520)).astype(jnp.bfloat16) for i in range(2))
+        operands = program.operands(40, 400)
+        out = coda.gemm(
+            a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
+        )
+        jax.block_until_ready(out)
+        print(name, "of few rows ran", flush=True)
     a, b = (jax.random.normal(jax.random.key(i), (264, 2056)).astype(jnp.bfloat16) for i in range(2))
     split = coda.GemmConfig(split_k=True)
     jax.block_until_ready(coda.gemm(a, b, transpose_b=True, implementation="cuda", config=split))

@@ -169,8 +169,9 @@ def test_few_rows(name, tile, transpose_a):
     for m in (8, 16, 40, 72, 104) if transpose_a else (1, 7, 16, 40, 63, 72, 100):
         n, k = program.columns(400), 520
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_a, transpose_b=True)
+        operands = jax.block_until_ready(program.operands(m, n))
         jax.block_until_ready(product(nan, nan, config=coda.GemmConfig(tile_m=128, tile_n=256)))
-        _compare(fused, _plain(program.epilogue, transpose_a, True), a, b, program.operands(m, n))
+        _compare(fused, _plain(program.epilogue, transpose_a, True), a, b, operands)
 
 
 @pytest.mark.parametrize("name", ["qk_norm_rotary", "qk_norm_rotary_64", "rotary_repeated", "rotary_neighbours"])
