@@ -21,11 +21,9 @@ import jax.numpy as jnp
 from benchmarks import cases, results, timing
 from benchmarks.energy import extra_bytes
 from benchmarks.programs import PROGRAMS, Program
-from coda_jax.explain import program_of
+from benchmarks.tile_losses import Shape
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gated_mlp import gated_backward, row_scale_gated
-from coda_jax.primitives.gemm_cuda import problem_of
-from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import attached_device, tiling_for
 
 # Of an H200 (`python -m benchmarks.energy`, 2519ddb): joules for a byte that is copied, and watts at the power limit.
@@ -83,12 +81,9 @@ PARTS: dict[str, dict[str, Program]] = {
 }
 
 
-def chosen_tile(function: Callable[..., Any], *args: Any) -> GemmConfig:
-    """That of the first product in function(*args)."""
-    equations, _ = program_of(function, *args)
-    equation = next(one for one, _ in equations if one.primitive is coda_gemm_p)
-    problem = problem_of([v.aval for v in equation.invars], equation.params)
-    tiling, _ = tiling_for(problem, None, attached_device())
+def chosen_tile(name: str, m: int, n: int, k: int) -> GemmConfig:
+    """That of the whole program."""
+    tiling, _ = tiling_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
     return GemmConfig(tile_m=tiling.tile_m, tile_n=tiling.tile_n)
 
 
@@ -99,9 +94,7 @@ def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str,
         if name not in PARTS:
             continue
         programs: dict[str, Program] = {"none": PROGRAMS["identity"], **PARTS[name], "all": PROGRAMS[name]}
-        types = (jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), jnp.bfloat16))
-        whole = functools.partial(setting.gemm, epilogue=PROGRAMS[name].epilogue, transpose_b=True)
-        config = chosen_tile(whole, *types, *PROGRAMS[name].operand_types(m, n))
+        config = chosen_tile(name, m, n, k)
         calls = cases.part_calls(programs, m, n, k, config, setting.gemm, setting.cache_bytes)
         times = timer(calls)
         bare = times["bare"].longest

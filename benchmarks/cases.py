@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import peers, programs, timing
-from benchmarks.tile_losses import Shape
-from coda_jax.primitives.config import EpilogueTraffic, GemmConfig, cuts_for
+from benchmarks.tile_losses import Shape, cuts
+from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.cost_model import by_time, constants_for
 from coda_jax.primitives.tile_table import attached_device
 
@@ -146,11 +146,8 @@ def product_calls(
 
 def fastest_tile(layout: str, m: int, n: int, k: int) -> GemmConfig:
     """Of a bare product at one clock, as the cost model has it; the library's own choice is by energy."""
-    transpose_a, transpose_b = _transposes(layout)
-    problem = Shape("identity", f"{'NT'[transpose_a]}{'NT'[transpose_b]}", m, n, k).problem
-    traffic = EpilogueTraffic.of(problem.program, problem.out_dtypes)
-    constants = by_time(constants_for(attached_device()))
-    return GemmConfig(**cuts_for(problem.product, problem.program, traffic, None, constants)[0]._asdict())
+    shape = Shape("identity", "".join("NT"[transposed] for transposed in _transposes(layout)), m, n, k)
+    return GemmConfig(**cuts(shape, by_time(constants_for(attached_device())))[0]._asdict())
 
 
 def epilogue_calls(

@@ -185,8 +185,9 @@ struct EpilogueOperands {
                               (access.period > 0 ? of_tile % rows : of_tile);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
-          load_coherent<access.dtype, 2 / shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
-                                                  table[decltype(index)::value][j][r]);
+          load_neighbours<access.dtype, 2 / shared>(params.pointer[access.pointer],
+                                                    row * width + first + 8 * j / shared,
+                                                    table[decltype(index)::value][j][r]);
       }
     });
   }

@@ -22,7 +22,7 @@ __device__ __forceinline__ float widened(ptx::uint16 bits) {
 }
 
 /// Not by __ldg: the array may have been written while this kernel began, and a compiler may move such loads in front
-/// of any wait.
+/// of any wait; the assembler does, in front of the barrier that wakes the other consumer.
 template <DType dtype>
 __device__ __forceinline__ Word load_word(const void* base, long long index) {
   Word word;
@@ -36,19 +36,16 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
   return word;
 }
 
-/// One word, or two neighbours, then from an even index of an array aligned to pairs. Nor by __ldg, whose loads the
-/// assembler moves in front of the barrier that wakes the other consumer.
+/// The same, or two neighbours at once, then from an even index of an array aligned to pairs.
 template <DType dtype, int count>
-__device__ __forceinline__ void load_coherent(const void* base, long long index, Word (&words)[2]) {
+__device__ __forceinline__ void load_neighbours(const void* base, long long index, Word (&words)[2]) {
   const void* from = static_cast<const char*>(base) + index * bytes_of(dtype);
-  if constexpr (bytes_of(dtype) == 4 && count == 2) {
+  if constexpr (count == 1) {
+    words[0] = load_word<dtype>(base, index);
+  } else if constexpr (bytes_of(dtype) == 4) {
     const int2 both = *static_cast<const int2*>(from);
     words[0].i = both.x;
     words[1].i = both.y;
-  } else if constexpr (bytes_of(dtype) == 4) {
-    words[0].i = *static_cast<const int*>(from);
-  } else if constexpr (count == 1) {
-    words[0].f = widened<dtype>(*static_cast<const ptx::uint16*>(from));
   } else {
     const ptx::uint32 both = *static_cast<const ptx::uint32*>(from);
     words[0].f = widened<dtype>(static_cast<ptx::uint16>(both));

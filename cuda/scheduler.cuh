@@ -7,8 +7,8 @@
 
 namespace coda {
 
-/// What is often divided by, and 2^32 / value, by less than 2 too small. To divide takes 25 cycles instead of 130, of
-/// which a tile's place took three that nothing hides.
+/// What is often divided by, and 2^32 / value, by less than 2 too small. Nothing hides the three divisions of a tile's
+/// place where consumers cooperate: 400 cycles, if the compiler makes them.
 struct Divisor {
   int value;
   unsigned reciprocal;

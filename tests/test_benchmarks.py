@@ -275,8 +275,7 @@ def test_parts_lower_for_a_gpu(name):
     """In the tile that is chosen for the whole program, each of them."""
     m, n, k = 2048, 3072, 1024
     types = (jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), jnp.bfloat16))
-    whole = functools.partial(coda.gemm, epilogue=PROGRAMS[name].epilogue, transpose_b=True)
-    config = ablation.chosen_tile(whole, *types, *PROGRAMS[name].operand_types(m, n))
+    config = ablation.chosen_tile(name, m, n, k)
     for part in ablation.PARTS[name].values():
         product = functools.partial(coda.gemm, epilogue=part.epilogue, transpose_b=True, config=config)
         assert "Hopper kernel" in str(coda.explain(product, *types, *part.operand_types(m, n), platform="cuda"))

@@ -286,8 +286,7 @@ def cost(product: Product, cut: Cut, traffic: ElementTraffic, constants: Constan
 
 def _megabytes(product: Product) -> float:
     """Of a and b, which are read from memory once at least."""
-    m = product.m if isinstance(product.m, int) else 0  # symbolic sizes are not counted
-    batch = product.batch if isinstance(product.batch, int) else 1
+    m, batch = _rows_and_batch(product)
     return 2e-6 * batch * (m + product.n) * product.k
 
 
@@ -333,6 +332,11 @@ def may_split(product: Product, cut: Cut) -> bool:
 
 def _clusters(product: Product, cut: Cut) -> int:
     """Clusters' tiles of a product."""
-    m = product.m if isinstance(product.m, int) else 1 << 14
-    batch = product.batch if isinstance(product.batch, int) else 1
+    m, batch = _rows_and_batch(product)
     return -(-m // (cut.tile_m * cut.cluster_m)) * -(-product.n // cut.tile_n) * batch
+
+
+def _rows_and_batch(product: Product) -> tuple[int, int]:
+    """With what `Product` says is taken for symbolic sizes."""
+    m = product.m if isinstance(product.m, int) else 1 << 14
+    return m, product.batch if isinstance(product.batch, int) else 1

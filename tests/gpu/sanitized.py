@@ -1,5 +1,7 @@
 """Every program once at sizes with edges, for compute-sanitizer: `make gpu-sanitize`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,49 +9,44 @@ import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 
 
+def run(
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+    config: coda.GemmConfig | None = None,
+    about: str = "",
+) -> None:
+    """A program's kernel, with as many columns as it wants at least."""
+    program = PROGRAMS[name]
+    n = program.columns(n)
+    a = jax.random.normal(jax.random.key(0), (k, m) if transpose_a else (m, k)).astype(jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (n, k) if transpose_b else (k, n)).astype(jnp.bfloat16)
+    product = functools.partial(
+        coda.gemm,
+        epilogue=program.epilogue,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        implementation="cuda",
+        config=config,
+    )
+    jax.block_until_ready(jax.jit(product)(a, b, *program.operands(m, n)))
+    print(name, f"{about}ran", flush=True)
+
+
 def main() -> None:
-    m, k = 264, 136
     for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
-        for name, program in PROGRAMS.items():
-            n = program.columns(400)
-            a = jax.random.normal(jax.random.key(0), (k, m) if transpose_a else (m, k)).astype(jnp.bfloat16)
-            b = jax.random.normal(jax.random.key(1), (n, k) if transpose_b else (k, n)).astype(jnp.bfloat16)
-
-            def fused(a, b, *operands, epilogue=program.epilogue, flags=(transpose_a, transpose_b)):
-                return coda.gemm(
-                    a,
-                    b,
-                    *operands,
-                    epilogue=epilogue,
-                    transpose_a=flags[0],
-                    transpose_b=flags[1],
-                    implementation="cuda",
-                )
-
-            jax.block_until_ready(jax.jit(fused)(a, b, *program.operands(m, n)))
-            print(name, "ran", flush=True)
+        for name in PROGRAMS:
+            run(name, 264, 400, 136, transpose_a=transpose_a, transpose_b=transpose_b)
     for name in ("residual_sumsq", "column_sum", "gated_backward"):
-        program, config = PROGRAMS[name], coda.GemmConfig(tile_m=64, tile_n=64)
-        a, b = (jax.random.normal(jax.random.key(i), (40 + 360 * i, 520)).astype(jnp.bfloat16) for i in range(2))
-        operands = program.operands(40, 400)
-        out = coda.gemm(
-            a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
-        )
-        jax.block_until_ready(out)
-        print(name, "of few rows ran", flush=True)
-    a, b = (jax.random.normal(jax.random.key(i), (264, 2056)).astype(jnp.bfloat16) for i in range(2))
-    split = coda.GemmConfig(split_k=True)
-    jax.block_until_ready(coda.gemm(a, b, transpose_b=True, implementation="cuda", config=split))
-    print("split-K ran", flush=True)
+        run(name, 40, 400, 520, config=coda.GemmConfig(tile_m=64, tile_n=64), about="of few rows ")
+    run("identity", 264, 264, 2056, config=coda.GemmConfig(split_k=True), about="with split-K ")
     for name in ("residual_sumsq", "column_sum", "qk_norm_rotary"):
-        program, config = PROGRAMS[name], coda.GemmConfig(tile_m=128, tile_n=256)
-        b = jax.random.normal(jax.random.key(1), (program.columns(264), 2056)).astype(jnp.bfloat16)
-        operands = program.operands(264, len(b))
-        out = coda.gemm(
-            a, b, *operands, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
-        )
-        jax.block_until_ready(out)
-        print(name, "in a tile that two warpgroups share ran", flush=True)
+        shared = coda.GemmConfig(tile_m=128, tile_n=256)
+        run(name, 264, 264, 2056, config=shared, about="in a tile that two warpgroups share ")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def _chain(product=_product, row=_row):
     """
 
     def run(x, weights, scale):
-        before = x
+        before, vector = x, None
         for i, weight in enumerate(weights):
-            vector = row(vector, weight) if i % 3 else -before[i : i + 1]  # noqa: F821  bound when i was 0
+            vector = row(vector, weight) if i % 3 else -before[i : i + 1]
             x, before = product(x, weight, before, scale, vector), x
         return x
 
