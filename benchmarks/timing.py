@@ -31,8 +31,9 @@ class Times(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel, copy or fill that the device ran: its own name, that of its HLO instruction, start and duration in ns.
 
-    A kernel of coda_jax's that began before the last one in its stream had ended, for which it waits, starts with that
-    one's end. instruction is empty where the trace does not have it, as for what a CUDA graph launches.
+    A kernel that began before the last one in its stream had ended, for which it waits, starts with that one's end:
+    coda_jax's kernels begin early, and so do XLA's behind them. instruction is empty where the trace does not have it,
+    as for what a CUDA graph launches.
     """
 
     name: str
@@ -257,7 +258,7 @@ def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
                 about = dict(event.stats)
                 instruction = str(about.get("hlo_op", ""))
                 end = event.start_ns + event.duration_ns
-                start = max(event.start_ns, last_end) if "coda_gemm" in event.name else event.start_ns
+                start = max(event.start_ns, last_end)
                 last_end = end
                 kernel = Kernel(event.name, instruction, start, end - start)
                 events[about.get("hlo_module", "")].append(kernel)

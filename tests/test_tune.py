@@ -133,6 +133,27 @@ def test_a_tile_of_less_power_may_take_longer(table):
 
 
 @needs_nvrtc
+def test_tiles_by_time(table, monkeypatch):
+    """The fastest is kept, whatever power it takes, in an entry that products lowered by energy do not take."""
+    types = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2
+    measure = fastest((128, 128), gain=0.02)
+    by_energy = tune.tune_with(measure, DEVICE, product, *types)
+    monkeypatch.setenv("CODA_JAX_TILES_BY", "time")
+    assert cut(product, *types) != [(64, 128, 2)]
+    write(tile_table.shipped_path(DEVICE), {"tile_m": 64, "tile_n": 128}, key=by_energy.products[0].key)
+    by_time = tune.tune_with(measure, DEVICE, product, *types)
+    tile_table._load.cache_clear()
+    assert by_energy.products[0].tiling.cut.tile != by_time.products[0].tiling.cut.tile == (128, 128)
+    assert len(json.loads(table.read_text())["devices"][DEVICE]) == 2
+    assert cut(product, *types) == [(128, 128, 2)]
+    monkeypatch.setenv("CODA_JAX_TILES_BY", "energy")
+    assert cut(product, *types)[0] == by_energy.products[0].tiling.cut[:3]
+    monkeypatch.setenv("CODA_JAX_TILES_BY", "clock")
+    with pytest.raises(RuntimeError, match="CODA_JAX_TILES_BY = 'clock'; it must be 'energy' or 'time'"):
+        cut(product, *types)
+
+
+@needs_nvrtc
 def test_precedence(table):
     """config, the user's table, the library's, the cost model; another device's entries and export have none."""
     (default,) = cut(product, A, B)

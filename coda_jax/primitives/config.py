@@ -20,7 +20,7 @@ from coda_jax.primitives.cost_model import (
     Product,
     best_first,
     by_time,
-    constants_for,
+    constants_in_use,
     cost,
     may_split,
 )
@@ -342,7 +342,7 @@ def choose_tiling(
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
     if box_n % (given.subtile_n or 16):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
-    cuts = cuts_for(product, program, traffic, given, constants_for(device))
+    cuts = cuts_for(product, program, traffic, given, constants_in_use(device))
     if not cuts:
         raise ValueError(
             f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
@@ -383,7 +383,7 @@ def candidates(
     `choose_tiling` gives it.
     """
     found = []
-    for cut in cuts_for(product, program, EpilogueTraffic.of(program, out_dtypes), None, constants_for(device)):
+    for cut in cuts_for(product, program, EpilogueTraffic.of(program, out_dtypes), None, constants_in_use(device)):
         with contextlib.suppress(ValueError):  # too large for shared memory
             found.append(choose_tiling(product, program, out_dtypes, GemmConfig(**cut._asdict())))
     return found

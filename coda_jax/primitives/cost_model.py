@@ -1,9 +1,16 @@
-"""Which tile a product should be cut into, from its sizes and what its epilogue moves."""
+"""Which tile a product should be cut into, from its sizes and what its epilogue moves.
+
+Environment, read when a product is lowered:
+
+* ``CODA_JAX_TILES_BY``: ``energy`` (default), for a chip at its power limit, where energy is time, as in training; or
+  ``time``, for one that stays below and keeps its clock. On an H100 it makes no difference.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -209,6 +216,24 @@ def by_time(constants: Constants) -> Constants:
 def constants_for(device: str | None) -> Constants:
     """Those of this kind of device; an H200's for others, and where it is not known."""
     return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
+
+
+def tiles_by() -> str:
+    """What tiles are chosen by, "energy" or "time".
+
+    Raises:
+      RuntimeError: ``CODA_JAX_TILES_BY`` is something else.
+    """
+    setting = os.environ.get("CODA_JAX_TILES_BY") or "energy"
+    if setting not in ("energy", "time"):
+        raise RuntimeError(f"CODA_JAX_TILES_BY = {setting!r}; it must be 'energy' or 'time'")
+    return setting
+
+
+def constants_in_use(device: str | None) -> Constants:
+    """`constants_for`; `by_time` where that is what tiles are chosen by."""
+    constants = constants_for(device)
+    return by_time(constants) if tiles_by() == "time" else constants
 
 
 _NOT_HIDDEN = 0.1  # of products beside reading from memory, or the other way round

@@ -1,6 +1,7 @@
 """Tables of measured tiles: what `coda.tune` found for products on a device, and those that come with the library.
 
-A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`. An entry has the
+A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, which tells what
+tiles are chosen by (``CODA_JAX_TILES_BY``, see `cost_model`); the library's are the best by energy. An entry has the
 fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the epilogue's name, the median time in
 microseconds and that of the cost model's choice. The user's table comes first, then the library's, then the cost model.
 
@@ -31,7 +32,7 @@ import numpy as np
 from coda_jax import ffi
 from coda_jax.epilogue import Program
 from coda_jax.primitives.config import GemmConfig, Tiling, choose_tiling
-from coda_jax.primitives.cost_model import Product
+from coda_jax.primitives.cost_model import Product, tiles_by
 
 FORMAT = 1
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "tuned"
@@ -62,7 +63,7 @@ class Problem:
 
     @property
     def key(self) -> str | None:
-        """Its name in tables, the same in every process; None where a size is symbolic."""
+        """Its name in tables, the same in every process with the same setting; None where a size is symbolic."""
         sizes = (self.product.m, self.product.n, self.product.k, self.product.batch)
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -71,7 +72,8 @@ class Problem:
         flags = "".join(str(int(flag)) for flag in self.batched)
         names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
-        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
+        by = " by time" if tiles_by() == "time" else ""
+        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}{by}"
 
     def tiling(self, config: GemmConfig | None, device: str | None) -> Tiling:
         """`config` completed, by the cost model of this kind of device what it leaves open."""

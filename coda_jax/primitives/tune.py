@@ -21,7 +21,7 @@ from coda_jax import ffi
 from coda_jax.explain import program_of
 from coda_jax.primitives import tile_table
 from coda_jax.primitives.config import GemmConfig, Tiling, candidates
-from coda_jax.primitives.cost_model import Constants, Product, best_first, constants_for, relative_power
+from coda_jax.primitives.cost_model import Constants, Product, best_first, constants_in_use, relative_power
 from coda_jax.primitives.gemm_cuda import CAPABILITY, fallback_reason, problem_of
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.tile_table import Problem
@@ -100,8 +100,9 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
     that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
     beside the compiled kernels: by energy, measured time times the power that a tile is known to take, for where power
-    is the limit energy is time; of those within 0.75 % of the least the fastest. Functions that are jitted
-    from then on, here or in later processes, take their tiles from it. What is lowered for export does not, nor, unless
+    is the limit energy is time; of those within 0.75 % of the least the fastest. With ``CODA_JAX_TILES_BY=time`` the
+    fastest, in entries of their own. Functions that are jitted from then on, here or in later processes with the same
+    setting, take their tiles from it. What is lowered for export does not, nor, unless
     ``CODA_JAX_TUNED`` names a table, does a job of several processes, all of which must lower the same program.
 
     Args:
@@ -154,7 +155,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     for work, seconds in zip(works, measure(works), strict=True):
         key, first = work.problem.key, work.tilings[0]
         assert key is not None
-        energy = energies(work.problem.product, seconds, constants_for(device))
+        energy = energies(work.problem.product, seconds, constants_in_use(device))
         best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
         if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
             best = first
