@@ -49,7 +49,7 @@ def _bare_products(
 ) -> list[dict[str, Any]]:
     names = {"coda_product": "coda", "coda_fastest_product": "fastest", **{peer.name: peer.name for peer in beside}}
     print(f"bare product, bf16, float32 accumulation, TFLOP/s   [{timing.clock()}]")
-    print("fastest: coda's in the tile of least time at one clock (CODA_JAX_TILES_BY=time) instead of least energy")
+    print("fastest: coda's in the tile of least time at one clock (CODA_JAX_TILES_BY=time)")
     titles = "".join(f"{title:>{len(title) + 2}}" for title in names.values())
     print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>6}{titles}  coda/XLA", flush=True)
     rows = []

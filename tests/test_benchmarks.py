@@ -164,7 +164,7 @@ def test_fastest_tile_at_one_clock(monkeypatch):
     assert (layout, *sizes) == ("A[M,K] B[N,K]", 16384, 4096, 4096)
     fastest = cases.fastest_tile(layout, *sizes)
     assert (fastest.tile_m, fastest.tile_n, fastest.cluster_m) in ((128, 128, 2), (128, 192, 2))
-    for by, tile in ((None, "128 x 256"), ("energy", "128 x 256"), ("time", f"128 x {fastest.tile_n}")):
+    for by, tile in ((None, "128 x 256"), ("energy_delay", "128 x 256"), ("time", f"128 x {fastest.tile_n}")):
         if by:
             monkeypatch.setenv("CODA_JAX_TILES_BY", by)
         chosen = coda.explain(functools.partial(coda.gemm, transpose_b=True), a, b, platform="cuda")

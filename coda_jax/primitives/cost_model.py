@@ -2,8 +2,8 @@
 
 Environment, read when a product is lowered:
 
-* ``CODA_JAX_TILES_BY``: ``energy`` (default), for a chip at its power limit, where energy is time, as in training; or
-  ``time``, for one that stays below and keeps its clock. On an H100 it makes no difference.
+* ``CODA_JAX_TILES_BY``: ``energy_delay`` (default), energy times time, for a chip that is at its power limit, where
+  energy is time, or now and then; or ``time``, for one that stays below it. On an H100 it makes no difference.
 """
 
 from __future__ import annotations
@@ -219,14 +219,14 @@ def constants_for(device: str | None) -> Constants:
 
 
 def tiles_by() -> str:
-    """What tiles are chosen by, "energy" or "time".
+    """What tiles are chosen by, "energy_delay" or "time".
 
     Raises:
       RuntimeError: ``CODA_JAX_TILES_BY`` is something else.
     """
-    setting = os.environ.get("CODA_JAX_TILES_BY") or "energy"
-    if setting not in ("energy", "time"):
-        raise RuntimeError(f"CODA_JAX_TILES_BY = {setting!r}; it must be 'energy' or 'time'")
+    setting = os.environ.get("CODA_JAX_TILES_BY") or "energy_delay"
+    if setting not in ("energy_delay", "time"):
+        raise RuntimeError(f"CODA_JAX_TILES_BY = {setting!r}; it must be 'energy_delay' or 'time'")
     return setting
 
 
@@ -241,21 +241,21 @@ _MAX_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
 _TIMED_K = 1024  # from which epilogues that compute have been timed in shared tiles
 _FEW_WAVES = 4  # of 128 x 128 tiles: so short a product is waited for; of a longer one the mean power counts
-_SAME_ENERGY = 0.0075
+_AS_GOOD = 0.0075
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Ordered by energy, for a chip at its power limit; but of those within 0.75 % of the least, the fastest at one
-    clock first: it is as good at the limit, and better below.
+    """Ordered by the energy-delay product, for a chip at its power limit is as fast as energy lets it be, one below it as
+    time does; but of those whose mean of the two is within 0.75 % of the least, the fastest first.
 
     Args:
-      costs: energy and time of each.
+      costs: energy of each, and its time at one clock.
     """
-    enough = (1 + _SAME_ENERGY) * min((energy for energy, _ in costs.values()), default=math.inf)
+    means = {one: math.sqrt(energy * time) for one, (energy, time) in costs.items()}
+    enough = (1 + _AS_GOOD) * min(means.values(), default=math.inf)
 
     def order(one: _T) -> tuple[bool, float]:
-        energy, time = costs[one]
-        return (False, time) if energy <= enough else (True, energy)
+        return (False, costs[one][1]) if means[one] <= enough else (True, means[one])
 
     return sorted(costs, key=order)
 

@@ -1,9 +1,9 @@
 """Tables of measured tiles: what `coda.tune` found for products on a device, and those that come with the library.
 
 A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, which tells what
-tiles are chosen by (``CODA_JAX_TILES_BY``, see `cost_model`); the library's are the best by energy. An entry has the
-fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the epilogue's name, the median time in
-microseconds and that of the cost model's choice. The user's table comes first, then the library's, then the cost model.
+tiles are chosen by, if that is not the default (``CODA_JAX_TILES_BY``, see `cost_model`). An entry has the fields of a
+`GemmConfig` under ``config``; the rest of it is for the reader: the epilogue's name, the median time in microseconds
+and that of the cost model's choice. The user's table comes first, then the library's, then the cost model.
 
 Environment, read when a product is lowered:
 

@@ -99,10 +99,10 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
     that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
-    beside the compiled kernels: by energy, measured time times the power that a tile is known to take, for where power
-    is the limit energy is time; of those within 0.75 % of the least the fastest. With ``CODA_JAX_TILES_BY=time`` the
-    fastest, in entries of their own. Functions that are jitted from then on, here or in later processes with the same
-    setting, take their tiles from it. What is lowered for export does not, nor, unless
+    beside the compiled kernels: by the energy-delay product, where energy is measured time times the power that a tile
+    is known to take, for a chip at its power limit is as fast as energy lets it be; of those as good the fastest. With
+    ``CODA_JAX_TILES_BY=time`` the fastest, in entries of their own. Functions that are jitted from then on, here or in
+    later processes with the same setting, take their tiles from it. What is lowered for export does not, nor, unless
     ``CODA_JAX_TUNED`` names a table, does a job of several processes, all of which must lower the same program.
 
     Args:
