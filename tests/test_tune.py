@@ -398,7 +398,9 @@ def test_without_a_gpu():
 
 @needs_nvrtc
 def test_programs_that_are_measured():
-    """One launch a set of arguments, cut as asked, whatever the caller's table, aliases and implementation."""
+    """One launch a set of arguments, or a pair of sets, cut as asked, whatever the caller's table, aliases and
+    implementation. XLA would make one of two launches on the same.
+    """
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (128, 192), (64, 192))]
 
     def f(a, b, x):
@@ -408,10 +410,12 @@ def test_programs_that_are_measured():
         )  # fmt: skip
 
     (work,) = tune.products_of(f, *types).values()
-    assert tune.number_of_sets(work) == 8
+    assert (tune.number_of_sets(work), tune.number_of_launches(work)) == (8, 64)
     for tiling in (work.tilings[0], work.tilings[-1]):
-        lowered = jax.jit(tune.program(work, tiling)).trace(*[work.types] * 2).lower(lowering_platforms=("cuda",))
-        assert cuts(lowered.as_text()) == [(tiling.tile_m, tiling.tile_n, tiling.cluster_m)] * 2
+        lowered = jax.jit(tune.program(work, tiling)).trace(*[work.types] * 8).lower(lowering_platforms=("cuda",))
+        assert cuts(lowered.as_text()) == [(tiling.tile_m, tiling.tile_n, tiling.cluster_m)] * 64
+    calls = re.findall(r"call @coda_gemm\w*\((.*?)\)|custom_call @coda_gemm\((.*?)\)", lowered.as_text())
+    assert len(calls) == len(set(calls)) == 64
     sets = tune.random_sets(work, jax.local_devices()[0])()
     assert [[x.shape for x in arguments] for arguments in sets] == [[x.shape for x in types]] * 8
     assert not jnp.array_equal(sets[0][0], sets[1][0])
@@ -437,6 +441,18 @@ def test_measured_on_a_device(monkeypatch):
     found = tune.measure_on(works, device=jax.local_devices()[0])
     assert [list(of) for of in found] == [work.tilings for work in works] and len(works) == 2
     assert all(0 < seconds < 0.1 for of in found for seconds in of.values())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "sizes, sets, launches",
+    [((16384, 4096, 4096), 1, 1), ((4096, 2048, 2048), 5, 11), ((256, 1024, 4096), 8, 64), ((1024, 4096, 1024), 8, 41)],
+)
+def test_short_products_are_launched_often(sizes, sets, launches):
+    m, n, k = sizes
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))]
+    (work,) = tune.products_of(product, *types).values()
+    assert (tune.number_of_sets(work), tune.number_of_launches(work)) == (sets, launches)
 
 
 def test_relative_medians():

@@ -245,8 +245,8 @@ _AS_GOOD = 0.0075
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Ordered by the energy-delay product, for a chip at its power limit is as fast as energy lets it be, one below it as
-    time does; but of those whose mean of the two is within 0.75 % of the least, the fastest first.
+    """Ordered by the energy-delay product, for a chip at its power limit is as fast as energy lets it be, and one below
+    it as time does; but of those whose mean of the two is within 0.75 % of the least, the fastest first.
 
     Args:
       costs: energy of each, and its time at one clock.

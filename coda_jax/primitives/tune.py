@@ -28,6 +28,8 @@ from coda_jax.primitives.tile_table import Problem
 
 _NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
 _SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
+# What a program should take at least: for a shorter one the host would be waited for. What a device can do in a second.
+_PROGRAM_SECONDS, _FLOPS, _BYTES = 5e-4, 7e14, 4e12
 _ROUNDS, _BURST_SECONDS = 7, 2e-3
 
 
@@ -198,12 +200,12 @@ def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[Tiling, f
         for work, of, make in zip(works, programs, data, strict=True):
             sets = make.result()()
             calls = [functools.partial(program.result(), *sets) for program in of]
-            yield dict(zip(work.tilings, [s / len(sets) for s in interleaved(calls)], strict=True))
+            yield dict(zip(work.tilings, [s / number_of_launches(work) for s in interleaved(calls)], strict=True))
             del sets, calls  # before the next product's are made
 
 
 def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
-    """A program of sets of arguments that launches the kernel on each."""
+    """`program`, ready to run."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in work.types)
     # A launch from a command buffer could run beside another one, as in a step it cannot.
@@ -212,6 +214,9 @@ def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
 
 
 def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
+    """A function of sets of arguments that launches the kernel on each, and if that takes no time on a of one and the
+    rest of another: XLA makes one of launches on the same.
+    """
     own = {
         "config": GemmConfig(**dataclasses.asdict(tiling)),
         "implementation": "cuda",
@@ -220,14 +225,30 @@ def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
     }
 
     def run(*sets: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
-        return [coda_gemm_p.bind(*arguments, **{**work.params, **own}) for arguments in sets]
+        found = []
+        for launch in range(number_of_launches(work)):
+            shift, i = divmod(launch, len(sets))
+            arguments = sets[i][0], *sets[(i + shift) % len(sets)][1:]
+            found.append(coda_gemm_p.bind(*arguments, **{**work.params, **own}))
+        return found
 
     return run
 
 
 def number_of_sets(work: Work) -> int:
-    bytes_of_one = sum(math.prod(x.shape) * x.dtype.itemsize for x in work.types)
-    return min(_SETS, math.ceil(_SETS_BYTES / bytes_of_one))
+    return min(_SETS, math.ceil(_SETS_BYTES / _bytes(work)))
+
+
+def number_of_launches(work: Work) -> int:
+    """Of a program: each set once, or as many pairs of sets as make it long enough, or all."""
+    product, sets = work.problem.product, number_of_sets(work)
+    seconds = max(2 * product.batch * product.m * product.n * product.k / _FLOPS, _bytes(work) / _BYTES)
+    return max(sets, min(sets * sets, math.ceil(_PROGRAM_SECONDS / seconds)))
+
+
+def _bytes(work: Work) -> int:
+    """Of a set of arguments."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in work.types)
 
 
 def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
