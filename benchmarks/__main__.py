@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
     rows += _epilogue_prices(timer, gemm, epilogues, cache_bytes)
     columns = [
         *("kind", "program", "m", "n", "k"),
-        *("xla_product", "coda_product", "coda_fastest_product", *(f"{peer.name}_product" for peer in beside), "ratio"),
+        *("xla_product", "coda_product", "coda_by_time_product", *(f"{peer.name}_product" for peer in beside), "ratio"),
         *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
     about = {"commit": options.commit, "pause": options.pause}
@@ -47,14 +47,14 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
 def _bare_products(
     timer: Timer, gemm: Callable[..., Any], shapes: cases.Shapes, cache_bytes: float, beside: Sequence[peers.Peer]
 ) -> list[dict[str, Any]]:
-    names = {"coda_product": "coda", "coda_fastest_product": "fastest", **{peer.name: peer.name for peer in beside}}
+    names = {"coda_product": "coda", "coda_by_time_product": "by time", **{peer.name: peer.name for peer in beside}}
     print(f"bare product, bf16, float32 accumulation, TFLOP/s   [{timing.clock()}]")
-    print("fastest: coda's in the tile of least time at one clock (CODA_JAX_TILES_BY=time)")
+    print("by time: coda's in the tile of least time at one clock (CODA_JAX_TILES_BY=time)")
     titles = "".join(f"{title:>{len(title) + 2}}" for title in names.values())
     print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>6}{titles}  coda/XLA", flush=True)
     rows = []
     for layout, m, n, k in shapes:
-        tiles = {"coda_product": None, "coda_fastest_product": cases.fastest_tile(layout, m, n, k)}
+        tiles = {"coda_product": None, "coda_by_time_product": cases.fastest_tile(layout, m, n, k)}
         calls = cases.product_calls(layout, m, n, k, tiles, gemm, cache_bytes, beside)
         us = {name: time.total for name, time in timer(calls).items()}
         tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}

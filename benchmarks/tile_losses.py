@@ -151,13 +151,19 @@ def repeated(path: pathlib.Path) -> list[float]:
 
 
 def summary(path: pathlib.Path) -> str:
-    """Of the cost model's choices by time, for each program and layout and for all; and the ten worst."""
+    """Of the cost model's choices by time, for each program and layout and for all; of its choices by default; and the
+    ten worst by time.
+    """
     device, times = read(path)
     constants = by_time(constants_for(device))
     found = losses(times, constants)
     if not found:
         return "no shape whose tiles were measured"
-    lines = loss_lines("the cost model chooses", {**by_program(found), "even rounds choose": repeated(path)})
+    others = {
+        "all, by energy and delay": list(losses(times, constants_for(device)).values()),
+        "even rounds choose": repeated(path),
+    }
+    lines = loss_lines("by time the cost model loses", {**by_program(found), **others})
     return "\n".join([*lines, "the ten worst:", *worst_lines(found, times, constants, 10)])
 
 

@@ -146,7 +146,7 @@ def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert [row["kind"] for row in rows] == ["bare", "bare", "epilogue", "epilogue", "epilogue"]
     for row in rows:
         columns = (
-            ("xla_product", "coda_product", "coda_fastest_product", "other_product")
+            ("xla_product", "coda_product", "coda_by_time_product", "other_product")
             if row["kind"] == "bare"
             else ("bare", "fused", "xla")
         )
