@@ -1,9 +1,9 @@
 """Tables of measured tiles: what `coda.tune` found for products on a device, and those that come with the library.
 
-A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, which tells what
-tiles are chosen by, if that is not the default (``CODA_JAX_TILES_BY``, see `cost_model`). An entry has the fields of a
-`GemmConfig` under ``config``; the rest of it is for the reader: the epilogue's name, the median time in microseconds
-and that of the cost model's choice. The user's table comes first, then the library's, then the cost model.
+A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, in the user's table
+`user_key` of it. An entry has the fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the
+epilogue's name, the median time in microseconds and that of the cost model's choice. The user's table comes first, then
+the library's, whose tiles are better by energy and by time, then the cost model.
 
 Environment, read when a product is lowered:
 
@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def key(self) -> str | None:
-        """Its name in tables, the same in every process with the same setting; None where a size is symbolic."""
+        """Its name in tables, the same in every process; None where a size is symbolic."""
         sizes = (self.product.m, self.product.n, self.product.k, self.product.batch)
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -72,8 +72,7 @@ class Problem:
         flags = "".join(str(int(flag)) for flag in self.batched)
         names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
-        by = " by time" if tiles_by() == "time" else ""
-        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}{by}"
+        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
 
     def tiling(self, config: GemmConfig | None, device: str | None) -> Tiling:
         """`config` completed, by the cost model of this kind of device what it leaves open."""
@@ -92,13 +91,16 @@ def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) 
         return problem.tiling(config, device), "config"
     key = problem.key
     if device is not None and key is not None:
-        for path, origin in ((user_path(), "tuned"), (shipped_path(device), "tuned by coda_jax")):
-            entry = _load(path).get(device, {}).get(key) if path else None
+        for path, name, origin in (
+            (user_path(), user_key(key), "tuned"),
+            (shipped_path(device), key, "tuned by coda_jax"),
+        ):
+            entry = _load(path).get(device, {}).get(name) if path else None
             if entry is not None:
                 try:
                     return problem.tiling(_config(entry), device), origin
                 except ValueError as error:
-                    _warn(f"{path}: the entry '{key}' of {device} is ignored: {error}")
+                    _warn(f"{path}: the entry '{name}' of {device} is ignored: {error}")
     return problem.tiling(None, device), "cost model"
 
 
@@ -117,6 +119,11 @@ def user_path() -> pathlib.Path | None:
     if setting is None and (folder := ffi.cache_directory()) and jax.process_count() == 1:
         return pathlib.Path(folder, "tuned.json")
     return pathlib.Path(setting) if setting else None
+
+
+def user_key(key: str) -> str:
+    """With what tiles are chosen by, if that is not the default: ``CODA_JAX_TILES_BY``, see `cost_model`."""
+    return f"{key} by time" if tiles_by() == "time" else key
 
 
 def shipped_path(device: str) -> pathlib.Path:

@@ -155,8 +155,8 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     works = [dataclasses.replace(work, device=device) for work in products_of(function, *args, **kwargs).values()]
     found = []
     for work, seconds in zip(works, measure(works), strict=True):
-        key, first = work.problem.key, work.tilings[0]
-        assert key is not None
+        assert work.problem.key is not None
+        key, first = tile_table.user_key(work.problem.key), work.tilings[0]
         energy = energies(work.problem.product, seconds, constants_in_use(device))
         best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
         if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
