@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import cases, peers, programs, results, timing
 from coda_jax import ffi
+from coda_jax.primitives.cost_model import tiles_by
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None, modules: Sequence[str] = peers.
         *("xla_product", "coda_product", "coda_by_time_product", *(f"{peer.name}_product" for peer in beside), "ratio"),
         *("bare", "kernel", "fused", "xla", "kernel_price", "price"),
     ]
-    about = {"commit": options.commit, "pause": options.pause}
+    about = {"commit": options.commit, "pause": options.pause, "tiles_by": tiles_by()}
     about["peers"] = peers.versions(beside)
     results.write("_paused" if options.pause else "", columns, rows, folder=options.out, **about)
     if not options.tiny:
@@ -54,7 +55,7 @@ def _bare_products(
     print(f"{'layout':16}{'m':>7}{'n':>7}{'k':>7}{'XLA':>6}{titles}  coda/XLA", flush=True)
     rows = []
     for layout, m, n, k in shapes:
-        tiles = {"coda_product": None, "coda_by_time_product": cases.fastest_tile(layout, m, n, k)}
+        tiles = {"coda_product": None, "coda_by_time_product": cases.tile_by_time(layout, m, n, k)}
         calls = cases.product_calls(layout, m, n, k, tiles, gemm, cache_bytes, beside)
         us = {name: time.total for name, time in timer(calls).items()}
         tflops = {name: 2e-6 * m * n * k / time for name, time in us.items()}

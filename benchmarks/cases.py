@@ -144,7 +144,7 @@ def product_calls(
     return calls
 
 
-def fastest_tile(layout: str, m: int, n: int, k: int) -> GemmConfig:
+def tile_by_time(layout: str, m: int, n: int, k: int) -> GemmConfig:
     """Of a bare product at one clock: the cost model's choice with ``CODA_JAX_TILES_BY=time``."""
     shape = Shape("identity", "".join("NT"[transposed] for transposed in _transposes(layout)), m, n, k)
     return GemmConfig(**cuts(shape, by_time(constants_for(attached_device())))[0]._asdict())

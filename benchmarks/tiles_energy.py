@@ -76,7 +76,7 @@ def summary(path: pathlib.Path) -> str:
     lost = {
         "time": tile_losses.losses(times, constants),
         "energy": tile_losses.losses(joules, constants),
-        "time, chosen for one clock": tile_losses.losses(times, by_time(constants)),
+        "time, chosen by time": tile_losses.losses(times, by_time(constants)),
     }
     if not lost["time"]:
         return "no shape whose tiles were measured"

@@ -31,9 +31,9 @@ class Times(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel, copy or fill that the device ran: its own name, that of its HLO instruction, start and duration in ns.
 
-    A kernel that began before the last one in its stream had ended, for which it waits, starts with that one's end:
-    coda_jax's kernels begin early, and so do XLA's behind them. instruction is empty where the trace does not have it,
-    as for what a CUDA graph launches.
+    A kernel that began before those before it in its stream had ended starts with their end, so that all together take
+    the time in which any ran: coda_jax's kernels begin early and wait, and so do XLA's. instruction is empty where the
+    trace does not have it, as for what a CUDA graph launches.
     """
 
     name: str
@@ -254,13 +254,12 @@ def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
             if not line.name.startswith("Stream"):
                 continue
             last_end = 0.0
-            for event in sorted(line.events, key=lambda event: event.start_ns + event.duration_ns):
+            for event in sorted(line.events, key=lambda event: event.start_ns):
                 about = dict(event.stats)
                 instruction = str(about.get("hlo_op", ""))
-                end = event.start_ns + event.duration_ns
                 start = max(event.start_ns, last_end)
-                last_end = end
-                kernel = Kernel(event.name, instruction, start, end - start)
+                last_end = max(start, event.start_ns + event.duration_ns)
+                kernel = Kernel(event.name, instruction, start, last_end - start)
                 events[about.get("hlo_module", "")].append(kernel)
     return {module: sorted(kernels, key=lambda kernel: kernel.start) for module, kernels in events.items()}
 

@@ -157,12 +157,12 @@ def test_products(tmp_path, monkeypatch, capsys, quick_to_compile):
         products.main(options)
 
 
-def test_fastest_tile_at_one_clock(monkeypatch):
-    """128 x 256 takes less energy there, and more time; it is what the library chooses when it is told to."""
+def test_tile_by_time(monkeypatch):
+    """128 x 256 takes less energy there, and more time at one clock; by time the library chooses another."""
     layout, *sizes = cases.PRODUCTS[3]
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 4096), (4096, 4096)))
     assert (layout, *sizes) == ("A[M,K] B[N,K]", 16384, 4096, 4096)
-    fastest = cases.fastest_tile(layout, *sizes)
+    fastest = cases.tile_by_time(layout, *sizes)
     assert (fastest.tile_m, fastest.tile_n, fastest.cluster_m) in ((128, 128, 2), (128, 192, 2))
     for by, tile in ((None, "128 x 256"), ("energy_delay", "128 x 256"), ("time", f"128 x {fastest.tile_n}")):
         if by:
@@ -351,8 +351,8 @@ def test_bursts_of_a_trace(tmp_path):
 
 
 def test_kernels_of_a_trace():
-    """By XLA module and in time order; host planes and other lines are left out. A kernel that began while the last one
-    of its stream ran, ours or XLA's, starts with its end.
+    """By XLA module and in time order; host planes and other lines are left out. A kernel that began while another of
+    its stream ran counts from that one's end, and for nothing if it was over by then.
     """
 
     def event(name, start, module="jit_f", duration=10.0):
@@ -365,7 +365,12 @@ def test_kernels_of_a_trace():
 
     device = plane(
         "/device:GPU:0",
-        Stream_7=[event("b", 20.0), event("a", 10.0), event("early", 25.0, duration=20.0)],
+        Stream_7=[
+            event("b", 20.0),
+            event("a", 10.0),
+            event("early", 25.0, duration=20.0),
+            event("inside", 32.0, duration=3.0),
+        ],
         Stream_8=[event("c", 15.0), event("other", 30.0, "jit_g"), event("alone", 41.0, None)],
         XLA_Ops=[event("b", 20.0)],
     )
@@ -373,9 +378,9 @@ def test_kernels_of_a_trace():
         types.SimpleNamespace(planes=[device, plane("/host:CPU", Stream_1=[event("h", 1.0)])])
     )
     assert {module: [one.name for one in kernels] for module, kernels in found.items()} == {
-        "jit_f": ["a", "c", "b", "early"],
+        "jit_f": ["a", "c", "b", "early", "inside"],
         "jit_g": ["other"],
         "": ["alone"],
     }
     assert found["jit_f"][0].instruction == "a.1"
-    assert [(kernel.start, kernel.duration) for kernel in found["jit_f"][2:]] == [(20, 10), (30, 15)]
+    assert [(kernel.start, kernel.duration) for kernel in found["jit_f"][2:]] == [(20, 10), (30, 15), (45, 0)]

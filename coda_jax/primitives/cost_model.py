@@ -1,9 +1,10 @@
 """Which tile a product should be cut into, from its sizes and what its epilogue moves.
 
-Environment, read when a product is lowered:
+Environment, read when a product is lowered, for export too: what is jitted already keeps its tiles.
 
-* ``CODA_JAX_TILES_BY``: ``energy_delay`` (default), energy times time, for a chip that is at its power limit, where
-  energy is time, or now and then; or ``time``, for one that stays below it. On an H100 it makes no difference.
+* ``CODA_JAX_TILES_BY``: ``energy_delay`` (default), energy times time, for a chip that is at its power limit always or
+  at times, where less energy is less time; or ``time``, for one that stays below it. On an H100 it makes no difference.
+  All processes of a job should have the same, for all must lower the same program.
 """
 
 from __future__ import annotations
@@ -245,8 +246,8 @@ _AS_GOOD = 0.0075
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Ordered by the energy-delay product, for a chip at its power limit is as fast as energy lets it be, and one below
-    it as time does; but of those whose mean of the two is within 0.75 % of the least, the fastest first.
+    """Least energy times time first: at its power limit a chip is the faster, the less energy a product takes, below it
+    the less time. Of those whose geometric mean of both is within 0.75 % of the least, the fastest first.
 
     Args:
       costs: energy of each, and its time at one clock.

@@ -32,7 +32,7 @@ import numpy as np
 from coda_jax import ffi
 from coda_jax.epilogue import Program
 from coda_jax.primitives.config import GemmConfig, Tiling, choose_tiling
-from coda_jax.primitives.cost_model import Product, tiles_by
+from coda_jax.primitives.cost_model import Product, constants_for, constants_in_use
 
 FORMAT = 1
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "tuned"
@@ -92,7 +92,7 @@ def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) 
     key = problem.key
     if device is not None and key is not None:
         for path, name, origin in (
-            (user_path(), user_key(key), "tuned"),
+            (user_path(), user_key(key, device), "tuned"),
             (shipped_path(device), key, "tuned by coda_jax"),
         ):
             entry = _load(path).get(device, {}).get(name) if path else None
@@ -121,9 +121,9 @@ def user_path() -> pathlib.Path | None:
     return pathlib.Path(setting) if setting else None
 
 
-def user_key(key: str) -> str:
-    """With what tiles are chosen by, if that is not the default: ``CODA_JAX_TILES_BY``, see `cost_model`."""
-    return f"{key} by time" if tiles_by() == "time" else key
+def user_key(key: str, device: str) -> str:
+    """With "by time" where tiles are chosen so (``CODA_JAX_TILES_BY``) and that makes a difference on this device."""
+    return key if constants_in_use(device) == constants_for(device) else f"{key} by time"
 
 
 def shipped_path(device: str) -> pathlib.Path:

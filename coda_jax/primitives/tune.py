@@ -28,17 +28,20 @@ from coda_jax.primitives.tile_table import Problem
 
 _NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
 _SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
-# What a program should take at least: for a shorter one the host would be waited for. What a device can do in a second.
-_PROGRAM_SECONDS, _FLOPS, _BYTES = 5e-4, 7e14, 4e12
+_PROGRAM_SECONDS = 5e-4  # what a program should take at least: for a shorter one the device would wait for the host
+_FLOPS, _BYTES = 7e14, 4e12  # that a device can do in a second, and move
 _ROUNDS, _BURST_SECONDS = 7, 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product to be tuned: what is launched, the primitive's parameters and argument types, the device's kind."""
+    """A product to be tuned: what is launched, the primitive's argument and result types and parameters, the device's
+    kind.
+    """
 
     problem: Problem
     types: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
     params: dict[str, Any] = dataclasses.field(hash=False, compare=False)
     device: str | None = None
 
@@ -58,7 +61,8 @@ class Tuned:
     Attributes:
       epilogue: its name, "gemm" for a bare product.
       key: its name in the table.
-      tiling: the best by energy and time, or the cost model's choice where that is within 1 % of it in both.
+      tiling: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice
+        where that is within 1 % of it in both.
       us, cost_model_us: median time in microseconds, and that of the cost model's choice.
     """
 
@@ -101,11 +105,13 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
     that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
-    beside the compiled kernels: by the energy-delay product, where energy is measured time times the power that a tile
-    is known to take, for a chip at its power limit is as fast as energy lets it be; of those as good the fastest. With
-    ``CODA_JAX_TILES_BY=time`` the fastest, in entries of their own. Functions that are jitted from then on, here or in
-    later processes with the same setting, take their tiles from it. What is lowered for export does not, nor, unless
-    ``CODA_JAX_TUNED`` names a table, does a job of several processes, all of which must lower the same program.
+    beside the compiled kernels. The best has the least energy times time, energy being the measured time times the
+    power that the tile is known to take; of those within 0.75 % it is the fastest. With ``CODA_JAX_TILES_BY=time`` it
+    is the fastest, in an entry of its own. An entry stays until its product is tuned again.
+
+    Functions that are jitted from then on, here or in later processes with the same setting, take their tiles from the
+    table. What is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several
+    processes, all of which must lower the same program.
 
     Args:
       function: traceable by JAX; jitted or not. It is not run.
@@ -156,7 +162,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     found = []
     for work, seconds in zip(works, measure(works), strict=True):
         assert work.problem.key is not None
-        key, first = tile_table.user_key(work.problem.key), work.tilings[0]
+        key, first = tile_table.user_key(work.problem.key, device), work.tilings[0]
         energy = energies(work.problem.product, seconds, constants_in_use(device))
         best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
         if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
@@ -186,8 +192,9 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
             continue
         problem = problem_of(avals, params)
         if problem.key is not None and problem.key not in found:
-            types = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-            found[problem.key] = Work(problem, types, params)
+            outs: list[Any] = [v.aval for v in equation.outvars]
+            types, results = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of) for of in (avals, outs))
+            found[problem.key] = Work(problem, types, results, params)
     return found
 
 
@@ -214,8 +221,8 @@ def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
 
 
 def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
-    """A function of sets of arguments that launches the kernel on each, and if that takes no time on a of one and the
-    rest of another: XLA makes one of launches on the same.
+    """A function of sets of arguments that launches the kernel `number_of_launches` times: on each set, then on a of
+    one set and the rest of another, for of launches on the same arguments XLA makes one.
     """
     own = {
         "config": GemmConfig(**dataclasses.asdict(tiling)),
@@ -236,19 +243,19 @@ def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
 
 
 def number_of_sets(work: Work) -> int:
-    return min(_SETS, math.ceil(_SETS_BYTES / _bytes(work)))
+    return min(_SETS, math.ceil(_SETS_BYTES / _bytes(work.types)))
 
 
 def number_of_launches(work: Work) -> int:
     """Of a program: each set once, or as many pairs of sets as make it long enough, or all."""
     product, sets = work.problem.product, number_of_sets(work)
-    seconds = max(2 * product.batch * product.m * product.n * product.k / _FLOPS, _bytes(work) / _BYTES)
+    moved = _bytes(work.types) + _bytes(work.results)
+    seconds = max(2 * product.batch * product.m * product.n * product.k / _FLOPS, moved / _BYTES)
     return max(sets, min(sets * sets, math.ceil(_PROGRAM_SECONDS / seconds)))
 
 
-def _bytes(work: Work) -> int:
-    """Of a set of arguments."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in work.types)
+def _bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
 
 
 def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
