@@ -169,17 +169,50 @@ CODA_DEVICE float rsqrt(float x) {
 #endif
 }
 
+/// 1 / x, to a unit in the last place; 0 for infinities.
+CODA_DEVICE float reciprocal_approximate(float x) {
+#ifdef __CUDACC__
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return 1.f / x;
+#endif
+}
+
+/// 2^x; 0 for -inf.
+CODA_DEVICE float exp2_approximate(float x) {
+#ifdef __CUDACC__
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return exp2f(x);
+#endif
+}
+
 /// 1 / (1 + exp(-x)). Four instructions: with expf and a full division in its place, SwiGLU costs 5 % of a product at
 /// k = 2048. The relative error is 1e-7 (1 + |x|).
 CODA_DEVICE float logistic(float x) {
-#ifdef __CUDACC__
-  float exponential, reciprocal;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(-1.44269504f * x));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + exponential));
-  return reciprocal;
-#else
-  return 1.f / (1.f + expf(-x));
-#endif
+  return reciprocal_approximate(1.f + exp2_approximate(-1.44269504f * x));
+}
+
+/// 1 - erf(x): 2^p(q) exp(-a^2) / (a + 1.75) for a = |x|, and 2 less that for a negative x, where p is a minimax
+/// polynomial in q = (a - 1.75) / (a + 1.75), right to 1e-7. The relative error is 4e-7 (1 + x^2). Seventeen
+/// instructions: with CUDA's erfcf in its place, which has 45, the exact GELU costs 50 % of a product at k = 2048
+/// instead of 2.
+CODA_DEVICE float erfc(float x) {
+  const float a = fabsf(x), r = reciprocal_approximate(a + 1.75f), q = fmaf(-3.5f, r, 1.f);
+  float p = fmaf(1.08436064e-3f, q, 2.28057546e-3f);
+  p = fmaf(p, q, -3.34920781e-3f);
+  p = fmaf(p, q, -0.0136033818f);
+  p = fmaf(p, q, 4.66962857e-3f);
+  p = fmaf(p, q, 0.0729051977f);
+  p = fmaf(p, q, -7.79310474e-3f);
+  p = fmaf(p, q, -0.878077686f);
+  p = fmaf(p, q, -3.75187979e-3f);
+  const float tail = r * exp2_approximate(fmaf(a * a, -1.44269504f, p));
+  return x < 0.f ? 2.f - tail : tail;
 }
 
 // ---- sine and cosine
@@ -248,17 +281,6 @@ CODA_DEVICE float sine(Angle angle) {
 }
 CODA_DEVICE float cosine(Angle angle) {
   return sine(Angle{angle.remainder, angle.quadrant + 1});
-}
-
-/// 2^x; 0 for -inf.
-CODA_DEVICE float exp2_approximate(float x) {
-#ifdef __CUDACC__
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return exp2f(x);
-#endif
 }
 
 /// log(exp(a) + exp(b)).

@@ -9,7 +9,7 @@ from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
 # elementwise program needs the registers.
-SPILLED = {"gated_backward": 8, "gelu_erf": 8, "exp_sum": 8, "rotary_96": 32}
+SPILLED = {"gated_backward": 8, "gelu_erf": 32, "exp_sum": 8, "rotary_96": 32}
 SPILLED_IN_TILE = {
     ("gated_backward", (128, 192)): 8,
     ("swiglu_backward", (128, 192)): 8,

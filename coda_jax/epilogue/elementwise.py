@@ -29,28 +29,39 @@ class Operation:
       expression: texts of the inputs, their dtypes, the attributes -> CUDA expression.
       exact: the result needs no rounding when the inputs are 16-bit floats.
       dtypes: input dtypes it is defined for.
+      instructions: of the machine that it takes in a kernel, roughly.
     """
 
     apply: Callable[..., jax.Array]
     expression: Callable[[list[str], list[str], dict[str, Any]], str]
     exact: bool = False
     dtypes: tuple[str, ...] = DTYPES
+    instructions: int = 1
 
 
 def _function(
-    apply: Callable[..., jax.Array], name: str, *, exact: bool = False, dtypes: tuple[str, ...] = FLOATS
+    apply: Callable[..., jax.Array],
+    name: str,
+    *,
+    exact: bool = False,
+    dtypes: tuple[str, ...] = FLOATS,
+    instructions: int = 1,
 ) -> Operation:
-    return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes)
+    return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes, instructions)
 
 
 def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...] = (*FLOATS, "int32")) -> Operation:
     return Operation(apply, lambda x, _, __: f"{x[0]} {symbol} {x[1]}", dtypes=dtypes)
 
 
-def _by_dtype(apply: Callable[..., jax.Array], exact: bool = False, **texts: str) -> Operation:
+def _by_dtype(apply: Callable[..., jax.Array], exact: bool = False, instructions: int = 1, **texts: str) -> Operation:
     """`texts`: a format string for each class of input, among floats, int32 and bool."""
     dtypes = tuple(d for d in DTYPES if ("floats" if d in FLOATS else d) in texts)
-    return Operation(apply, lambda x, of, _: texts["floats" if of[0] in FLOATS else of[0]].format(*x), exact, dtypes)
+
+    def expression(x: list[str], of: list[str], _: dict[str, Any]) -> str:
+        return texts["floats" if of[0] in FLOATS else of[0]].format(*x)
+
+    return Operation(apply, expression, exact, dtypes, instructions)
 
 
 def _convert(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str:
@@ -103,11 +114,11 @@ OPERATIONS: dict[str, Operation] = {
     "add_any": _infix(lax.add, "+"),
     "sub": _infix(lax.sub, "-"),
     "mul": _infix(lax.mul, "*"),
-    "div": _by_dtype(lax.div, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
-    "rem": _by_dtype(lax.rem, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
+    "div": _by_dtype(lax.div, instructions=3, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
+    "rem": _by_dtype(lax.rem, instructions=63, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
     "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
     "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
-    "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=(*FLOATS, "int32")),
+    "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=(*FLOATS, "int32"), instructions=4),
     "max": _by_dtype(
         lax.max, exact=True, floats="coda::maximum({0}, {1})", int32="coda::maximum({0}, {1})", bool="{0} | {1}"
     ),
@@ -124,24 +135,24 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})",
         dtypes=(*FLOATS, "int32"),
     ),
-    "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32")),
+    "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32"), instructions=87),
     "polynomial": Operation(_horner, _horner_text, dtypes=FLOATS),
-    "sqrt": _function(lax.sqrt, "sqrtf"),
-    "rsqrt": _function(lax.rsqrt, "coda::rsqrt"),
-    "cbrt": _function(lax.cbrt, "cbrtf"),
-    "exp": _function(lax.exp, "expf"),
-    "exp2": _function(lax.exp2, "exp2f"),
-    "expm1": _function(lax.expm1, "expm1f"),
-    "log": _function(lax.log, "logf"),
-    "log2": _function(jnp.log2, "log2f"),
-    "log1p": _function(lax.log1p, "log1pf"),
-    "logistic": _function(lax.logistic, "coda::logistic"),
+    "sqrt": _function(lax.sqrt, "sqrtf", instructions=5),
+    "rsqrt": _function(lax.rsqrt, "coda::rsqrt", instructions=5),
+    "cbrt": _function(lax.cbrt, "cbrtf", instructions=16),
+    "exp": _function(lax.exp, "expf", instructions=7),
+    "exp2": _function(lax.exp2, "exp2f", instructions=5),
+    "expm1": _function(lax.expm1, "expm1f", instructions=22),
+    "log": _function(lax.log, "logf", instructions=26),
+    "log2": _function(jnp.log2, "log2f", instructions=28),
+    "log1p": _function(lax.log1p, "log1pf", instructions=29),
+    "logistic": _function(lax.logistic, "coda::logistic", instructions=4),
     # What sin and cos take, `simplify.angles`: x, or the product x * y, which the kernel does not round first.
-    "angle": _function(_angle, "coda::angle", exact=True),
-    "sin": _function(lax.sin, "coda::sine"),
-    "cos": _function(lax.cos, "coda::cosine"),
-    "erf": _function(lax.erf, "erff"),
-    "erfc": _function(lax.erfc, "erfcf"),
+    "angle": _function(_angle, "coda::angle", exact=True, instructions=24),
+    "sin": _function(lax.sin, "coda::sine", instructions=14),
+    "cos": _function(lax.cos, "coda::cosine", instructions=14),
+    "erf": _function(lax.erf, "erff", instructions=20),
+    "erfc": _function(lax.erfc, "coda::erfc", instructions=17),
     "floor": _function(lax.floor, "floorf", exact=True),
     "ceil": _function(lax.ceil, "ceilf", exact=True),
     "round": Operation(
@@ -151,7 +162,7 @@ OPERATIONS: dict[str, Operation] = {
         dtypes=FLOATS,
     ),
     "is_finite": _function(lax.is_finite, "coda::is_finite"),
-    "atan2": _function(lax.atan2, "atan2f"),
+    "atan2": _function(lax.atan2, "atan2f", instructions=48),
     "eq": _infix(lax.eq, "==", DTYPES),
     "ne": _infix(lax.ne, "!=", DTYPES),
     "lt": _infix(lax.lt, "<", DTYPES),
@@ -165,9 +176,12 @@ OPERATIONS: dict[str, Operation] = {
     "select_n": Operation(lax.select_n, _select, exact=True),
     "convert_element_type": Operation(lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True),
 } | {
-    name: _function(getattr(lax, name), name + "f")
-    for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
-}
+    name: _function(getattr(lax, name), name + "f", instructions=instructions)
+    for name, instructions in {
+        "tan": 85, "asin": 22, "acos": 23, "atan": 18, "sinh": 23, "cosh": 15, "tanh": 15, "asinh": 42, "acosh": 43,
+        "atanh": 36,
+    }.items()
+}  # fmt: skip
 
 
 def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -1,6 +1,6 @@
 """Identities that make programs cheaper or more exact without changing what they mean."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -40,7 +40,9 @@ class _Nodes:
 
 
 def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
-    """Writes 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as logistic(2 * u): a third of the instructions.
+    """Writes 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as s = logistic(2 * u): a third of the instructions.
+
+    The derivative of that tanh, (1 + tanh(u)) * (1 - tanh(u)), becomes 4 * s * (1 - s).
 
     Args:
       nodes: inputs before users.
@@ -49,30 +51,48 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> t
     Returns:
       The new nodes, inputs before users, and the new number of each needed old one.
     """
-    users = Counter(value for number in needed for value in nodes[number].inputs)
+    users = defaultdict[int, list[int]](list)
+    for number in sorted(needed):
+        for value in nodes[number].inputs:
+            users[value].append(number)
+    tanh_of: dict[int, int] = {}  # of halved sums and of derivatives
+    for number in needed:
+        sums = [user for user in users[number] if _other_input(nodes, user, "add", 1.0) == number]
+        halves = [half for total in sums for half in users[total]]
+        derivatives = [user for user in users[number] if nodes[user].op == "one_minus_square"]
+        are_halves = all(_other_input(nodes, half, "mul", 0.5) in sums for half in halves)
+        if nodes[number].op == "tanh" and halves and are_halves and len(sums + derivatives) == len(users[number]):
+            tanh_of |= dict.fromkeys(halves + derivatives, number)
+
     new = _Nodes()
     at: dict[int, int] = {}
 
-    def split(number: int, op: str, literal: float) -> int | None:
-        """x, where the node is op(literal, x)."""
-        node = nodes[number]
-        if node.op == op and node.dtype == "float32":
-            for constant, x in (node.inputs, node.inputs[::-1]):
-                if nodes[constant].op == "literal" and nodes[constant]["value"] == LiteralFloat(literal):
-                    return x
-        return None
+    def literal(value: float) -> int:
+        return new.add(Node("literal", (), "float32", (("value", LiteralFloat(value)),)))
+
+    def apply(op: str, *inputs: int) -> int:
+        return new.add(Node(op, inputs, "float32"))
 
     for number in sorted(needed):
         node = nodes[number]
-        total = split(number, "mul", 0.5)
-        tanh = None if total is None else split(total, "add", 1.0)
-        if total is not None and tanh is not None and nodes[tanh].op == "tanh" and users[total] == users[tanh] == 1:
-            two = new.add(Node("literal", (), "float32", (("value", LiteralFloat(2)),)))
-            twice = new.add(Node("mul", (two, at[nodes[tanh].inputs[0]]), "float32"))
-            at[number] = new.add(Node("logistic", (twice,), "float32"))
+        if number in tanh_of:
+            of = at[nodes[tanh_of[number]].inputs[0]]
+            s = apply("logistic", apply("mul", literal(2), of))
+            is_derivative = node.op == "one_minus_square"
+            at[number] = apply("mul", literal(4), apply("mul", s, apply("sub", literal(1), s))) if is_derivative else s
         else:
             at[number] = new.add(replace(node, inputs=tuple(at[value] for value in node.inputs)))
     return new.nodes, at
+
+
+def _other_input(nodes: Sequence[Node], number: int, op: str, literal: float) -> int | None:
+    """x, where the node is op(literal, x) in float32."""
+    node = nodes[number]
+    if node.op == op and node.dtype == "float32":
+        for constant, x in (node.inputs, node.inputs[::-1]):
+            if nodes[constant].op == "literal" and nodes[constant]["value"] == LiteralFloat(literal):
+                return x
+    return None
 
 
 def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
