@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,14 @@ def _bias_gelu(acc, bias):
 
 def _gelu_erf(acc):
     return jax.nn.gelu(acc, approximate=False)
+
+
+def _gelu_backward(acc, z):
+    return jax.vjp(jax.nn.gelu, z)[1](acc)[0]
+
+
+def _mish(acc):
+    return jax.nn.mish(acc)
 
 
 def _column_sum(acc, bias):
@@ -244,6 +253,11 @@ PROGRAMS: dict[str, Program] = {
         lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
         (jnp.bfloat16, jnp.bfloat16),
     ),
+    "geglu_backward": Program(
+        functools.partial(gated_backward, activation=jax.nn.gelu),
+        lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
+        (jnp.bfloat16, jnp.bfloat16),
+    ),
     "norm_backward": Program(
         deferred_norm.norm_backward, lambda m, n: (_type((m, n)), _type((m, 1), jnp.float32), _type((m, n)))
     ),
@@ -254,6 +268,8 @@ PROGRAMS: dict[str, Program] = {
     ),
     "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
     "gelu_erf": Program(_gelu_erf),
+    "gelu_backward": Program(_gelu_backward, lambda m, n: (_type((m, n)),)),
+    "mish": Program(_mish),
     "column_sum": Program(_column_sum, lambda m, n: (_type((n,), jnp.float32),)),
     "extrema": Program(_extrema),
     "accumulate": Program(_accumulate, lambda m, n: (_type((m, n), jnp.float32),), (jnp.float32,)),
@@ -363,6 +379,14 @@ def resource_usage(log: str) -> ResourceUsage:
     if registers is None or spills is None:
         raise ValueError(f"no resource report in the compiler's log: {log!r}")
     return ResourceUsage(int(registers[1]), int(spills[1]) + int(spills[2]))
+
+
+def machine_instructions(cubin: bytes) -> int:
+    """Of a compiled kernel: 16 bytes each in the sections of its ELF file that hold code."""
+    headers_at, header_size, count, names = *struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers_at + i * header_size) for i in range(count)]
+    names_at = sections[names][4]
+    return sum(size // 16 for name, _, _, _, _, size in sections if cubin[names_at + name :].startswith(b".text"))
 
 
 def check(name: str, out: Any, expected: Any) -> None:

@@ -103,7 +103,7 @@ Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds, or what else was
 def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[Tiling, float]]]:
     """The device, and the times of each shape's tilings: by all rounds, or those in another column of the file."""
     with path.open() as file:
-        rows = list(csv.DictReader(file))
+        rows = [{"turns": "1"} | row for row in csv.DictReader(file)]  # older files have no other
     if not rows or not {column, "layout", *FIELDS} <= rows[0].keys():
         raise ValueError(f"{path} is no file of `python -m benchmarks.tiles` or tiles_energy with {column}")
     times: dict[Shape, dict[Tiling, float]] = {}

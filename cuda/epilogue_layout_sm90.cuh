@@ -38,8 +38,14 @@ struct EpilogueLayout {
   static constexpr int subtiles = box_n / subtile_n;  // of a box
   static constexpr int blocks = Config::consumer_m / 64;
   static constexpr int head_boxes = head > 0 ? head / 2 * spread / box_n : boxes;  // of one head
+  // Code that the instruction cache does not hold is fetched anew for each tile, several times as slowly as it runs. So
+  // an epilogue of many instructions works on a tile in turns, by the same code: a part of the boxes each.
+  static constexpr int turns = Config::turns;
+  static constexpr int turn_boxes = boxes / turns, turn_columns = turn_boxes * box_n;
   static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is whole boxes, a box whole subtiles of 16 columns or more");
+  static_assert(boxes % turns == 0 && (head == 0 || turn_boxes % head_boxes == 0),
+                "a turn is whole boxes and whole heads");
   static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % box_n == 0),
                 "a tile has whole heads, and half a head whole boxes");
 

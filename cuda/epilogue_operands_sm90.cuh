@@ -160,8 +160,8 @@ struct EpilogueOperands {
   template <int ways>
   static constexpr int words_shared = ways == 1 ? Layout::spread : 1;
 
-  /// Of the subtile that begins `at` columns into the tile, a block's words of head tables: the kept ones, or loaded
-  /// into `here`.
+  /// Of the subtile that begins `at` columns after the first of a head, a block's words of head tables: the kept ones,
+  /// or loaded into `here`.
   __device__ __forceinline__ const HeadTables& head_tables(const Tile& tile, int at, int block,
                                                            HeadTables& here) const {
     if constexpr (Config::keeps_tables) return kept_tables[block][at / Layout::subtile_n % head_subtiles];

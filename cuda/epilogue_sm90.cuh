@@ -24,8 +24,12 @@ struct EpilogueVisitor {
   static constexpr bool releases_late = Layout::subtiles > 1;
   // Nothing hides the epilogue of consumers that cooperate. A tile's first box is read while its last products run,
   // which also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
-  static constexpr bool reads_ahead = Layout::cooperative && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
+  static constexpr bool reads_ahead =
+      Layout::cooperative && Layout::turns == 1 && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
 
+  using TileAccumulator = Accumulator<Layout::blocks, Config::tile_n>;
+  using HeadValue = float[at_least_one(Epilogue::head_values)];
+  using RowTotals = RowTotal[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
   using Loads = Subtile[at_least_one(Epilogue::tile_loads)];
 
   Operands operands;
@@ -42,8 +46,8 @@ struct EpilogueVisitor {
   }
   __device__ __forceinline__ void finish() const { results.finish(); }
 
-  __device__ __forceinline__ void visit(const Tile& tile,
-                                        const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
+  /// Uses the accumulator up.
+  __device__ __forceinline__ void visit(const Tile& tile, TileAccumulator& accumulator) {
     if constexpr (Epilogue::programs == 1) {
       run<0>(tile, accumulator);
     } else {
@@ -67,10 +71,8 @@ struct EpilogueVisitor {
   }
 
   template <int program>
-  __device__ __forceinline__ void run(const Tile& tile,
-                                      const Accumulator<Layout::blocks, Config::tile_n>& accumulator) {
-    float head_value[Layout::blocks][2][at_least_one(Epilogue::head_values)];  // of the head that a subtile is in
-    RowTotal row_total[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
+  __device__ __forceinline__ void run(const Tile& tile, TileAccumulator& accumulator) {
+    RowTotals row_total;
     static_for<Epilogue::row_reductions>([&](auto index) {
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
@@ -80,28 +82,59 @@ struct EpilogueVisitor {
               neutral<Epilogue::row_reduction[decltype(index)::value].op>();
     });
 
+    if constexpr (Layout::turns == 1) {
+      run_turn<program>(tile, accumulator, 0, row_total);
+    } else {
+#pragma unroll 1
+      for (int turn = 0; turn < Layout::turns; ++turn) {
+        if (turn > 0) move_up(accumulator);
+        run_turn<program>(tile, accumulator, turn, row_total);
+      }
+    }
+    results.write_rows(tile, row_total);
+    results.write_columns(tile);
+  }
+
+  /// Moves the accumulator of each turn to where that of the turn before it was.
+  __device__ __forceinline__ static void move_up(TileAccumulator& accumulator) {
+    constexpr int of_split = Config::tile_n / Layout::splits / 2, of_turn = of_split / Layout::turns;
 #pragma unroll
-    for (int box = 0; box < Layout::boxes; ++box) {
+    for (int block = 0; block < Layout::blocks; ++block)
+#pragma unroll
+      for (int split = 0; split < Layout::splits; ++split)
+#pragma unroll
+        for (int i = 0; i < of_split - of_turn; ++i)
+          accumulator.registers[block][split * of_split + i] =
+              accumulator.registers[block][split * of_split + i + of_turn];
+  }
+
+  template <int program>
+  __device__ __forceinline__ void run_turn(const Tile& tile, const TileAccumulator& accumulator, int turn,
+                                           RowTotals& row_total) {
+    HeadValue head_value[Layout::blocks][2];  // of the head that a subtile is in
+#pragma unroll
+    for (int box = 0; box < Layout::turn_boxes; ++box) {
       if constexpr (Epilogue::head_values > 0)
-        if (box % Layout::head_boxes == 0) reduce_heads<program>(tile, accumulator, box * Layout::box_n, head_value);
+        if (box % Layout::head_boxes == 0)
+          reduce_heads<program>(tile, accumulator, turn, box * Layout::box_n, head_value);
       typename Results::OfBox column_result;
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
         for (int i = 0; i < Results::values; ++i)
           column_result[decltype(index)::value][i] = neutral<Epilogue::column_reduction[decltype(index)::value].op>();
       });
+      const int of_tile = turn * Layout::turn_boxes + box;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
 #pragma unroll
         for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
-          visit_subtile<program>(tile, accumulator, box, subtile, block, head_value[block], row_total, column_result);
-        results.template send_tiles<program>(tile, box, block);
+          visit_subtile<program>(tile, accumulator, turn, box, subtile, block, head_value[block], row_total,
+                                 column_result);
+        results.template send_tiles<program>(tile, of_tile, block);
         if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores[program] > 0)>();
       }
-      results.share_columns(box, column_result);
+      results.share_columns(of_tile, column_result);
     }
-    results.write_rows(tile, row_total);
-    results.write_columns(tile);
   }
 
   __device__ __forceinline__ void read_tiles(int subtile, Loads& loads) {
@@ -110,15 +143,14 @@ struct EpilogueVisitor {
     if constexpr (!releases_late) operands.template release_tiles<false>();
   }
 
+  /// `box`: of the turn.
   template <int program>
-  __device__ __forceinline__ void visit_subtile(
-      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int box, int subtile, int block,
-      const float (&head_value)[2][at_least_one(Epilogue::head_values)],
-      RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2],
-      typename Results::OfBox& column_result) {
+  __device__ __forceinline__ void visit_subtile(const Tile& tile, const TileAccumulator& accumulator, int turn, int box,
+                                                int subtile, int block, const HeadValue (&head_value)[2],
+                                                RowTotals& row_total, typename Results::OfBox& column_result) {
     const int at = box * Layout::box_n + subtile * Layout::subtile_n;
     OfColumns of_columns;
-    operands.load_vectors(at, of_columns);
+    operands.load_vectors(turn * Layout::turn_columns + at, of_columns);
     HeadTables here;
     const HeadTables& head_table = operands.head_tables(tile, at, block, here);
     Loads loads;
@@ -134,7 +166,7 @@ struct EpilogueVisitor {
         for (int c = 0; c < 2; c += Layout::spread) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-          fill(element, tile, accumulator, at, block, j, r, c, of_columns, head_table, head_value[r]);
+          fill(element, tile, accumulator, turn, at, block, j, r, c, of_columns, head_table, head_value[r]);
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
           static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
@@ -176,12 +208,11 @@ struct EpilogueVisitor {
     results.template put_tiles<program>(subtile, stores);
   }
 
-  /// All that an element's program reads but tile operands.
+  /// All that an element's program reads but tile operands. `at`: the subtile's first column, from the turn's.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Tile& tile,
-                                       const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int at,
-                                       int block, int j, int r, int c, const OfColumns& of_columns,
-                                       const HeadTables& head_table,
-                                       const float (&head_value)[at_least_one(Epilogue::head_values)]) const {
+                                       const TileAccumulator& accumulator, int turn, int at, int block, int j, int r,
+                                       int c, const OfColumns& of_columns, const HeadTables& head_table,
+                                       const HeadValue& head_value) const {
     element.row = Layout::row(tile, operands.warp, operands.lane, block, r);
 #pragma unroll
     for (int way = 0; way < Epilogue::acc_ways; ++way) {
@@ -191,7 +222,8 @@ struct EpilogueVisitor {
 #pragma unroll
     for (int way = 0; way < Epilogue::ways; ++way)
       element.column[way] = (Layout::head > 0 ? 0 : way * operands.n) +
-                            Layout::column(tile, operands.lane, way, at, j) + Layout::side(way, c);
+                            Layout::column(tile, operands.lane, way, turn * Layout::turn_columns + at, j) +
+                            Layout::side(way, c);
     static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
       constexpr int i = decltype(index)::value;
       element.row_vector[i] = of_columns.row_vector[i / Layout::spread][j][Layout::side(i, c)];
@@ -213,12 +245,11 @@ struct EpilogueVisitor {
         [&](auto index) { element.head_value[decltype(index)::value] = head_value[decltype(index)::value]; });
   }
 
-  /// The values of the head that begins `first` columns into the tile, for this thread's rows: one pass over its
+  /// The values of the head that begins `first` columns into the turn, for this thread's rows: one pass over its
   /// columns for all that need no other value of the head, one for all that need only these, and so on.
   template <int program>
-  __device__ __forceinline__ void reduce_heads(
-      const Tile& tile, const Accumulator<Layout::blocks, Config::tile_n>& accumulator, int first,
-      float (&head_value)[Layout::blocks][2][at_least_one(Epilogue::head_values)]) const {
+  __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int turn,
+                                               int first, HeadValue (&head_value)[Layout::blocks][2]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
     static_for<Epilogue::scalars>([&](auto index) {
       of_all[decltype(index)::value].i = operands.hidden(operands.scalar[decltype(index)::value].i);
@@ -242,7 +273,7 @@ struct EpilogueVisitor {
         for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
-          operands.load_vectors(at, of_columns);
+          operands.load_vectors(turn * Layout::turn_columns + at, of_columns);
           HeadTables here;
           const HeadTables& head_table = operands.head_tables(tile, at, block, here);
 #pragma unroll
@@ -253,7 +284,8 @@ struct EpilogueVisitor {
               for (int c = 0; c < 2; c += Layout::spread) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, tile, accumulator, at, block, j, r, c, of_columns, head_table, head_value[block][r]);
+                fill(element, tile, accumulator, turn, at, block, j, r, c, of_columns, head_table,
+                     head_value[block][r]);
                 static_for<Epilogue::column_vectors>([&](auto index) {
                   element.column_vector[decltype(index)::value] = of_row[r][decltype(index)::value];
                 });

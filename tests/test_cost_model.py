@@ -206,3 +206,49 @@ def test_candidates_begin_with_what_is_chosen(monkeypatch):
         assert first == choose_tiling(problem.product, problem.program, problem.out_dtypes, None, DEVICE)
         found.add(first.cut.tile)
     assert found == {(128, 256), (128, 128)}
+
+
+@pytest.mark.parametrize(
+    "name, tile, turns",
+    [
+        ("gated_backward", (128, 192), 1),
+        ("geglu_backward", (128, 192), 2),
+        ("mish", (128, 192), 2),
+        ("mish", (128, 128), 2),
+        ("mish", (64, 256), 2),
+        ("mish", (64, 128), 1),
+        ("mish", (128, 256), 2),
+    ],
+)
+def test_turns_are_as_many_as_the_instruction_cache_asks_for(name, tile, turns):
+    problem = Shape(name, "NT", 16384, 8192, 2048).problem
+    config = coda.GemmConfig(tile_m=tile[0], tile_n=tile[1])
+    assert choose_tiling(problem.product, problem.program, problem.out_dtypes, config, DEVICE).turns == turns
+
+
+@pytest.mark.parametrize(
+    "name, config, possible",
+    [
+        ("residual", {"tile_n": 192, "tile_m": 128, "box_n": 32}, {1, 2, 3, 6}),
+        ("swiglu", {"tile_n": 192, "tile_m": 128, "box_n": 32}, {1, 3}),
+        ("rotary_qkv", {"tile_n": 128, "tile_m": 128, "box_n": 32}, {1, 2}),  # two heads of 64
+        ("qk_norm_rotary", {"tile_n": 128, "tile_m": 128, "box_n": 32}, {1}),
+        ("qk_norm_rotary", {"tile_n": 256, "tile_m": 128, "box_n": 32}, {1, 2}),
+        ("rotary_neighbours", {"tile_n": 128, "tile_m": 128, "box_n": 16}, {1, 2}),  # boxes have both neighbours
+    ],
+)
+def test_turns_are_whole_boxes_and_whole_heads(name, config, possible):
+    problem = Shape(name, "NT", 16384, PROGRAMS[name].columns(8192), 2048).problem
+
+    def with_turns(turns):
+        given = coda.GemmConfig(turns=turns, **config)
+        return choose_tiling(problem.product, problem.program, problem.out_dtypes, given, DEVICE).turns
+
+    for turns in range(1, 13):
+        if turns in possible:
+            assert with_turns(turns) == turns
+        else:
+            with pytest.raises(ValueError, match=f"GemmConfig: turns = {turns} does not divide the boxes"):
+                with_turns(turns)
+    with pytest.raises(ValueError, match="GemmConfig: turns = 17; it must be one of"):
+        coda.GemmConfig(turns=17)

@@ -1,15 +1,18 @@
 """Whole kernels compiled for Hopper: every program fits the registers that a thread has."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.programs import PROGRAMS, kernel_source, resource_usage
+from benchmarks.programs import PROGRAMS, Program, kernel_source, machine_instructions, resource_usage
 from coda_jax import ffi
 from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
 # elementwise program needs the registers.
-SPILLED = {"gated_backward": 8, "gelu_erf": 32, "exp_sum": 8, "rotary_96": 32}
+SPILLED = {"gated_backward": 8, "geglu_backward": 76, "gelu_erf": 32, "exp_sum": 8, "rotary_96": 32}
 SPILLED_IN_TILE = {
     ("gated_backward", (128, 192)): 8,
     ("swiglu_backward", (128, 192)): 8,
@@ -37,6 +40,37 @@ def test_registers_suffice(name):
     assert usage.registers <= 168  # of 65536 for the block's 384 threads
     assert usage.spilled_bytes <= SPILLED.get(name, 0)
     assert "serialized" not in log  # wgmma, where the assembler does not see through a call
+
+
+CACHED = 8192  # instructions of 16 bytes: with more a kernel takes several times as long
+LONG = {
+    "softplus": Program(jax.nn.softplus),
+    "power": Program(lambda acc: jnp.abs(acc) ** 2.5),
+    "tangent": Program(jnp.tan),
+    "polynomial": Program(lambda acc: functools.reduce(lambda sum, c: sum * acc + c, range(60), acc)),
+    "cosines": Program(lambda acc: sum(jnp.cos(i * acc) for i in range(1, 6))),
+}
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (128, 192), (128, 256)], ids=str)
+@pytest.mark.parametrize("name", ["geglu_backward", "mish", "every_vector", *LONG])
+def test_the_instruction_cache_holds_long_epilogues(name, tile):
+    config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
+    source = kernel_source({**PROGRAMS, **LONG}[name], 4096, 4096, 4096, config=config)
+    assert machine_instructions(ffi.compile(source, name).cubin) <= CACHED
+
+
+def test_turns_share_their_code():
+    def size(turns):
+        config = GemmConfig(tile_m=128, tile_n=192, turns=turns)
+        return machine_instructions(
+            ffi.compile(kernel_source(PROGRAMS["mish"], 264, 400, 136, config=config), "mish").cubin
+        )
+
+    whole, *sizes = map(size, (1, 2, 3, 6))
+    assert whole > CACHED
+    for turns, of_turns in zip((2, 3, 6), sizes, strict=True):
+        assert of_turns < 1200 + whole / turns  # what is not the epilogue's, and to move the accumulator up
 
 
 @pytest.mark.parametrize("tile", TILES[1:], ids=str)

@@ -1,5 +1,6 @@
 """The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA."""
 
+from coda_jax.epilogue.code_size import instructions as instructions
 from coda_jax.epilogue.emit import emit as emit
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program, ReductionOp
+from coda_jax.epilogue import Axis, Kind, Program, ReductionOp, instructions
 from coda_jax.primitives.cost_model import (
     SHARED_TILES,
     Constants,
@@ -35,6 +35,8 @@ _INSTRUCTIONS_OF_HEADS = _INSTRUCTIONS | {"head_sum": 1, "div": 4, "rsqrt": 4}
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
+_CACHED_INSTRUCTIONS = 7400  # of the 8192 that the instruction cache holds: estimates may be a tenth too low
+_OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256))
@@ -56,6 +58,9 @@ class GemmConfig:
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
+      turns: parts of equally many boxes that an epilogue works on one after the other, by the same code: more than 1
+        where the code for all boxes would outgrow the instruction cache. It divides the boxes of a tile, or of its half
+        where halves of the columns are worked on together, and leaves heads whole.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
       split_k: whether tiles that whole waves leave over, if they fill at most half of the chip, are split along k among
@@ -68,6 +73,7 @@ class GemmConfig:
     cluster_m: int | None = None
     box_n: int | None = None
     subtile_n: int | None = None
+    turns: int | None = None
     load_slots: int | None = None
     store_slots: int | None = None
     split_k: bool | None = None
@@ -80,6 +86,7 @@ class GemmConfig:
             ("cluster_m", (1, 2)),
             ("box_n", (16, 32, 64)),
             ("subtile_n", (16, 32, 64)),
+            ("turns", range(1, 17)),
             ("load_slots", range(1, 17)),
             ("store_slots", range(1, 17)),
             ("split_k", (False, True)),
@@ -104,6 +111,7 @@ class Tiling:
     cluster_m: int
     box_n: int
     subtile_n: int
+    turns: int
     load_slots: int
     store_slots: int
     split_k: bool
@@ -113,7 +121,7 @@ class Tiling:
     @property
     def consumer_m(self) -> int:
         """Rows of a tile that one consumer has."""
-        return self.tile_m // (CONSUMERS if self.cut.is_shared else 1)
+        return _consumer_m(self.cut)
 
     @property
     def cut(self) -> Cut:
@@ -124,6 +132,10 @@ class Tiling:
     def name(self) -> str:
         """For a reader: "128 x 192", or "128 x 192, split-K"."""
         return f"{self.tile_m} x {self.tile_n}{', split-K' if self.split_k else ''}"
+
+
+def _consumer_m(cut: Cut) -> int:
+    return cut.tile_m // (CONSUMERS if cut.is_shared else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,29 +363,56 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
-    some_is_whole = False
+    some_is_whole = some_has_turns = False
     for cut in cuts:
-        columns = cut.tile_n // program.entries(program.acc_width)
         for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, cut, product.k):
+            box_n = given.box_n or max(box_n, given.subtile_n or 16)
+            possible = _possible_turns(program, cut, box_n)
+            some_is_whole = some_is_whole or bool(possible)
+            if not possible or (given.turns and given.turns not in possible):
+                continue
+            some_has_turns = True
             tiling = Tiling(
                 **cut._asdict(),
                 stages=given.stages or stages,
-                box_n=given.box_n or max(box_n, given.subtile_n or 16),
+                box_n=box_n,
+                turns=given.turns or _turns(program, cut, possible),
                 subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
                 load_slots=given.load_slots or load_slots,
                 store_slots=given.store_slots or store_slots,
             )
-            is_whole = columns % tiling.box_n == 0 and program.head // 2 % tiling.box_n == 0
-            some_is_whole = some_is_whole or is_whole
-            if is_whole and shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+            if shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
                 return tiling
     if not some_is_whole:
         raise ValueError(f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}")
+    if not some_has_turns:
+        raise ValueError(
+            f"GemmConfig: turns = {given.turns} does not divide the boxes of a tile's half into parts of"
+            f" {'whole heads' if program.head else 'equally many'}: {given}"
+        )
     raise ValueError(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "
         f"{traffic.column_reductions} column reductions and {traffic.vectors_over_columns} vectors over columns "
         f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
     )
+
+
+def _possible_turns(program: Program, cut: Cut, box_n: int) -> list[int]:
+    """Of `GemmConfig.turns`; none where a tile's columns, or half a head, are no whole boxes."""
+    boxes, rest = divmod(cut.tile_n // program.entries(program.acc_width), box_n)
+    if rest or program.head // 2 % box_n:
+        return []
+    together = program.head // program.entries(program.acc_width) // box_n or 1  # boxes of one head
+    return [turns for turns in range(1, boxes + 1) if boxes % turns == 0 and boxes // turns % together == 0]
+
+
+def _turns(program: Program, cut: Cut, possible: Sequence[int]) -> int:
+    """As few as let the instruction cache hold the kernel, each of which costs up to 7 % of a product at k = 2048. Code
+    that it does not hold costs 1.5 to 4 times the product.
+    """
+    of_tile = _consumer_m(cut) * cut.tile_n // 128 // program.acc_ways * instructions(program)
+    fits = (turns for turns in possible if _OTHER_INSTRUCTIONS + of_tile / turns <= _CACHED_INSTRUCTIONS)
+    return next(fits, possible[-1])
 
 
 def candidates(

@@ -194,7 +194,7 @@ struct Config {{
   static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
   static constexpr int consumer_m = {tiling.consumer_m}, rows = {rows};
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
-  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n};
+  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n}, turns = {tiling.turns};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool split_k = {flags[tiling.split_k]};
   static constexpr bool keeps_tables = {flags[keeps_tables(program, tiling.cut.tile)]};

@@ -187,6 +187,34 @@ def test_heads_in_a_tile_that_two_warpgroups_share(name):
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *(
+            (name, coda.GemmConfig(tile_m=128, turns=2)) for name in PROGRAMS if name != "rotary_256"
+        ),  # whose tile is one head
+        *(
+            (name, coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, turns=turns))
+            for (tile_m, tile_n), turns in (((128, 192), 3), ((128, 256), 4), ((64, 128), 2), ((64, 64), 2))
+            for name in ("residual_sumsq", "gated_backward", "column_sum", "every_vector", "logsumexp_pick")
+        ),
+        ("swiglu", coda.GemmConfig(tile_m=128, tile_n=192, turns=3)),
+        ("residual_sumsq", coda.GemmConfig(tile_m=128, turns=3, split_k=True)),
+    ],
+    ids=str,
+)
+def test_turns(name, config):
+    """Parts of a tile's columns that the epilogue works on one after the other."""
+    program = PROGRAMS[name]
+    fused = functools.partial(
+        coda.gemm, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
+    )
+    for m, n, k in EDGES[:4]:
+        n = program.columns(n)
+        a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
+        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+
+
 # A tile in many parts; some in some; whole tiles and then parts; one row; nothing to split.
 PARTS = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
 
