@@ -1,7 +1,10 @@
 """Identities that make programs cheaper or more exact without changing what they mean."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+import functools
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from coda_jax.epilogue.program import Node, needed_nodes
@@ -19,7 +22,7 @@ def simplify(nodes: Sequence[Node], roots: Iterable[int]) -> tuple[list[Node], d
       The new nodes, inputs before users, and the new number of each of `roots`.
     """
     new, at = list(nodes), {root: root for root in roots}
-    for identity in (halved_tanh_to_logistic, angles):
+    for identity in (derivative_of_tanh, halved_tanh_to_logistic, angles, literals_of_products):
         new, moved = identity(new, needed_nodes(new, at.values()))
         at = {root: moved[number] for root, number in at.items()}
     return new, at
@@ -38,18 +41,63 @@ class _Nodes:
             self.nodes.append(node)
         return self.numbers[node]
 
+    def literal(self, value: float) -> int:
+        return self.add(Node("literal", (), "float32", (("value", LiteralFloat(value)),)))
+
+    def apply(self, op: str, *inputs: int) -> int:
+        return self.add(Node(op, inputs, "float32"))
+
+
+def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+    """Writes d + d * t for d = g * (1 - t), the derivative of t = tanh(u) in older versions of JAX, as in newer ones:
+    g * ((1 + t) * (1 - t)).
+
+    Args:
+      nodes: inputs before users.
+      needed: the nodes that are used.
+
+    Returns:
+      The new nodes, inputs before users, and the new number of each needed old one.
+    """
+
+    def others(number: int, op: str, one: int) -> list[int]:
+        """x, where the node is op(x, one) or op(one, x) in float32; else nothing."""
+        node = nodes[number]
+        inputs = list(node.inputs) if node.op == op and node.dtype == "float32" else []
+        if one not in inputs:
+            return []
+        inputs.remove(one)
+        return inputs
+
+    def is_one_minus(number: int, x: int) -> bool:
+        node = nodes[number]
+        return node.op == "sub" and node.inputs[1] == x and _is_literal(nodes[node.inputs[0]], 1.0)
+
+    def found(total: int) -> Iterator[tuple[int, int]]:
+        """g and t, in one way or in none."""
+        for d in nodes[total].inputs:
+            for product in others(total, "add", d):
+                for t in others(product, "mul", d):
+                    for one_less in nodes[d].inputs:
+                        if nodes[t].op == "tanh" and is_one_minus(one_less, t):
+                            yield from ((g, t) for g in others(d, "mul", one_less))
+
+    new = _Nodes()
+    at: dict[int, int] = {}
+    for number in sorted(needed):
+        for g, t in itertools.islice(found(number), 1):
+            at[number] = new.apply("mul", at[g], new.apply("one_minus_square", at[t]))
+        if number not in at:
+            at[number] = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
+    return new.nodes, at
+
 
 def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
     """Writes 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as s = logistic(2 * u): a third of the instructions.
 
-    The derivative of that tanh, (1 + tanh(u)) * (1 - tanh(u)), becomes 4 * s * (1 - s).
+    The derivative of that tanh, (1 + tanh(u)) * (1 - tanh(u)), becomes 4 * (s - s * s), which a kernel rounds once.
 
-    Args:
-      nodes: inputs before users.
-      needed: the nodes that are used; a tanh with other users is left as it is.
-
-    Returns:
-      The new nodes, inputs before users, and the new number of each needed old one.
+    A tanh with other users is left as it is. Args, Returns: as of `derivative_of_tanh`.
     """
     users = defaultdict[int, list[int]](list)
     for number in sorted(needed):
@@ -66,20 +114,14 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> t
 
     new = _Nodes()
     at: dict[int, int] = {}
-
-    def literal(value: float) -> int:
-        return new.add(Node("literal", (), "float32", (("value", LiteralFloat(value)),)))
-
-    def apply(op: str, *inputs: int) -> int:
-        return new.add(Node(op, inputs, "float32"))
-
     for number in sorted(needed):
         node = nodes[number]
         if number in tanh_of:
             of = at[nodes[tanh_of[number]].inputs[0]]
-            s = apply("logistic", apply("mul", literal(2), of))
-            is_derivative = node.op == "one_minus_square"
-            at[number] = apply("mul", literal(4), apply("mul", s, apply("sub", literal(1), s))) if is_derivative else s
+            s = new.apply("logistic", new.apply("mul", new.literal(2), of))
+            at[number] = s
+            if node.op == "one_minus_square":
+                at[number] = new.apply("mul", new.literal(4), new.apply("sub", s, new.apply("mul", s, s)))
         else:
             at[number] = new.add(replace(node, inputs=tuple(at[value] for value in node.inputs)))
     return new.nodes, at
@@ -90,9 +132,13 @@ def _other_input(nodes: Sequence[Node], number: int, op: str, literal: float) ->
     node = nodes[number]
     if node.op == op and node.dtype == "float32":
         for constant, x in (node.inputs, node.inputs[::-1]):
-            if nodes[constant].op == "literal" and nodes[constant]["value"] == LiteralFloat(literal):
+            if _is_literal(nodes[constant], literal):
                 return x
     return None
+
+
+def _is_literal(node: Node, value: float) -> bool:
+    return node.op == "literal" and node["value"] == LiteralFloat(value)
 
 
 def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
@@ -101,7 +147,7 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], 
     The sine and the cosine of an angle share its reduction. That of a product is of the exact one: float32 rounds
     position * frequency by up to 0.03 rad at 10^6.
 
-    Args, Returns: as of `halved_tanh_to_logistic`.
+    Args, Returns: as of `derivative_of_tanh`.
     """
     new = _Nodes()
     at: dict[int, int] = {}
@@ -113,4 +159,41 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], 
             factors = source.inputs if source.op == "mul" and source.dtype == "float32" else node.inputs
             inputs = (new.add(Node("angle", tuple(at[value] for value in factors), source.dtype)),)
         at[number] = new.add(replace(node, inputs=inputs))
+    return new.nodes, at
+
+
+def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+    """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is 2 * (x * y), in two instructions.
+
+    Those between 2^-16 and 2^16, lest what a large one and a small one kept in float32's range leaves it.
+
+    Args, Returns: as of `derivative_of_tanh`.
+    """
+    users = Counter(value for number in needed for value in nodes[number].inputs)
+    new = _Nodes()
+    at: dict[int, int] = {}
+
+    def is_product(number: int) -> bool:
+        return nodes[number].op == "mul" and nodes[number].dtype == "float32"
+
+    def is_literal(number: int) -> bool:
+        return nodes[number].op == "literal" and 2**-16 <= abs(nodes[number]["value"]) <= 2**16
+
+    def factors(number: int) -> list[int]:
+        """Of a product, through products that nothing else uses."""
+        return [
+            factor
+            for value in nodes[number].inputs
+            for factor in (factors(value) if is_product(value) and users[value] == 1 else [value])
+        ]
+
+    for number in sorted(needed):
+        of = factors(number) if is_product(number) else []
+        literals = [float(nodes[factor]["value"]) for factor in of if is_literal(factor)]
+        others = [at[factor] for factor in of if not is_literal(factor)]
+        if len(literals) > 1 and others:
+            value = functools.reduce(lambda x, y: new.apply("mul", x, y), others)
+            at[number] = new.apply("mul", new.literal(math.prod(literals)), value)
+        else:
+            at[number] = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
     return new.nodes, at
