@@ -198,9 +198,9 @@ CODA_DEVICE float logistic(float x) {
 }
 
 /// 1 - erf(x): 2^p(q) exp(-a^2) / (a + 1.75) for a = |x|, and 2 less that for a negative x, where p is a minimax
-/// polynomial in q = (a - 1.75) / (a + 1.75), right to 1e-7. The relative error is 4e-7 (1 + x^2). Seventeen
-/// instructions: with CUDA's erfcf in its place, which has 45, the exact GELU costs 50 % of a product at k = 2048
-/// instead of 2.
+/// polynomial in q = (a - 1.75) / (a + 1.75), right to 1e-7. The relative error is at most 8e-7 (1 + x^2) where the
+/// result is no subnormal number. Seventeen instructions: with CUDA's erfcf in its place, which has 45, the exact GELU
+/// costs 50 % of a product at k = 2048 instead of 2.
 CODA_DEVICE float erfc(float x) {
   const float a = fabsf(x), r = reciprocal_approximate(a + 1.75f), q = fmaf(-3.5f, r, 1.f);
   float p = fmaf(1.08436064e-3f, q, 2.28057546e-3f);

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import coda_jax as coda
@@ -226,6 +227,29 @@ def test_turns_are_as_many_as_the_instruction_cache_asks_for(name, tile, turns):
     assert choose_tiling(problem.product, problem.program, problem.out_dtypes, config, DEVICE).turns == turns
 
 
+def test_boxes_are_as_wide_as_turns_of_cached_code_allow():
+    """Two of 64 columns in 128 x 128 would be two turns, of 11,000 instructions in all."""
+    types = tuple(jax.ShapeDtypeStruct((4096, 4096), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    program = trace(lambda acc, x: jnp.tan(acc) + jnp.abs(x) ** 2.5, types[0], types[1:])[0].program
+    config = coda.GemmConfig(tile_m=128, tile_n=128)
+    tiling = choose_tiling(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], config, DEVICE)
+    assert (tiling.box_n, tiling.turns) == (32, 4)
+
+
+def test_heads_that_are_long_have_a_tile_of_two():
+    """In 128 x 128 one head of 128 columns is all, so that there are no turns."""
+
+    def heads(acc, x):
+        y = acc.reshape(acc.shape[0], -1, 128)
+        a, b = jnp.split(jnp.tan(y) + jnp.log1p(y * y), 2, axis=-1)
+        return jnp.concatenate([a + jnp.sum(y, axis=-1, keepdims=True), b], axis=-1).reshape(acc.shape) + x
+
+    types = tuple(jax.ShapeDtypeStruct((4096, 4096), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    program = trace(heads, types[0], types[1:])[0].program
+    tiling = choose_tiling(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], None, DEVICE)
+    assert program.head == 128 and (tiling.tile_n, tiling.turns) == (256, 2)
+
+
 @pytest.mark.parametrize(
     "name, config, possible",
     [
@@ -248,7 +272,9 @@ def test_turns_are_whole_boxes_and_whole_heads(name, config, possible):
         if turns in possible:
             assert with_turns(turns) == turns
         else:
-            with pytest.raises(ValueError, match=f"GemmConfig: turns = {turns} does not divide the boxes"):
+            with pytest.raises(
+                ValueError, match=rf"GemmConfig: turns = {turns}; it must be one of \[1,? ?.*\], parts of whole boxes"
+            ):
                 with_turns(turns)
     with pytest.raises(ValueError, match="GemmConfig: turns = 17; it must be one of"):
         coda.GemmConfig(turns=17)

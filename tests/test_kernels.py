@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from benchmarks.programs import PROGRAMS, Program, kernel_source, machine_instructions, resource_usage
 from coda_jax import ffi
@@ -49,6 +50,19 @@ LONG = {
     "tangent": Program(jnp.tan),
     "polynomial": Program(lambda acc: functools.reduce(lambda sum, c: sum * acc + c, range(60), acc)),
     "cosines": Program(lambda acc: sum(jnp.cos(i * acc) for i in range(1, 6))),
+    "clamps": Program(lambda acc: functools.reduce(lambda x, i: jnp.clip(x * i, -i, i + 0.5), range(1, 12), acc)),
+    "powers": Program(lambda acc: sum((acc + i) ** -3 for i in range(6))),
+    "quotients": Program(lambda acc: sum(1.5 / (acc + i) for i in range(8))),
+    "rounds": Program(lambda acc: sum(lax.round(acc * i, lax.RoundingMethod.AWAY_FROM_ZERO) for i in range(1, 9))),
+    "cases": Program(
+        lambda acc: lax.select_n(lax.rem(acc.astype(jnp.int32), 12), *(acc + i for i in range(12))),
+    ),
+    "integers": Program(
+        lambda acc, i: (
+            sum(lax.div((acc * k).astype(jnp.int32), jnp.broadcast_to(i, acc.shape)) for k in (1, 2, 3)) * 0.5
+        ),
+        lambda m, n: (jax.ShapeDtypeStruct((n,), jnp.int32),),
+    ),
 }
 
 
@@ -58,6 +72,14 @@ def test_the_instruction_cache_holds_long_epilogues(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
     source = kernel_source({**PROGRAMS, **LONG}[name], 4096, 4096, 4096, config=config)
     assert machine_instructions(ffi.compile(source, name).cubin) <= CACHED
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_turns_spill_little(name):
+    config = GemmConfig(tile_m=128, turns=2) if name != "rotary_256" else None  # whose tile is one head
+    log = ffi.compile(kernel_source(PROGRAMS[name], 264, PROGRAMS[name].columns(400), 136, config=config), name).log
+    assert resource_usage(log).spilled_bytes <= 32
+    assert "serialized" not in log
 
 
 def test_turns_share_their_code():

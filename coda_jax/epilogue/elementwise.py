@@ -29,7 +29,7 @@ class Operation:
       expression: texts of the inputs, their dtypes, the attributes -> CUDA expression.
       exact: the result needs no rounding when the inputs are 16-bit floats.
       dtypes: input dtypes it is defined for.
-      instructions: of the machine that it takes in a kernel, roughly.
+      instructions: of the machine that it takes in a kernel with floats, roughly.
     """
 
     apply: Callable[..., jax.Array]
@@ -114,7 +114,7 @@ OPERATIONS: dict[str, Operation] = {
     "add_any": _infix(lax.add, "+"),
     "sub": _infix(lax.sub, "-"),
     "mul": _infix(lax.mul, "*"),
-    "div": _by_dtype(lax.div, instructions=3, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
+    "div": _by_dtype(lax.div, instructions=7, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
     "rem": _by_dtype(lax.rem, instructions=63, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
     "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
     "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
@@ -125,7 +125,7 @@ OPERATIONS: dict[str, Operation] = {
     "min": _by_dtype(
         lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"
     ),
-    "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=(*FLOATS, "int32")),
+    "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=(*FLOATS, "int32"), instructions=2),
     "square": _by_dtype(lax.square, floats="{0} * {0}", int32="{0} * {0}"),
     "one_minus_square": _by_dtype(
         lambda x: (1 + x) * (1 - x), floats="(1.0f + {0}) * (1.0f - {0})", int32="(1 + {0}) * (1 - {0})"

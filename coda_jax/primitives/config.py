@@ -35,7 +35,7 @@ _INSTRUCTIONS_OF_HEADS = _INSTRUCTIONS | {"head_sum": 1, "div": 4, "rsqrt": 4}
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
-_CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a tenth too low
+_CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
@@ -58,13 +58,12 @@ class GemmConfig:
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
-      turns: parts of equally many boxes that an epilogue works on one after the other, by the same code: more than 1
-        where the code for all boxes would outgrow the instruction cache. It divides the boxes of a tile, or of its half
-        where halves of the columns are worked on together, and leaves heads whole.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
       split_k: whether tiles that whole waves leave over, if they fill at most half of the chip, are split along k among
         all multiprocessors. A launch then has a workspace of 132 float32 tiles. Not of tiles that two warpgroups make.
+      turns: parts of a tile's columns that an epilogue works on one after the other, by the same code: more than 1
+        where code for all columns would outgrow the instruction cache. Whole boxes, as many in each, and whole heads.
     """
 
     tile_m: int | None = None
@@ -73,10 +72,10 @@ class GemmConfig:
     cluster_m: int | None = None
     box_n: int | None = None
     subtile_n: int | None = None
-    turns: int | None = None
     load_slots: int | None = None
     store_slots: int | None = None
     split_k: bool | None = None
+    turns: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -86,10 +85,10 @@ class GemmConfig:
             ("cluster_m", (1, 2)),
             ("box_n", (16, 32, 64)),
             ("subtile_n", (16, 32, 64)),
-            ("turns", range(1, 17)),
             ("load_slots", range(1, 17)),
             ("store_slots", range(1, 17)),
             ("split_k", (False, True)),
+            ("turns", range(1, 17)),
         ):
             value = getattr(self, name)
             if value is not None and value not in allowed:
@@ -111,10 +110,10 @@ class Tiling:
     cluster_m: int
     box_n: int
     subtile_n: int
-    turns: int
     load_slots: int
     store_slots: int
     split_k: bool
+    turns: int
 
     tile_k: ClassVar[int] = 64
 
@@ -363,32 +362,37 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
-    some_is_whole = some_has_turns = False
+    some_is_whole, possible_turns, fitting = False, set[int](), list[Tiling]()
     for cut in cuts:
         for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, cut, product.k):
             box_n = given.box_n or max(box_n, given.subtile_n or 16)
             possible = _possible_turns(program, cut, box_n)
             some_is_whole = some_is_whole or bool(possible)
+            possible_turns.update(possible)
             if not possible or (given.turns and given.turns not in possible):
                 continue
-            some_has_turns = True
+            cached = [turns for turns in possible if _instructions(program, cut, turns) <= _CACHED_INSTRUCTIONS]
             tiling = Tiling(
                 **cut._asdict(),
                 stages=given.stages or stages,
                 box_n=box_n,
-                turns=given.turns or _turns(program, cut, possible),
                 subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
                 load_slots=given.load_slots or load_slots,
                 store_slots=given.store_slots or store_slots,
+                turns=given.turns or min(cached, default=possible[-1]),
             )
             if shared_bytes(tiling, program, traffic) <= SHARED_BYTES_PER_BLOCK:
-                return tiling
+                if given.turns or cached:
+                    return tiling
+                fitting.append(tiling)
+    if fitting:  # in which the code outgrows the cache
+        return min(fitting, key=lambda tiling: _instructions(program, tiling.cut, tiling.turns))
     if not some_is_whole:
         raise ValueError(f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}")
-    if not some_has_turns:
+    if given.turns and given.turns not in possible_turns:
         raise ValueError(
-            f"GemmConfig: turns = {given.turns} does not divide the boxes of a tile's half into parts of"
-            f" {'whole heads' if program.head else 'equally many'}: {given}"
+            f"GemmConfig: turns = {given.turns}; it must be one of {sorted(possible_turns)}, "
+            f"parts of whole boxes{' and whole heads' if program.head else ''}, with {given}"
         )
     raise ValueError(
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "
@@ -406,13 +410,12 @@ def _possible_turns(program: Program, cut: Cut, box_n: int) -> list[int]:
     return [turns for turns in range(1, boxes + 1) if boxes % turns == 0 and boxes // turns % together == 0]
 
 
-def _turns(program: Program, cut: Cut, possible: Sequence[int]) -> int:
-    """As few as let the instruction cache hold the kernel: code that it does not hold costs 1.5 to 4 times the product.
-    Turns cost nothing in 128 x 192 and up to 5 % at k = 2048 in 128 x 128.
+def _instructions(program: Program, cut: Cut, turns: int) -> float:
+    """Of a kernel, as estimated. One that the instruction cache does not hold takes 1.5 to 4 times as long; turns cost
+    up to 3 % of a product at k = 2048 in 128 x 192, 5 % in 128 x 128.
     """
-    of_tile = _consumer_m(cut) * cut.tile_n // 128 // program.acc_ways * instructions(program)
-    fits = (turns for turns in possible if _OTHER_INSTRUCTIONS + of_tile / turns <= _CACHED_INSTRUCTIONS)
-    return next(fits, possible[-1])
+    places = _consumer_m(cut) * cut.tile_n // 128 // program.acc_ways  # of a thread
+    return _OTHER_INSTRUCTIONS + places * instructions(program) / turns
 
 
 def candidates(

@@ -1,6 +1,7 @@
 """The kernel against float64: layouts, sizes, dtypes, every operand kind, gradients, transformations."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -199,7 +200,8 @@ def test_heads_in_a_tile_that_two_warpgroups_share(name):
             for name in ("residual_sumsq", "gated_backward", "column_sum", "every_vector", "logsumexp_pick")
         ),
         ("swiglu", coda.GemmConfig(tile_m=128, tile_n=192, turns=3)),
-        ("residual_sumsq", coda.GemmConfig(tile_m=128, turns=3, split_k=True)),
+        ("residual_sumsq", coda.GemmConfig(tile_m=128, tile_n=192, turns=3, split_k=True)),
+        ("gated_backward", coda.GemmConfig(tile_m=128, tile_n=128, turns=2, split_k=True)),
     ],
     ids=str,
 )
@@ -209,10 +211,17 @@ def test_turns(name, config):
     fused = functools.partial(
         coda.gemm, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
     )
-    for m, n, k in EDGES[:4]:
+    for m, n, k in PARTS[:3] if config.split_k else EDGES[:4]:
         n = program.columns(n)
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
         _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+
+
+def test_erfc_is_as_exact_as_its_comment_says():
+    x = jax.random.uniform(jax.random.key(0), (512, 512), minval=-6, maxval=9).astype(jnp.bfloat16)
+    out = coda.gemm(x, jnp.eye(512, dtype=x.dtype), epilogue=jax.lax.erfc, out_dtype=jnp.float32, implementation="cuda")
+    x = np.asarray(x, np.float64)
+    assert np.max(np.abs(np.asarray(out, np.float64) / np.vectorize(math.erfc)(x) - 1) / (1 + x * x)) <= 8e-7
 
 
 # A tile in many parts; some in some; whole tiles and then parts; one row; nothing to split.
