@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from jax import lax
@@ -14,6 +15,7 @@ _ROUNDING = 2  # to 16 bits, after an operation
 _STORE, _LOAD, _REDUCE, _LOGSUMEXP = 1, 1, 2, 6  # a value of a tile, of an operand, of a reduction
 
 
+@functools.cache  # a product's tile is chosen among many, and so are its turns
 def instructions(program: Program) -> int:
     """Instructions for what a thread works on at a time: one element of acc, or one of each half.
 

@@ -1,10 +1,9 @@
 """Identities that make programs cheaper or more exact without changing what they mean."""
 
 import functools
-import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from coda_jax.epilogue.program import Node, needed_nodes
@@ -48,7 +47,37 @@ class _Nodes:
         return self.add(Node(op, inputs, "float32"))
 
 
-def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+Rewritten = tuple[list[Node], dict[int, int]]
+
+
+def _rewritten(
+    nodes: Sequence[Node], needed: Iterable[int], rule: Callable[[_Nodes, Mapping[int, int], int], int | None]
+) -> Rewritten:
+    """The new nodes, inputs before users, and the new number of each needed old one.
+
+    `rule` adds what an old node becomes, given the new numbers of those before it, and returns its number; None where
+    it stays as it is.
+    """
+    new = _Nodes()
+    at: dict[int, int] = {}
+    for number in sorted(needed):
+        made = rule(new, at, number)
+        if made is None:
+            made = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
+        at[number] = made
+    return new.nodes, at
+
+
+def _users(nodes: Sequence[Node], needed: Iterable[int]) -> defaultdict[int, list[int]]:
+    """The needed nodes that each is an input of, as often as it is."""
+    users = defaultdict[int, list[int]](list)
+    for number in sorted(needed):
+        for value in nodes[number].inputs:
+            users[value].append(number)
+    return users
+
+
+def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Writes d + d * t for d = g * (1 - t), the derivative of t = tanh(u) in older versions of JAX, as in newer ones:
     g * ((1 + t) * (1 - t)).
 
@@ -82,27 +111,22 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> tuple[
                         if nodes[t].op == "tanh" and is_one_minus(one_less, t):
                             yield from ((g, t) for g in others(d, "mul", one_less))
 
-    new = _Nodes()
-    at: dict[int, int] = {}
-    for number in sorted(needed):
-        for g, t in itertools.islice(found(number), 1):
-            at[number] = new.apply("mul", at[g], new.apply("one_minus_square", at[t]))
-        if number not in at:
-            at[number] = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
-    return new.nodes, at
+    def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
+        for g, t in found(number):
+            return new.apply("mul", at[g], new.apply("one_minus_square", at[t]))
+        return None
+
+    return _rewritten(nodes, needed, rule)
 
 
-def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Writes 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as s = logistic(2 * u): a third of the instructions.
 
     The derivative of that tanh, (1 + tanh(u)) * (1 - tanh(u)), becomes 4 * (s - s * s), which a kernel rounds once.
 
     A tanh with other users is left as it is. Args, Returns: as of `derivative_of_tanh`.
     """
-    users = defaultdict[int, list[int]](list)
-    for number in sorted(needed):
-        for value in nodes[number].inputs:
-            users[value].append(number)
+    users = _users(nodes, needed)
     tanh_of: dict[int, int] = {}  # of halved sums and of derivatives
     for number in needed:
         sums = [user for user in users[number] if _other_input(nodes, user, "add", 1.0) == number]
@@ -112,19 +136,16 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> t
         if nodes[number].op == "tanh" and halves and are_halves and len(sums + derivatives) == len(users[number]):
             tanh_of |= dict.fromkeys(halves + derivatives, number)
 
-    new = _Nodes()
-    at: dict[int, int] = {}
-    for number in sorted(needed):
-        node = nodes[number]
-        if number in tanh_of:
-            of = at[nodes[tanh_of[number]].inputs[0]]
-            s = new.apply("logistic", new.apply("mul", new.literal(2), of))
-            at[number] = s
-            if node.op == "one_minus_square":
-                at[number] = new.apply("mul", new.literal(4), new.apply("sub", s, new.apply("mul", s, s)))
-        else:
-            at[number] = new.add(replace(node, inputs=tuple(at[value] for value in node.inputs)))
-    return new.nodes, at
+    def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
+        if number not in tanh_of:
+            return None
+        of = at[nodes[tanh_of[number]].inputs[0]]
+        s = new.apply("logistic", new.apply("mul", new.literal(2), of))
+        if nodes[number].op == "one_minus_square":
+            return new.apply("mul", new.literal(4), new.apply("sub", s, new.apply("mul", s, s)))
+        return s
+
+    return _rewritten(nodes, needed, rule)
 
 
 def _other_input(nodes: Sequence[Node], number: int, op: str, literal: float) -> int | None:
@@ -141,7 +162,7 @@ def _is_literal(node: Node, value: float) -> bool:
     return node.op == "literal" and node["value"] == LiteralFloat(value)
 
 
-def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+def angles(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Writes sin(x) as sin(angle(x)) and sin(x * y) of float32 values as sin(angle(x, y)); cos likewise.
 
     The sine and the cosine of an angle share its reduction. That of a product is of the exact one: float32 rounds
@@ -149,29 +170,27 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], 
 
     Args, Returns: as of `derivative_of_tanh`.
     """
-    new = _Nodes()
-    at: dict[int, int] = {}
-    for number in sorted(needed):
+
+    def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
         node = nodes[number]
-        inputs = tuple(at[value] for value in node.inputs)
-        if node.op in ("sin", "cos"):
-            source = nodes[node.inputs[0]]
-            factors = source.inputs if source.op == "mul" and source.dtype == "float32" else node.inputs
-            inputs = (new.add(Node("angle", tuple(at[value] for value in factors), source.dtype)),)
-        at[number] = new.add(replace(node, inputs=inputs))
-    return new.nodes, at
+        if node.op not in ("sin", "cos"):
+            return None
+        source = nodes[node.inputs[0]]
+        factors = source.inputs if source.op == "mul" and source.dtype == "float32" else node.inputs
+        angle = new.add(Node("angle", tuple(at[value] for value in factors), source.dtype))
+        return new.add(replace(node, inputs=(angle,)))
+
+    return _rewritten(nodes, needed, rule)
 
 
-def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> tuple[list[Node], dict[int, int]]:
+def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is 2 * (x * y), in two instructions.
 
     Those between 2^-16 and 2^16, lest what a large one and a small one kept in float32's range leaves it.
 
     Args, Returns: as of `derivative_of_tanh`.
     """
-    users = Counter(value for number in needed for value in nodes[number].inputs)
-    new = _Nodes()
-    at: dict[int, int] = {}
+    users = _users(nodes, needed)
 
     def is_product(number: int) -> bool:
         return nodes[number].op == "mul" and nodes[number].dtype == "float32"
@@ -184,16 +203,16 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> tupl
         return [
             factor
             for value in nodes[number].inputs
-            for factor in (factors(value) if is_product(value) and users[value] == 1 else [value])
+            for factor in (factors(value) if is_product(value) and len(users[value]) == 1 else [value])
         ]
 
-    for number in sorted(needed):
+    def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
         of = factors(number) if is_product(number) else []
         literals = [float(nodes[factor]["value"]) for factor in of if is_literal(factor)]
         others = [at[factor] for factor in of if not is_literal(factor)]
-        if len(literals) > 1 and others:
-            value = functools.reduce(lambda x, y: new.apply("mul", x, y), others)
-            at[number] = new.apply("mul", new.literal(math.prod(literals)), value)
-        else:
-            at[number] = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
-    return new.nodes, at
+        if len(literals) < 2 or not others:
+            return None
+        value = functools.reduce(lambda x, y: new.apply("mul", x, y), others)
+        return new.apply("mul", new.literal(math.prod(literals)), value)
+
+    return _rewritten(nodes, needed, rule)

@@ -26,12 +26,13 @@ from coda_jax.primitives.cost_model import (
 )
 
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
-# What an operation takes, roughly: a logistic has two of the slow ones.
-_INSTRUCTIONS = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
+# What an operation takes of a shared tile's time, of those that were timed there; a logistic has two slow instructions.
+# How many instructions each is: `Operation.instructions`.
+_TIMED = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
     "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
 ), 1) | {"logistic": 6}  # fmt: skip
-_INSTRUCTIONS_OF_HEADS = _INSTRUCTIONS | {"head_sum": 1, "div": 4, "rsqrt": 4}
+_TIMED_WITH_HEADS = _TIMED | {"head_sum": 1, "div": 4, "rsqrt": 4}
 _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
@@ -290,7 +291,7 @@ def _arithmetic(program: Program) -> float:
     """As `ElementTraffic` has it, of the columns with most. Timed have been these operations, in programs that store
     tiles; of those with heads, such whose tables shared tiles keep.
     """
-    takes = _INSTRUCTIONS_OF_HEADS if program.head else _INSTRUCTIONS
+    takes = _TIMED_WITH_HEADS if program.head else _TIMED
     if not program.stores or _has_logsumexp(program):
         return math.inf
     if program.head and not all(keeps_tables(program, tile) for tile in SHARED_TILES):
