@@ -248,6 +248,7 @@ def test_heads_that_are_long_have_a_tile_of_two():
     program = trace(heads, types[0], types[1:])[0].program
     tiling = choose_tiling(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], None, DEVICE)
     assert program.head == 128 and (tiling.tile_n, tiling.turns) == (256, 2)
+    assert candidates(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], DEVICE)[0] == tiling
 
 
 @pytest.mark.parametrize(

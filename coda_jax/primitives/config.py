@@ -37,6 +37,7 @@ _LONG_K = 3072  # from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
+_LEAST_BOX = 16  # columns
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
@@ -220,7 +221,7 @@ def cuts_for(
     64 for few rows alone; in clusters of two but for few rows; with split-K where that changes anything. A tile of
     128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those whose cost is
     not known: of a tile that has not been timed on a device, and of one that the consumers share with an epilogue whose
-    like has not been timed.
+    like has not been timed; and at the very end those whose code the instruction cache holds in no turns, least first.
     """
     given = given or GemmConfig()
     found = []
@@ -249,8 +250,10 @@ def cuts_for(
 
     costs = {cut: energy_and_time(cut) for cut in found}
 
-    def resort(cut: Cut) -> tuple[bool, bool]:
-        return math.isinf(costs[cut][0]), _leaves_too_little(cut, product, program, traffic)
+    def resort(cut: Cut) -> tuple[float, bool, bool]:
+        most_turns = max(_possible_turns(program, cut, given.box_n or _LEAST_BOX), default=1)
+        uncached = _uncached_instructions(program, cut, most_turns)
+        return uncached, math.isinf(costs[cut][0]), _leaves_too_little(cut, product, program, traffic)
 
     of_resorts = itertools.groupby(sorted(found, key=resort), resort)
     return [cut for _, cuts in of_resorts for cut in best_first({cut: costs[cut] for cut in cuts})]
@@ -344,7 +347,7 @@ def choose_tiling(
     """
     given = given or GemmConfig()
     traffic = EpilogueTraffic.of(program, out_dtypes)
-    box_n = given.box_n or given.subtile_n or 16
+    box_n = given.box_n or given.subtile_n or _LEAST_BOX
     if box_n * traffic.widest_bytes > 128:
         raise ValueError(
             f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
@@ -352,7 +355,7 @@ def choose_tiling(
         )
     if program.head and program.head // 2 % box_n:
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
-    if box_n % (given.subtile_n or 16):
+    if box_n % (given.subtile_n or _LEAST_BOX):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
     cuts = cuts_for(product, program, traffic, given, constants_in_use(device))
     if not cuts:
@@ -363,16 +366,17 @@ def choose_tiling(
             + (f" whole heads of {program.head} columns" if program.head else "")
             + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
         )
-    some_is_whole, possible_turns, fitting = False, set[int](), list[Tiling]()
+    some_is_whole, possible_turns = False, set[int]()
     for cut in cuts:
+        fitting = []  # but their code outgrows the cache
         for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, cut, product.k):
-            box_n = given.box_n or max(box_n, given.subtile_n or 16)
+            box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)
             possible = _possible_turns(program, cut, box_n)
             some_is_whole = some_is_whole or bool(possible)
             possible_turns.update(possible)
             if not possible or (given.turns and given.turns not in possible):
                 continue
-            cached = [turns for turns in possible if _instructions(program, cut, turns) <= _CACHED_INSTRUCTIONS]
+            cached = [turns for turns in possible if not _uncached_instructions(program, cut, turns)]
             tiling = Tiling(
                 **cut._asdict(),
                 stages=given.stages or stages,
@@ -386,8 +390,8 @@ def choose_tiling(
                 if given.turns or cached:
                     return tiling
                 fitting.append(tiling)
-    if fitting:  # in which the code outgrows the cache
-        return min(fitting, key=lambda tiling: _instructions(program, tiling.cut, tiling.turns))
+        if fitting:
+            return max(fitting, key=lambda tiling: tiling.turns)
     if not some_is_whole:
         raise ValueError(f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}")
     if given.turns and given.turns not in possible_turns:
@@ -411,12 +415,12 @@ def _possible_turns(program: Program, cut: Cut, box_n: int) -> list[int]:
     return [turns for turns in range(1, boxes + 1) if boxes % turns == 0 and boxes // turns % together == 0]
 
 
-def _instructions(program: Program, cut: Cut, turns: int) -> float:
-    """Of a kernel, as estimated. One that the instruction cache does not hold takes 1.5 to 4 times as long; turns cost
-    up to 3 % of a product at k = 2048 in 128 x 192, 5 % in 128 x 128.
+def _uncached_instructions(program: Program, cut: Cut, turns: int) -> float:
+    """Of a kernel, as estimated, those that the instruction cache has no room for. With any it takes 1.5 to 4 times as
+    long; turns cost up to 3 % of a product at k = 2048 in 128 x 192, 5 % in 128 x 128.
     """
     places = _consumer_m(cut) * cut.tile_n // 128 // program.acc_ways  # of a thread
-    return _OTHER_INSTRUCTIONS + places * instructions(program) / turns
+    return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / turns - _CACHED_INSTRUCTIONS)
 
 
 def candidates(
