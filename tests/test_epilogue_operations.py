@@ -1,5 +1,6 @@
 """Each operation of the epilogue language: the generated visitor, run on the host, against the JAX function."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -396,6 +397,7 @@ def test_literals_of_a_product_are_multiplied_once():
     assert products(lambda a: -3.0 * (0.7 * (jnp.exp(a) * 0.5))) == 1
     assert products(lambda a: (y := jnp.exp(a) * 3 * a) * 0.5 + y) == 3  # y is needed by itself
     assert products(lambda a: 1e30 * (1e-30 * (a * a))) == 3  # 1e30 * a might overflow in another order
+    assert products(lambda a: functools.reduce(lambda x, _: x * 6e4, range(9), a * 1e-38)) == 10  # 6e4^9 is infinite
     assert products(lambda a: (a.astype(jnp.bfloat16) * 3 * 0.5).astype(jnp.float32)) == 2  # each may be rounded
 
 

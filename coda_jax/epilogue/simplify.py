@@ -186,7 +186,7 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
 def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is 2 * (x * y), in two instructions.
 
-    Those between 2^-16 and 2^16, lest what a large one and a small one kept in float32's range leaves it.
+    Those between 2^-16 and 2^16 that make one of that size, lest what several kept in float32's range leaves it.
 
     Args, Returns: as of `derivative_of_tanh`.
     """
@@ -195,8 +195,11 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
     def is_product(number: int) -> bool:
         return nodes[number].op == "mul" and nodes[number].dtype == "float32"
 
+    def is_moderate(value: float) -> bool:
+        return 2**-16 <= abs(value) <= 2**16
+
     def is_literal(number: int) -> bool:
-        return nodes[number].op == "literal" and 2**-16 <= abs(nodes[number]["value"]) <= 2**16
+        return nodes[number].op == "literal" and is_moderate(nodes[number]["value"])
 
     def factors(number: int) -> list[int]:
         """Of a product, through products that nothing else uses."""
@@ -210,9 +213,10 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
         of = factors(number) if is_product(number) else []
         literals = [float(nodes[factor]["value"]) for factor in of if is_literal(factor)]
         others = [at[factor] for factor in of if not is_literal(factor)]
-        if len(literals) < 2 or not others:
+        literal = math.prod(literals)
+        if len(literals) < 2 or not others or not is_moderate(literal):
             return None
         value = functools.reduce(lambda x, y: new.apply("mul", x, y), others)
-        return new.apply("mul", new.literal(math.prod(literals)), value)
+        return new.apply("mul", new.literal(literal), value)
 
     return _rewritten(nodes, needed, rule)
