@@ -82,10 +82,6 @@ def _gelu_backward(acc, z):
     return jax.vjp(jax.nn.gelu, z)[1](acc)[0]
 
 
-def _mish(acc):
-    return jax.nn.mish(acc)
-
-
 def _column_sum(acc, bias):
     y = acc + bias
     return y, jnp.sum(y, axis=0)
@@ -238,6 +234,14 @@ def _parts_of_sum(acc, x):
     return y[:, :third], jnp.tanh(y[:, third : 2 * third]), y[:, 2 * third :]
 
 
+def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
+    return Program(
+        functools.partial(gated_backward, activation=activation),
+        lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
+        (jnp.bfloat16, jnp.bfloat16),
+    )
+
+
 PROGRAMS: dict[str, Program] = {
     "identity": Program(None),
     "residual": Program(_residual, lambda m, n: (_type((m, n)),)),
@@ -248,16 +252,8 @@ PROGRAMS: dict[str, Program] = {
         (jnp.bfloat16, jnp.bfloat16),
     ),
     "swiglu_backward": Program(_swiglu_backward, lambda m, n: (_type((m, n)), _type((m, n)))),
-    "gated_backward": Program(
-        functools.partial(gated_backward, activation=jax.nn.silu),
-        lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
-        (jnp.bfloat16, jnp.bfloat16),
-    ),
-    "geglu_backward": Program(
-        functools.partial(gated_backward, activation=jax.nn.gelu),
-        lambda m, n: (_type((m, 2 * n)), _type((m, 1), jnp.float32)),
-        (jnp.bfloat16, jnp.bfloat16),
-    ),
+    "gated_backward": _back_through_gate(jax.nn.silu),
+    "geglu_backward": _back_through_gate(jax.nn.gelu),
     "norm_backward": Program(
         deferred_norm.norm_backward, lambda m, n: (_type((m, n)), _type((m, 1), jnp.float32), _type((m, n)))
     ),
@@ -269,7 +265,7 @@ PROGRAMS: dict[str, Program] = {
     "bias_gelu": Program(_bias_gelu, lambda m, n: (_type((n,)),)),
     "gelu_erf": Program(_gelu_erf),
     "gelu_backward": Program(_gelu_backward, lambda m, n: (_type((m, n)),)),
-    "mish": Program(_mish),
+    "mish": Program(jax.nn.mish),
     "column_sum": Program(_column_sum, lambda m, n: (_type((n,), jnp.float32),)),
     "extrema": Program(_extrema),
     "accumulate": Program(_accumulate, lambda m, n: (_type((m, n), jnp.float32),), (jnp.float32,)),

@@ -3,10 +3,13 @@
     max|out - reference| <= 2 max|plain - reference| + 2 ulp(max|reference|)
 
 Everything finite, shapes and dtypes equal. `by_rows` judges each row by itself, for data whose rows differ in scale.
+
+`check_erfc` is the error that `coda::erfc` states.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,3 +62,9 @@ def check(
             f"reference {exact[worst]:.9g}, error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
             f"(the plain formula errs by {rough_error[worst]:.3g} there)"
         )
+
+
+def check_erfc(out: Any, x: Any) -> None:
+    """Asserts that `out` is erfc(x) to the relative error that `coda::erfc` in cuda/elementwise.cuh states."""
+    x = np.asarray(x, np.float64)
+    assert np.max(np.abs(np.asarray(out, np.float64) / np.vectorize(math.erfc)(x) - 1) / (1 + x * x)) <= 8e-7
