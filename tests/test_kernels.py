@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.programs import PROGRAMS, Program, kernel_source, machine_instructions, resource_usage
+from benchmarks.machine_code import machine_instructions, resource_usage
+from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
 from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
