@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pynvml
 
 from benchmarks import timing
 
@@ -26,23 +26,11 @@ def device_counter() -> Callable[[], float]:
     """Joules that the first GPU has taken since its driver was loaded.
 
     Raises:
-      OSError: no NVML on this machine.
+      pynvml.NVMLError: no NVML on this machine.
     """
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-
-    def check(status: int) -> None:
-        if status:
-            raise OSError(f"NVML: status {status}")
-
-    check(nvml.nvmlInit_v2())
-    check(nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)))
-
-    def counter() -> float:
-        check(nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)))
-        return millijoules.value / 1e3
-
-    return counter
+    pynvml.nvmlInit()
+    device = pynvml.nvmlDeviceGetHandleByIndex(0)
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
 
 
 class Steps:
