@@ -10,7 +10,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -80,7 +80,8 @@ class Host:
         """
         equations = jax.make_jaxpr(call)(*types).eqns
         (equation,) = (equation for equation in equations if equation.primitive.name == "ffi_call")
-        return Frame(self, equation, addresses)
+        operands, results = ([v.aval for v in variables] for variables in (equation.invars, equation.outvars))
+        return Frame(self, operands, results, dict(equation.params["attributes"]), addresses)
 
     def time_ns(self, frames: Sequence[Frame], stage: str = "execute", rounds: int = 1000) -> float:
         """Time of a call, of `frames` in turn: the least mean of a round."""
@@ -92,18 +93,30 @@ class Host:
 
 
 class Frame:
-    """The call frame of one custom call."""
+    """The call frame of one custom call.
 
-    def __init__(self, host: Host, equation: jax.core.JaxprEqn, addresses: Sequence[int]):
+    Args:
+      operands, results: their types.
+      attributes: strings, and what `numpy.asarray` takes.
+      addresses: of the operands, then of the results.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        operands: Sequence[jax.ShapeDtypeStruct],
+        results: Sequence[jax.ShapeDtypeStruct],
+        attributes: Mapping[str, object],
+        addresses: Sequence[int],
+    ):
         self.host = host
         self.handle = ctypes.c_void_p(host.library.frame_new()).value
-        avals = [v.aval for v in (*equation.invars, *equation.outvars)]
-        for i, (aval, address) in enumerate(zip(avals, addresses, strict=True)):
-            dims = (ctypes.c_int64 * len(aval.shape))(*aval.shape)
-            result = int(i >= len(equation.invars))
-            dtype = _DTYPES[aval.dtype.name]
+        for i, (type_, address) in enumerate(zip((*operands, *results), addresses, strict=True)):
+            dims = (ctypes.c_int64 * len(type_.shape))(*type_.shape)
+            result = int(i >= len(operands))
+            dtype = _DTYPES[type_.dtype.name]
             host.library.frame_buffer(self._handle, result, dtype, ctypes.c_void_p(address), dims, len(dims))
-        for name, value in dict(equation.params["attributes"]).items():
+        for name, value in attributes.items():
             self.set_attribute(name, value)
 
     @property

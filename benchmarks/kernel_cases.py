@@ -1,0 +1,169 @@
+"""What the kernels of two commits are compared on: functions of `coda_jax`'s and `flax_layers`' public names alone.
+
+A case must mean the same on every commit, so nothing here may depend on what is inside the library. Names tell cases
+apart; the products inside a case have none: they are paired by their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import coda_jax as coda
+from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
+from flax_layers import GPT2, GPT2Config, Llama, LlamaConfig
+
+DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
+# Every tile, whole and with split-K, beside many rows; and those of few rows, which share nothing.
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256))
+CONFIGS = (
+    *({"tile_m": m, "tile_n": n, "cluster_m": 2, "split_k": False} for m, n in TILES),
+    *({"tile_m": m, "tile_n": n, "cluster_m": 2, "split_k": True} for m, n in TILES if (m, n) != (128, 256)),
+    *({"tile_m": m, "tile_n": n, "cluster_m": 1, "split_k": False} for m, n in TILES if m * n <= 8192),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function, lowered for each device.
+
+    Attributes:
+      function, arguments: what is lowered, and the types of its arguments.
+      every_tile: whether each product of it is also lowered alone in each of `CONFIGS`.
+      is_small: whether it is one of the subset that CI compares.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    every_tile: bool = False
+    is_small: bool = False
+
+
+def cases() -> dict[str, Case]:
+    """All cases by name."""
+    found = dict(_products())
+    for name, case in _models():
+        found[name] = case
+    return found
+
+
+def _products() -> Iterator[tuple[str, Case]]:
+    small = ("residual_sumsq 4096x4096x4096", "rotary_neighbours 8192x2048x16384", "bias_gelu 64x4096x4096")
+    for name, epilogue in EPILOGUES.items():
+        for m, n, k in ((4096, 4096, 4096), (4096, 2048, 1024), (8192, 2048, 16384), (64, 4096, 4096)):
+            of_sizes = f"{name} {m}x{n}x{k}"
+            case = _product(epilogue, m, epilogue.columns(n), k)
+            yield of_sizes, dataclasses.replace(case, every_tile=(m, n) == (4096, 4096), is_small=of_sizes in small)
+    for transpose_a in (False, True):
+        for transpose_b in (False, True):
+            for dtype in (jnp.bfloat16, jnp.float16):
+                layout = f"{'NT'[transpose_a]}{'NT'[transpose_b]} {jnp.dtype(dtype).name}"
+                options = {"dtype": dtype, "transpose_a": transpose_a, "transpose_b": transpose_b}
+                yield f"residual_sumsq {layout}", _product(EPILOGUES["residual_sumsq"], 264, 400, 136, **options)
+    for name in ("bias_gelu", "every_vector", "rotary_qkv", "parts"):
+        epilogue = EPILOGUES[name]
+        yield f"{name} batched", _batched(epilogue, 3, 264, epilogue.columns(384), 136)
+        yield f"{name} gradient", _gradient(epilogue, 512, epilogue.columns(1024), 256, "recompute")
+
+
+def _product(
+    epilogue: EpilogueCase,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+) -> Case:
+    product = functools.partial(
+        coda.gemm,
+        epilogue=epilogue.epilogue,
+        out_dtype=epilogue.out_dtype(m, n),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+    )
+    a, b = array((k, m) if transpose_a else (m, k), dtype), array((n, k) if transpose_b else (k, n), dtype)
+    return Case(product, (a, b, *epilogue.operand_types(m, n)))
+
+
+def _batched(epilogue: EpilogueCase, batch: int, m: int, n: int, k: int) -> Case:
+    case = _product(epilogue, m, n, k)
+    arguments = tuple(array((batch, *x.shape), x.dtype) for x in case.arguments)
+    return Case(jax.vmap(case.function), arguments)
+
+
+def _gradient(epilogue: EpilogueCase, m: int, n: int, k: int, residuals: str) -> Case:
+    def total(a: jax.Array, b: jax.Array, *operands: jax.Array) -> jax.Array:
+        outputs = coda.gemm(a, b, *operands, epilogue=epilogue.epilogue, residuals=residuals)
+        return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(outputs))
+
+    arguments = (array((m, k)), array((k, n)), *epilogue.operand_types(m, n))
+    floats = [i for i, x in enumerate(arguments) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return Case(jax.grad(total, argnums=floats), arguments)
+
+
+def _models() -> Iterator[tuple[str, Case]]:
+    llama = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+    )
+    qwen3 = LlamaConfig(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=1000000.0,
+        qk_norm=True,
+        tie_word_embeddings=True,
+    )
+    gemma_gate = dataclasses.replace(llama, hidden_act="gelu_pytorch_tanh", attention_bias=True)
+    tiny = dataclasses.replace(
+        llama, vocab_size=256, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1
+    )
+    for name, model, every_tile in (
+        ("Llama", functools.partial(Llama, llama), True),
+        ("Llama, a scan with remat", functools.partial(Llama, llama, scan_layers=True, remat="save_attention"), False),
+        ("Llama with GeGLU and biases", functools.partial(Llama, gemma_gate), True),
+        ("Qwen3", functools.partial(Llama, qwen3), True),
+        ("GPT-2", functools.partial(GPT2, GPT2Config(n_layer=2)), True),
+        ("a tiny Llama", functools.partial(Llama, tiny), False),
+    ):
+        size = (2, 64) if "tiny" in name else (4, 1024)
+        for forward in (True, False):
+            for param_dtype in (jnp.bfloat16, jnp.float32) if name == "Llama" else (jnp.bfloat16,):
+                case = _step(model, size, forward, param_dtype)
+                every = every_tile and not forward and param_dtype == jnp.bfloat16
+                yield (
+                    f"{name}, {'forward' if forward else 'backward'}, {jnp.dtype(param_dtype).name} parameters",
+                    dataclasses.replace(case, every_tile=every, is_small="tiny" in name and not forward),
+                )
+
+
+def _step(model: Callable[..., Any], size: tuple[int, int], forward: bool, param_dtype: Any) -> Case:
+    make = functools.partial(model, dtype=jnp.bfloat16, param_dtype=param_dtype)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+
+    def logits(params: Any, tokens: jax.Array) -> Any:
+        return nnx.merge(graphdef, params)(tokens)
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        return nnx.merge(graphdef, params).loss(tokens, labels)
+
+    tokens = array(size, jnp.int32)
+    return Case(logits, (params, tokens)) if forward else Case(jax.value_and_grad(loss), (params, tokens, tokens))
