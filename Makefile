@@ -1,4 +1,4 @@
-# make train | test | gpu-test | gpu-sanitize | bench | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | test-all | gpu-test | gpu-sanitize | bench | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -25,7 +25,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test gpu-test gpu-sanitize bench lint clean
+.PHONY: train test test-all gpu-test gpu-sanitize bench kernels-diff lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -34,8 +34,11 @@ train: $(STAMPS)/train
 test: $(STAMPS)/test # by file: what a file's tests share, compiled programs above all, is made once
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
-gpu-test: $(STAMPS)/test
-	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+test-all:
+	.ci/run all
+
+gpu-test: $(STAMPS)/test # without a Hopper GPU it fails
+	CODA_JAX_TEST_REQUIRES=hopper,nvrtc $(RUN) -m pytest -m gpu tests/gpu $(ARGS)
 
 gpu-sanitize: $(STAMPS)/test
 	for tool in memcheck racecheck; do \
@@ -44,11 +47,14 @@ gpu-sanitize: $(STAMPS)/test
 	    $(RUN) -m tests.gpu.sanitized || exit 1; \
 	done
 
-bench: $(STAMPS)/train
+bench: $(STAMPS)/bench
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/train # train_step, layer, loss_curve, energy, ablation, between_kernels, launch, tiles, tiles_energy, plots
+bench-%: $(STAMPS)/bench # train_step, layer, loss_curve, energy, ablation, between_kernels, launch, tiles, tiles_energy, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
+
+kernels-diff: $(STAMPS)/dev # A=<commit> B=<commit>: whether every product has the same kernel on both
+	$(RUN) -m benchmarks.kernels_diff $(A) $(B) $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(RUN) -m ruff check
@@ -59,7 +65,7 @@ lint: $(STAMPS)/dev
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# A stamp an extra; test holds train, and dev holds both. Installing compiles the small FFI module.
+# A stamp an extra; each of train, bench, test and dev holds those before it. Installing compiles the small FFI module.
 $(STAMPS)/%: $(SOURCES)
 	@$(or $(PYTHON),false) -c "$(SUPPORTED)" || { echo "coda_jax needs Python 3.11 to 3.13: make PYTHON=..." >&2; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "coda_jax needs a C++20 compiler (g++ 10, clang 14 or newer; CXX=...)" >&2; exit 1; }
@@ -71,4 +77,4 @@ else
 	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".[$*$(CUDA)$(if $(EXTRA),$(comma)$(EXTRA))]" $(if $(JAX),jax==$(JAX))
 endif
 	@mkdir -p $(STAMPS)
-	@touch $(STAMPS)/train $(if $(filter test dev,$*),$(STAMPS)/test) $@
+	@touch $(STAMPS)/train $(if $(filter-out train,$*),$(STAMPS)/bench) $(if $(filter test dev,$*),$(STAMPS)/test) $@

@@ -1,0 +1,55 @@
+"""What tests need that a machine may lack. Tests skip without it, unless the run says that it must be there.
+
+Environment: ``CODA_JAX_TEST_REQUIRES``, names of `CHECKS` separated by commas: without one of them no test is run, so
+that a run which is meant to cover something does not pass by skipping it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import jax
+
+
+def missing_hopper() -> str | None:
+    """Why kernels cannot run here."""
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        return f"no GPU: {error}"
+    capability = getattr(device, "compute_capability", None)
+    return None if capability == "9.0" else f"compute capability {capability}; the kernels want 9.0"
+
+
+def missing_nvrtc() -> str | None:
+    """Why kernels cannot be compiled here."""
+    from coda_jax import ffi
+
+    return ffi.unavailable_reason()
+
+
+def missing_transformers() -> str | None:
+    """Which package of the comparison with Hugging Face transformers is not installed."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+CHECKS: dict[str, Callable[[], str | None]] = {
+    "hopper": missing_hopper,
+    "nvrtc": missing_nvrtc,
+    "transformers": missing_transformers,
+}
+
+
+def unmet() -> list[str]:
+    """The requirements of this run that are not met, each with the reason.
+
+    Raises:
+      ValueError: ``CODA_JAX_TEST_REQUIRES`` has an unknown name.
+    """
+    names = [name for name in os.environ.get("CODA_JAX_TEST_REQUIRES", "").split(",") if name]
+    if unknown := set(names) - CHECKS.keys():
+        raise ValueError(f"CODA_JAX_TEST_REQUIRES={','.join(names)}: {unknown} is not among {sorted(CHECKS)}")
+    return [f"{name}: {reason}" for name in names if (reason := CHECKS[name]())]
