@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from coda_jax.epilogue.program import Node, needed_nodes
 from coda_jax.epilogue.values import LiteralFloat
@@ -183,10 +184,24 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     return _rewritten(nodes, needed, rule)
 
 
-def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
-    """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is 2 * (x * y), in two instructions.
+class _Scaled(NamedTuple):
+    """literal * value; the value is an old node, or the product of one or two of these."""
 
-    Those between 2^-16 and 2^16 that make one of that size, lest what several kept in float32's range leaves it.
+    literal: float
+    value: "int | tuple[_Scaled, ...]"
+
+    def literals(self) -> int:
+        """How many there are to multiply with."""
+        return (self.literal != 1) + (0 if isinstance(self.value, int) else sum(x.literals() for x in self.value))
+
+
+def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
+    """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is x * (2 * y), in two instructions.
+
+    What overflows or becomes subnormal on its way does so no sooner than before: x and y are multiplied in the order
+    that f has, and what a literal meets lies between what f makes of it. So 0.01 * x * (0.01 * y) stays: with 1e-4 in
+    the place of the first literal, or after x * y, large or small x and y would leave float32's range. Literals are
+    between 2^-16 and 2^16, and so are their products, lest what f itself lets overflow does not.
 
     Args, Returns: as of `derivative_of_tanh`.
     """
@@ -201,22 +216,57 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
     def is_literal(number: int) -> bool:
         return nodes[number].op == "literal" and is_moderate(nodes[number]["value"])
 
-    def factors(number: int) -> list[int]:
-        """Of a product, through products that nothing else uses."""
-        return [
-            factor
-            for value in nodes[number].inputs
-            for factor in (factors(value) if is_product(value) and len(users[value]) == 1 else [value])
-        ]
+    def is_part(number: int) -> bool:
+        """Whether it is a product that nothing but another one needs."""
+        return is_product(number) and len(users[number]) == 1
+
+    def literals(number: int) -> int:
+        return sum(is_literal(value) or (literals(value) if is_part(value) else 0) for value in nodes[number].inputs)
+
+    def factor(number: int) -> _Scaled:
+        return product(number) if is_part(number) else _Scaled(1.0, number)
+
+    def product(number: int) -> _Scaled:
+        inputs = nodes[number].inputs
+        for constant, other in (inputs, inputs[::-1]):
+            if is_literal(constant):
+                return scaled(float(nodes[constant]["value"]), factor(other))
+        x, y = map(factor, inputs)
+        of_x, of_y = _joined(x.literal, y.literal)
+        return _Scaled(1.0, (x._replace(literal=of_x), y._replace(literal=of_y)))
+
+    def scaled(literal: float, of: _Scaled) -> _Scaled:
+        if not is_moderate(literal * of.literal):
+            return _Scaled(literal, (of,))
+        literal *= of.literal
+        if isinstance(of.value, int):
+            return _Scaled(literal, of.value)
+        factors = []
+        for x in of.value:
+            literal, of_x = _joined(literal, x.literal)
+            factors.append(x._replace(literal=of_x))
+        return _Scaled(literal, tuple(factors))
 
     def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
-        of = factors(number) if is_product(number) else []
-        literals = [float(nodes[factor]["value"]) for factor in of if is_literal(factor)]
-        others = [at[factor] for factor in of if not is_literal(factor)]
-        literal = math.prod(literals)
-        if len(literals) < 2 or not others or not is_moderate(literal):
-            return None
-        value = functools.reduce(lambda x, y: new.apply("mul", x, y), others)
-        return new.apply("mul", new.literal(literal), value)
+        def made(of: _Scaled) -> int:
+            if isinstance(of.value, int):
+                value = at[of.value]
+            else:
+                value = functools.reduce(lambda x, y: new.apply("mul", x, y), map(made, of.value))
+            return value if of.literal == 1 else new.apply("mul", new.literal(of.literal), value)
+
+        of = product(number) if is_product(number) else None
+        return None if of is None or of.literals() == literals(number) else made(of)
 
     return _rewritten(nodes, needed, rule)
+
+
+def _joined(one: float, other: float) -> tuple[float, float]:
+    """Two literals of a product as a literal and 1, where they lie on both sides of 1.
+
+    Their product, which lies between 1 and the one that is further away from it, stands in that one's place.
+    """
+    of_one, of_other = math.log(abs(one)), math.log(abs(other))
+    if of_one * of_other > 0:
+        return one, other
+    return (one * other, 1.0) if abs(of_one) > abs(of_other) else (1.0, one * other)
