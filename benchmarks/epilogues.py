@@ -277,6 +277,7 @@ EPILOGUES: dict[str, EpilogueCase] = {
     ),
     "qk_norm_rotary": _qk_norm_rotary(128),
     "qk_norm_rotary_64": _qk_norm_rotary(64),
+    "qk_norm_rotary_192": _qk_norm_rotary(192),
     # Two heads at least: of one that is all columns, a reduction is one of whole rows.
     "softmax_of_heads": EpilogueCase(_softmax_of_heads, lambda m, n: (array((n,), jnp.float32),), multiple=64),
     "layer_norm_of_neighbours": EpilogueCase(

@@ -19,6 +19,7 @@ SPILLED_IN_TILE = {
     ("gated_backward", (128, 192)): 8,
     ("swiglu_backward", (128, 192)): 8,
     ("swiglu_backward", (64, 256)): 48,
+    ("swiglu_backward", (64, 192)): 8,
     ("swiglu_backward", (64, 64)): 52,
     ("swiglu_backward", (128, 256)): 40,
     ("rotary_qkv", (128, 256)): 24,
@@ -77,7 +78,8 @@ def test_the_instruction_cache_holds_long_epilogues(name, tile):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_turns_spill_little(name):
-    config = GemmConfig(tile_m=128, turns=2) if name != "rotary_256" else None  # whose tile is one head
+    is_one_head = name in ("rotary_256", "qk_norm_rotary_192")  # the tile
+    config = None if is_one_head else GemmConfig(tile_m=128, turns=2)
     log = ffi.compile(kernel_source(PROGRAMS[name], 264, PROGRAMS[name].columns(400), 136, config=config), name).log
     assert resource_usage(log).spilled_bytes <= 32
     assert "serialized" not in log
@@ -126,6 +128,48 @@ def test_heads_in_a_shared_tile(name):
     log = ffi.compile(source, name).log
     assert resource_usage(log).spilled_bytes <= SPILLED_IN_TILE.get((name, (128, 256)), 0)
     assert "serialized" not in log
+
+
+def _heads_of_192(acc):
+    return acc.reshape(acc.shape[0], -1, 192)
+
+
+def _norm_of_neighbours(acc, scale, bias):
+    centred = _heads_of_192(acc) - jnp.mean(_heads_of_192(acc), axis=-1, keepdims=True)
+    y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-6) * scale + bias
+    return jnp.stack([y[..., 1::2], y[..., 0::2]], axis=-1).reshape(acc.shape)
+
+
+def _softmax_of_neighbours(acc, x, cos, sin, bias):
+    y = jax.nn.softmax(_heads_of_192(acc + x + bias), axis=-1)
+    a, b, cos, sin = y[..., 0::2], y[..., 1::2], cos[:, None, :], sin[:, None, :]
+    y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(acc.shape)
+    return y * jnp.tanh(y), jnp.sum(y, axis=0)
+
+
+def _rotary_whole_tables(acc, cos, sin, bias):
+    x = _heads_of_192(acc + bias)
+    rotated = jnp.concatenate([-x[..., 96:], x[..., :96]], axis=-1)
+    y = (x * cos[:, None, :] + rotated * sin[:, None, :]).reshape(acc.shape)
+    return y, jnp.sum(y * y, axis=1), jnp.sum(y, axis=0)
+
+
+HEADS_OF_192 = {
+    "norm": (_norm_of_neighbours, lambda m, n: [(192,), (1, 192)]),
+    "softmax": (_softmax_of_neighbours, lambda m, n: [(m, n), (m, 96), (m, 96), (n,)]),
+    "whole tables": (_rotary_whole_tables, lambda m, n: [(m, 192), (m, 192), (n,)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", HEADS_OF_192)
+def test_heads_of_192_columns_do_not_spill(name, dtype):
+    """Beside the one of `PROGRAMS`. In a tile of 128 x 192 these spill 0.7 to 4.1 kB."""
+    epilogue, shapes = HEADS_OF_192[name]
+    program = Program(epilogue, lambda m, n: tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(m, n)))
+    compiled = ffi.compile(kernel_source(program, 4096, 3840, 4096), name)
+    assert resource_usage(compiled.log).spilled_bytes == 0
+    assert machine_instructions(compiled.cubin) <= CACHED
 
 
 @pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)

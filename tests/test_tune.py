@@ -228,7 +228,7 @@ def test_damaged_file(table, text, message):
     ("config", "message"),
     [
         ({"tile_m": 96, "tile_n": 128}, "tile_m = 96"),
-        ({"tile_m": 64, "tile_n": 192}, "none has tile_m = 64 tile_n = 192"),
+        ({"tile_m": 128, "tile_n": 64}, "none has tile_m = 128 tile_n = 64"),
         ({"tile_m": 128, "tile_n": 192, "stages": 8, "load_slots": 16}, "shared memory"),
         ({"tile_m": 128.0}, "the others integers"),
         ({"tile_m": True}, "the others integers"),

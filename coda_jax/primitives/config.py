@@ -41,7 +41,7 @@ _LEAST_BOX = 16  # columns
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 # (tile_m, tile_n) that the kernel can have, and those of which it can make parts along k.
-TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256))
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64, 192))
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in SHARED_TILES)
 _MAX_STAGES = 12
 _FEW_ROWS = 256  # up to which products have tiles of 64 x 64, for what they read from memory
@@ -208,6 +208,11 @@ def _has_heads(tile_n: int, columns: int) -> bool:
     return columns % 32 == 0 and tile_n % columns == 0
 
 
+def _has_wide_heads(program: Program) -> bool:
+    """Whether only tiles of 192 columns have its heads. In 128 x 192 they spill up to 4 kB, in 64 x 192 nothing."""
+    return program.head == 192
+
+
 def cuts_for(
     product: Product,
     program: Program,
@@ -218,10 +223,11 @@ def cuts_for(
     """What may be chosen where `given` leaves it open, as `best_first` orders it.
 
     Of `TILES` those that have whole heads, and whole chunks of 64 columns of each half of a b stored by columns; 64 x
-    64 for few rows alone; in clusters of two but for few rows; with split-K where that changes anything. A tile of
-    128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those whose cost is
-    not known: of a tile that has not been timed on a device, and of one that the consumers share with an epilogue whose
-    like has not been timed; and at the very end those whose code the instruction cache holds in no turns, least first.
+    64 for few rows alone, 64 x 192 for heads of 192 columns; in clusters of two but for few rows; with split-K where
+    that changes anything. A tile of 128 x 192 is the last resort of an epilogue to which it leaves too little. After
+    all others come those whose cost is not known: of a tile that has not been timed on a device, of one that the
+    consumers share with an epilogue whose like has not been timed, and of 128 x 192 with heads of 192 columns; and at
+    the very end those whose code the instruction cache holds in no turns, least first.
     """
     given = given or GemmConfig()
     found = []
@@ -231,6 +237,8 @@ def cuts_for(
         if program.head and not _has_heads(tile_n, program.head):
             continue
         if (tile_m, tile_n) == (64, 64) and not given.tile_n and not _is_for_few_rows(product, program, traffic):
+            continue
+        if (tile_m, tile_n) == (64, 192) and not (given.tile_m and given.tile_n) and not _has_wide_heads(program):
             continue
         if not product.transpose_b and tile_n // program.splits % 64:
             continue
@@ -244,7 +252,7 @@ def cuts_for(
     of_element, at_one_clock = element_traffic(program, traffic), by_time(constants)
 
     def energy_and_time(cut: Cut) -> tuple[float, float]:
-        if cut.tile not in constants.of_block:
+        if cut.tile not in constants.of_block or (cut.tile == (128, 192) and _has_wide_heads(program)):
             return math.inf, math.inf
         return cost(product, cut, of_element, constants), cost(product, cut, of_element, at_one_clock)
 
