@@ -14,7 +14,14 @@ from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
 # elementwise program needs the registers.
-SPILLED = {"gated_backward": 8, "geglu_backward": 76, "gelu_erf": 32, "exp_sum": 8, "rotary_96": 32}
+SPILLED = {
+    "gated_backward": 8,
+    "geglu_backward": 76,
+    "gelu_erf": 32,
+    "exp_sum": 8,
+    "rotary_96": 32,
+    "qk_norm_rotary_192": 652,
+}
 SPILLED_IN_TILE = {
     ("gated_backward", (128, 192)): 8,
     ("swiglu_backward", (128, 192)): 8,
@@ -164,7 +171,7 @@ HEADS_OF_192 = {
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", HEADS_OF_192)
 def test_heads_of_192_columns_do_not_spill(name, dtype):
-    """Beside the one of `PROGRAMS`. In a tile of 128 x 192 these spill 0.7 to 4.1 kB."""
+    """In a tile of 128 x 192 these spill 0.9 to 4.1 kB, and take longer."""
     epilogue, shapes = HEADS_OF_192[name]
     program = Program(epilogue, lambda m, n: tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(m, n)))
     compiled = ffi.compile(kernel_source(program, 4096, 3840, 4096), name)
