@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
 from coda_jax.primitives.config import GemmConfig
-from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype
+from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 
@@ -98,7 +98,7 @@ def _differentiable(
         pullbacks[:] = [pullback]
         kept = None
         if pullback.needs_acc and options.residuals == "preactivation":
-            dtype = compute_dtype(a, b)
+            dtype = kept_dtype(compute_dtype(a, b))
             index = _acc_output(epilogue.program, out_dtypes, dtype)
             if index is None:
                 extended = _differentiable(epilogue.with_acc(), acc, (*out_dtypes, dtype), name, options)
@@ -183,7 +183,8 @@ def _recomputed(
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
-        acc = _plain(a, b, dtype, options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+        transposes = {"transpose_a": options.transpose_a, "transpose_b": options.transpose_b}
+        acc = _plain(a, b, kept_dtype(dtype), options, **transposes)
         return pullback(acc, arguments, cotangents)
 
     if not pullback.is_uniform:

@@ -70,6 +70,15 @@ def compute_dtype(a: Any, b: Any) -> np.dtype:
     return np.dtype(jnp.promote_types(a.dtype, b.dtype))
 
 
+def kept_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype in which the accumulator of a product in `dtype` is kept: float16 would overflow at 65504.
+
+    bfloat16 has float32's range. In float16's place it would lose three bits, and a product computed again takes
+    longer than the two bytes more.
+    """
+    return np.dtype(np.float32) if dtype == np.float16 else np.dtype(dtype)
+
+
 def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
     """a @ b, (M, N) float32, from two matrices converted to their common dtype."""
     dtype = compute_dtype(a, b)

@@ -68,10 +68,11 @@ def linear_cross_entropy(
       soft_cap: bound of the logits, as in Gemma 2; None: none.
       epsilon: added to the mean of squares.
       chunk_bytes: the most that a chunk's logits take; they are those of a multiple of 128 tokens, at least 128. The
-        default is 2^29, 2048 tokens for V = 128256, and half of it where a copy of the kernel in the compute dtype
-        stands beside them. Adding to dkernel costs 5 % of its product with 2048 tokens and 40 % with 1024 (H200). A
-        symbolic number of tokens is one chunk.
-      dtype: compute dtype, of the products' inputs and the chunk's logits; default the promotion of x and kernel.
+        default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of the kernel in the
+        compute dtype stands beside them. Adding to dkernel costs 5 % of its product with 2048 tokens and 40 % with
+        1024 (H200). A symbolic number of tokens is one chunk.
+      dtype: compute dtype, of the products' inputs and the chunk's logits, but that these are float32 where it is
+        float16, beyond whose range, 65504, logits without a norm may be; default the promotion of x and kernel.
       implementation: as in `gemm`.
 
     Returns:
@@ -82,7 +83,8 @@ def linear_cross_entropy(
       TypeError: labels that are no integers.
       ValueError: shapes that do not fit, or an option out of its range.
 
-    Numerics: lse and the label's logit come from the float32 accumulator; dx and dkernel leave it in float32 where x
+    Numerics: lse and the label's logit come from the float32 accumulator, the other logits of the gradient are rounded:
+    in bfloat16 a probability whose logit is 20 is off by up to 6 %. dx and dkernel leave it in float32 where x
     or kernel are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of the
     kernel. Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).

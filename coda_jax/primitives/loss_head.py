@@ -21,6 +21,7 @@ from coda_jax.epilogue import logsumexp
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.deferred_norm import rms_rstd
 from coda_jax.primitives.differentiate import Options, product
+from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 Norm = tuple[jax.Array, jax.Array] | None  # row sums of squares, and scale
@@ -37,7 +38,7 @@ class LossHead:
       transpose_kernel: whether W is stored (V, D) and not (D, V).
       epsilon: of the norm.
       label_smoothing, z_loss, soft_cap: s, zeta, c above.
-      dtype: of the products' inputs and the chunk's logits.
+      dtype: of the products' inputs; the chunk's logits are kept in its `kept_dtype`.
       implementation: as in `gemm`.
     """
 
@@ -136,7 +137,7 @@ class LossHead:
                 outputs.append(jnp.sum(z, axis=1))  # padding is 0
             return [*outputs, acc] if keep else outputs
 
-        dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [self.dtype] * keep
+        dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [kept_dtype(self.dtype)] * keep
         return self._multiply(
             h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_kernel
         )
@@ -207,7 +208,7 @@ class LossHead:
 
     def _chunk(self, rows: Any) -> int | None:
         """Tokens of a chunk, a multiple of 128, chunks of about one size; None if all tokens are one chunk."""
-        most = max(self.chunk_bytes // (self.columns * self.dtype.itemsize) // 128 * 128, 128)
+        most = max(self.chunk_bytes // (self.columns * kept_dtype(self.dtype).itemsize) // 128 * 128, 128)
         if not isinstance(rows, int) or rows <= most:
             return None
         return round_up(-(-rows // -(-rows // most)), 128)
