@@ -9,6 +9,13 @@ Backward, from dz, with t = rstd * dz and s[m] = sum_n dz[m, n] z[m, n], which t
     G = x^T t;   dW = scale[:, None] * G;   dscale[j] = sum_n W[j, n] G[j, n]
 
 The pass over rows that the norm's gradient is known for happens in the epilogues: of what makes t, and of t W'^T.
+
+In float16 rstd, 5e-5 for a stream of 2e4, would take t out of the range where it has all its digits, and the kernel's
+gradient with it. There t = dz, as in the formula written in float16, dx = rstd * t W'^T - ..., and G = norm(x)^T t with
+the normalised x formed in a pass of its own.
+
+What of it is float16 and may overflow, beyond 65504: x itself, the cotangents as in any float16 program, and z, whose
+absolute value is below sqrt(D) times the norm of a column of W'.
 """
 
 from __future__ import annotations
@@ -111,9 +118,32 @@ def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Arr
     return y, jnp.sum(z * z, axis=1)
 
 
-def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
+def cotangent_factor(rstd: jax.Array, dtype: Any) -> jax.Array:
+    """What dz is multiplied with to make t: rstd, but 1 in float16."""
+    return jnp.ones_like(rstd, shape=()) if dtype == jnp.float16 else rstd
+
+
+def accumulator_factor(rstd: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+    """The rest of rstd, for t W'^T: nothing, but rstd in float16."""
+    return (rstd,) if dtype == jnp.float16 else ()
+
+
+def factored_input(x: jax.Array, rstd: jax.Array, dtype: Any, mean: jax.Array | None = None) -> jax.Array:
+    """What is multiplied with t to make G: x, but in float16 normalised, and where it has a mean without that."""
+    if dtype != jnp.float16:
+        return x.astype(dtype)
+    wide = x.astype(jnp.float32)
+    return (rstd * (wide if mean is None else wide - mean)).astype(dtype)
+
+
+def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array, *rstd: jax.Array) -> jax.Array:
     """Epilogue of t W'^T: the norm's own term and the residual's cotangent, added before the one rounding."""
-    return acc - x * factor + dresidual
+    return scaled(acc, *rstd) - x * factor + dresidual
+
+
+def scaled(acc: jax.Array, *rstd: jax.Array) -> jax.Array:
+    """acc times what `accumulator_factor` gives."""
+    return acc * rstd[0] if rstd else acc
 
 
 def scale_backward(acc: jax.Array, kernel: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +165,7 @@ def backward(
     """Cotangents of x, scale and kernel through z = norm(x) kernel, and through x itself where dresidual is.
 
     Args:
-      t: (M, N) in the compute dtype, rstd * dz.
+      t: (M, N) in the compute dtype, `cotangent_factor` times dz.
       s: (M,) float32, row sums of dz * z.
       x: (M, D).
       rstd: (M, 1) float32.
@@ -150,6 +180,7 @@ def backward(
         x,
         factor,
         dresidual,
+        *accumulator_factor(rstd, t.dtype),
         epilogue=norm_backward,
         out_dtypes=[x.dtype],
         implementation=implementation,
@@ -157,7 +188,7 @@ def backward(
         like=x,
     )
     dkernel, dscale = multiply(
-        x.astype(t.dtype),
+        factored_input(x, rstd, t.dtype),
         t,
         kernel,
         scale[:, None],

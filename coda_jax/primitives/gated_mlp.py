@@ -31,12 +31,12 @@ def row_scale_gated(acc: jax.Array, rstd: jax.Array, *, activation: Activation, 
 
 
 def gated_backward(
-    acc: jax.Array, z: jax.Array, rstd: jax.Array, *, activation: Activation
+    acc: jax.Array, z: jax.Array, factor: jax.Array, *, activation: Activation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Epilogue of the hidden activation's cotangent: rstd * dz, the activation again, and the row sums of dz * z."""
+    """Epilogue of the hidden activation's cotangent: t, the activation again, and the row sums of dz * z."""
     hidden, pullback = jax.vjp(functools.partial(gated, activation=activation), z)
     (dz,) = pullback(acc)
-    return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
+    return factor * dz, hidden, jnp.sum(dz * z, axis=1)
 
 
 def gated_mlp(
@@ -139,7 +139,7 @@ def gated_mlp(
             dout,
             down.astype(dtype),
             z,
-            rstd,
+            deferred_norm.cotangent_factor(rstd, dtype),
             epilogue=functools.partial(gated_backward, activation=activation),
             out_dtypes=[dtype, dtype, jnp.float32],
             transpose_b=True,

@@ -12,6 +12,8 @@ Backward, from dz, with t = cast(rstd * dz) and s[m] = sum_n dz[m, n] (z[m, n] -
     G = x^T t - sum_m mean * t;   dW = scale[:, None] * G + norm_bias[:, None] * sum_m dz
     dscale[j] = sum_n W[j, n] G[j, n];   dnorm_bias[j] = sum_n W[j, n] sum_m dz[m, n];   db = sum_m dz
 
+In float16 t = cast(dz), rstd multiplies the first product and G = ((x - mean) * rstd)^T t: see deferred_norm.py.
+
 What is subtracted is what the products have added: cs sums the rounded W', and mean * t the rounded t. With the exact
 ones the roundings, times mean / std, would stay.
 
@@ -208,26 +210,31 @@ def row_cotangents(
 ) -> list[jax.Array]:
     """What `backward` takes of t, rounded, and of dz and z - shift (M, N): sums along rows and columns.
 
-    t itself, s, and with a mean also sum_n t cs and sum_m mean * t.
+    t itself, s, and of a LayerNorm sum_n t cs and, where x is multiplied with its mean in it, sum_m mean * t.
     """
-    s = jnp.sum(dz * z, axis=1)
-    if mean is None:
-        return [t, s]
-    return [t, s, jnp.sum(t * column_sums, axis=1), jnp.sum(mean * t, axis=0)]
+    sums = [t, jnp.sum(dz * z, axis=1)]
+    if column_sums is not None:
+        sums.append(jnp.sum(t * column_sums, axis=1))
+    return sums if mean is None else [*sums, jnp.sum(mean * t, axis=0)]
+
+
+def multiplied_mean(mean: jax.Array | None, dtype: Any) -> jax.Array | None:
+    """The mean that is in x where x is multiplied with t: not in float16."""
+    return None if dtype == jnp.float16 else mean
 
 
 def layer_norm_backward(
-    acc: jax.Array, x: jax.Array, mean: jax.Array, factor: jax.Array, drift: jax.Array, dresidual: jax.Array
+    acc: jax.Array, x: jax.Array, mean: jax.Array, factor: jax.Array, drift: jax.Array, dresidual: Any, *rstd: jax.Array
 ) -> jax.Array:
     """Epilogue of t W'^T: the norm's own terms and the residual's cotangent, added before the one rounding."""
-    return acc - drift - (x - mean) * factor + dresidual
+    return deferred_norm.scaled(acc - drift, *rstd) - (x - mean) * factor + dresidual
 
 
 def kernel_backward(
-    acc: jax.Array, kernel: jax.Array, scale: jax.Array, mean_t: jax.Array, bias: jax.Array | None, dshift: Any
+    acc: jax.Array, kernel: jax.Array, scale: jax.Array, mean_t: Any, bias: jax.Array | None, dshift: Any
 ) -> list[jax.Array]:
     """Epilogue of x^T t: the cotangents of the kernel, and of the norm's parameters as row sums."""
-    g = acc - mean_t
+    g = acc if mean_t is None else acc - mean_t
     if bias is None:
         return [g * scale, jnp.sum(g * kernel, axis=1)]
     return [g * scale + bias * dshift, jnp.sum(g * kernel, axis=1), jnp.sum(kernel * dshift, axis=1)]
@@ -260,7 +267,7 @@ def backward(
             t, s, x, rstd, norm.scale, kernel, dresidual, implementation=implementation
         )
         return dx, Norm(jnp.zeros_like(norm.sumsq), dscale, None, None), dkernel
-    t_sums, mean_t = centring
+    t_sums, *mean_t = centring
     (dx,) = multiply(
         t,
         deferred_norm.fold_again(norm.scale, kernel, t.dtype),
@@ -269,6 +276,7 @@ def backward(
         jnp.square(rstd) * (s[:, None] / x.shape[1]),
         t_sums[:, None] / x.shape[1],
         dresidual,
+        *deferred_norm.accumulator_factor(rstd, t.dtype),
         epilogue=layer_norm_backward,
         out_dtypes=[x.dtype],
         implementation=implementation,
@@ -276,11 +284,11 @@ def backward(
         like=x,
     )
     dkernel, dscale, *dbias = multiply(
-        x.astype(t.dtype),
+        deferred_norm.factored_input(x, rstd, t.dtype, mean),
         t,
         kernel,
         norm.scale[:, None],
-        mean_t,
+        mean_t[0] if mean_t else None,
         column(norm.bias),
         None if norm.bias is None else dshift,
         epilogue=kernel_backward,

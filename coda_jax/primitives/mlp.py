@@ -98,11 +98,11 @@ def mlp(
         return activation(z if shift is None else z + shift)
 
     def activation_backward(
-        acc: jax.Array, z: jax.Array, rstd: jax.Array, mean: Any, column_sums: Any, shift: Any
+        acc: jax.Array, z: jax.Array, factor: jax.Array, mean: Any, column_sums: Any, shift: Any
     ) -> list[jax.Array]:
         hidden, pullback = jax.vjp(lambda z: activated(z, shift), z)
         (dz,) = pullback(acc)
-        t = (rstd * dz).astype(dtype).astype(jnp.float32)
+        t = (factor * dz).astype(dtype).astype(jnp.float32)
         sums = layer_norm.row_cotangents(t, dz, z, mean, column_sums)
         return [hidden, *sums] if shift is None else [hidden, *sums, jnp.sum(dz, axis=0)]
 
@@ -152,17 +152,18 @@ def mlp(
         x, norm, weights, z, column_sums, shift = kept
         dy = cotangents[0]
         mean, rstd = layer_norm.mean_and_rstd(x, norm, epsilon)
+        mean = layer_norm.multiplied_mean(mean, dtype)
         dout = dy.astype(dtype)
         hidden, *sums = multiply(
             dout,
             weights.down.astype(dtype),
             z,
-            rstd,
+            deferred_norm.cotangent_factor(rstd, dtype),
             mean,
             column_sums,
             shift,
             epilogue=activation_backward,
-            out_dtypes=[dtype, dtype] + [jnp.float32] * (1 + 2 * (norm.mean is not None) + (shift is not None)),
+            out_dtypes=[dtype, dtype] + [jnp.float32] * (1 + sum(x is not None for x in (column_sums, mean, shift))),
             transpose_b=True,
         )
         dshift = None if shift is None else sums.pop()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.primitives import layer_norm
+from coda_jax.primitives import deferred_norm, layer_norm
 from coda_jax.primitives.layer_norm import Norm
 
 PROJECTION_NAME = "norm_projection"
@@ -95,10 +95,10 @@ def norm_projection(
         z = z.astype(jnp.float32)
         mean, rstd = layer_norm.mean_and_rstd(x, norm, epsilon)
         sums = layer_norm.row_cotangents(
-            layer_norm.rounded(rstd * dz, dtype),
+            layer_norm.rounded(deferred_norm.cotangent_factor(rstd, dtype) * dz, dtype),
             dz,
             z if shift is None else z - shift,
-            mean,
+            layer_norm.multiplied_mean(mean, dtype),
             column_sums,
         )
         sums[0] = sums[0].astype(dtype)

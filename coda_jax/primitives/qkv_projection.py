@@ -205,7 +205,7 @@ def qkv_projection(
         s = products[0] + products[1] + products[2]
         rstd = deferred_norm.rms_rstd(x, sumsq, epsilon).reshape(-1)[:, None]
         packed = jnp.concatenate(dz, axis=-2).reshape(*rows, kernel.shape[1]).reshape(-1, kernel.shape[1])
-        t = (rstd * packed).astype(dtype)
+        t = (deferred_norm.cotangent_factor(rstd, dtype) * packed).astype(dtype)
         dx, dscale, dkernel = deferred_norm.backward(
             t,
             s.reshape(-1),
