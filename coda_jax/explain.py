@@ -54,7 +54,8 @@ class Explanation:
     def __str__(self) -> str:
         rows = [("count", "epilogue", "product", "lowered to")]
         for product, count in self.products.items():
-            target = f"Hopper kernel, {product.tile}" if product.reason is None else f"XLA: {product.reason}"
+            reason = product.reason and " ".join(product.reason.split())  # on one line of the table
+            target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
             rows.append((str(count), product.epilogue, f"{product.a} @ {product.b}", target))
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]

@@ -11,8 +11,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from coda_jax.primitives import call_site
 from coda_jax.primitives.deferred_norm import add_residual_sumsq
 from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream, array, in_place_of, layer_norm_arguments
+
+call_site.hide(__file__)  # a warning names the line that called the layer
 
 default_kernel_init = nnx.initializers.lecun_normal()
 

@@ -1,6 +1,9 @@
 """coda.explain names every product of a function, what it becomes, and why."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,33 @@ def test_on_a_hopper_gpu():
     line = " ".join(str(found).splitlines()[1].split())
     kernel = r"1 tanh bfloat16\[32,16\] @ bfloat16\[16,24\] Hopper kernel, \d+ x \d+ \(cost model\)"
     assert re.fullmatch(kernel, line)
+
+
+def test_what_a_gpu_would_run_needs_no_nvrtc_here(tmp_path):
+    """In a process that finds none, explain and lowering for CUDA say and make what they do elsewhere, in silence."""
+    code = """
+import jax, jax.numpy as jnp
+from jax import export
+import coda_jax as coda
+from coda_jax import ffi
+
+ffi._nvrtc_libraries = lambda: [("", "libnvrtc-of-nowhere.so")]
+ffi._configure()
+assert "NVRTC was not found" in ffi.unavailable_reason()
+types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 16), (16, 24))]
+print(coda.explain(lambda a, b: (coda.gemm(a, b), coda.gemm(a, b[:, :7])), *types, platform="cuda"))
+product = jax.jit(lambda a, b: coda.gemm(a, b, implementation="cuda"))
+print(product.trace(*types).lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm("))
+check = [export.DisabledSafetyCheck.custom_call("coda_gemm")]
+exported = export.export(product, platforms=["cuda"], disabled_checks=check)(*types)
+print(exported.mlir_module().count("@coda_gemm("))
+"""
+    environment = {**os.environ, "CODA_JAX_QUIET": "0", "CODA_JAX_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    _, kernel, odd, _, lowered, exported = run.stdout.splitlines()
+    assert "Hopper kernel" in kernel and "a row of 7 bfloat16 is 14 bytes" in odd
+    assert (lowered, exported) == ("1", "1")
 
 
 def test_a_config_that_does_not_fit():

@@ -7,10 +7,12 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.primitives import gemm_cuda
+from flax_layers import GatedMLP
 from tests.gemm_cases import residual_sumsq, swiglu
 from tests.nvrtc import needs_nvrtc
 
@@ -283,6 +285,36 @@ def test_fallback_is_said_once(multiply, types, reason, monkeypatch):
         text(lambda a, b: multiply(a, b, implementation="xla"), *types)
 
 
+def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
+    """Of the call that made the product, wherever it is lowered; of a layer's product that is the layer's call."""
+    layer = GatedMLP(64, 40, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+    def multiply(a, b):
+        return coda.gemm(a, b)  # the second line
+
+    def apply(a, b):
+        return layer(a)
+
+    def chain(a, b):
+        return coda.gated_mlp(a, a[:, 0], a[0], b, b[:, :128].T, epsilon=1e-5)
+
+    def loop(a, b):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y + multiply(a, b), jnp.zeros((M, N)))
+
+    called = {multiply: multiply, jax.jit(lambda a, b: jax.jit(multiply)(a, b)): multiply, loop: multiply}
+    for f, line in {
+        **called,
+        jax.vmap(multiply, (None, None), axis_size=2): multiply,
+        apply: apply,
+        chain: chain,
+    }.items():
+        monkeypatch.setattr(gemm_cuda, "_reported", set())
+        traced = jax.jit(f).trace(*typed((M, K), (K, N), dtype=jnp.float32))
+        with pytest.warns(coda.FallbackWarning) as caught:
+            traced.lower(lowering_platforms=("cuda",))
+        assert (caught[0].filename, caught[0].lineno) == (__file__, line.__code__.co_firstlineno + 1)
+
+
 def test_unread_tiles_have_no_tensor_map():
     def f(a, b, *tiles):
         return coda.gemm(a, b, *tiles, epilogue=lambda acc, *tiles: acc + tiles[17], implementation="cuda")
@@ -301,6 +333,27 @@ def test_other_gpus_take_the_xla_form(monkeypatch):
     with pytest.warns(coda.FallbackWarning, match=r"compute capability 8\.0; the kernel needs 9\.0"):
         lowered = text(coda.gemm, *typed((M, K), (K, N)))
     assert not calls(lowered)
+
+
+NO_NVRTC = "NVRTC was not found (pip install nvidia-cuda-nvrtc, or set CUDA_HOME). Tried:\n  libnvrtc.so.13"
+
+
+class Hopper:
+    compute_capability, device_kind = "9.0", "NVIDIA H100"
+
+
+def test_a_hopper_gpu_without_nvrtc_takes_the_xla_form(monkeypatch):
+    monkeypatch.setattr(gemm_cuda.ffi, "unavailable_reason", lambda: NO_NVRTC)
+    monkeypatch.setattr(gemm_cuda.jax, "devices", lambda platform=None: [Hopper()])
+    with pytest.warns(coda.FallbackWarning, match="NVRTC was not found"):
+        lowered = text(
+            lambda a, b: coda.gemm(a, b), *typed((M, K), (K, 2 * N))
+        )  # of no other test: JAX keeps what it lowered
+    assert not calls(lowered)
+    with pytest.raises(NotImplementedError, match="but NVRTC was not found"):
+        text(lambda a, b: coda.gemm(a, b, implementation="cuda"), *typed((M, K), (K, 2 * N)))
+    table = str(coda.explain(coda.gemm, *typed((M, K), (K, N)), platform="cuda"))
+    assert "XLA: NVRTC was not found" in table and len(table.splitlines()) == 3
 
 
 def test_xla_form_when_asked():

@@ -183,8 +183,7 @@ def _recomputed(
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
-        transposes = {"transpose_a": options.transpose_a, "transpose_b": options.transpose_b}
-        acc = _plain(a, b, kept_dtype(dtype), options, **transposes)
+        acc = _plain(a, b, kept_dtype(dtype), options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
         return pullback(acc, arguments, cotangents)
 
     if not pullback.is_uniform:

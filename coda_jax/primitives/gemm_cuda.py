@@ -40,23 +40,18 @@ def fallback_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: i
     """
     if params["implementation"] == "xla":
         return "implementation='xla'"
-    return (
-        _device_reason()
-        or ffi.unavailable_reason()
-        or _product_reason(avals, params)
-        or _partition_reason(avals, params, num_devices)
-    )
+    return _machine_reason() or _product_reason(avals, params) or _partition_reason(avals, params, num_devices)
 
 
-def _device_reason() -> str | None:
+def _machine_reason() -> str | None:
     try:
         devices = jax.devices("cuda")
-    except RuntimeError:  # export and ahead-of-time compilation
+    except RuntimeError:  # export and ahead-of-time compilation: the machine that runs it compiles the kernels
         return None
     other = {device.compute_capability for device in devices} - {CAPABILITY}
     if other:
         return f"the GPU has compute capability {min(other)}; the kernel needs {CAPABILITY} (Hopper)"
-    return None
+    return ffi.unavailable_reason()
 
 
 def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
@@ -96,7 +91,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any
         raise NotImplementedError(f"gemm '{params['name']}': implementation='cuda' was asked for, but {reason}")
     if params["implementation"] == "auto" and reason not in _reported:
         _reported.add(reason)
-        warnings.warn(f"gemm '{params['name']}' takes its XLA form: {reason}", FallbackWarning, stacklevel=2)
+        message, site = f"gemm '{params['name']}' takes its XLA form: {reason}", params["site"]
+        warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
     return lower_xla(ctx, *arguments, **params)
 
 

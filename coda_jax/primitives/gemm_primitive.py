@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from coda_jax.epilogue import Program, types_of
+from coda_jax.primitives.call_site import call_site
 from coda_jax.primitives.config import GemmConfig
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")
@@ -62,6 +63,7 @@ def bind(
         name=name,
         input_output_aliases=input_output_aliases,
         out_sharding=out_sharding,
+        site=call_site(),
     )
 
 
@@ -139,6 +141,7 @@ _PARAMETERS = (
     "name",
     "input_output_aliases",
     "out_sharding",
+    "site",
 )
 coda_gemm_p.def_impl(jax.jit(_bind_flat, static_argnames=_PARAMETERS))
 
