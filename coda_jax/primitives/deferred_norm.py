@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from coda_jax.primitives.arguments import check_floats
 from coda_jax.primitives.differentiate import Options, product
 from coda_jax.primitives.mesh_types import explicit_sharding
 
@@ -47,7 +48,7 @@ def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
     Returns:
       (...,) float32. The cotangent of x is -x * drstd * rstd**3 / D.
     """
-    return lax.rsqrt(sumsq / x.shape[-1] + eps)
+    return lax.rsqrt(sumsq / x.shape[-1] + float(eps))
 
 
 def _rms_rstd_fwd(x: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -64,8 +65,9 @@ def _rms_rstd_bwd(eps: float, saved: tuple[jax.Array, jax.Array], drstd: jax.Arr
 rms_rstd.defvjp(_rms_rstd_fwd, _rms_rstd_bwd)
 
 
-def check_shapes(name: str, x: jax.Array, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
-    """Raises ValueError where an array that is given has another shape than the one beside it."""
+def check_arrays(name: str, x: jax.Array, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
+    """Raises where an array that is given has another shape than the one beside it, or it or x a dtype not taken."""
+    check_floats(name, x=x, **{argument: array for argument, (array, _) in arrays.items()})
     for argument, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {x.shape} it must be {shape}")

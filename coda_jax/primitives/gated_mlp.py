@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.primitives import deferred_norm
+from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 PREACTIVATION_NAME = "mlpwi"  # MaxText's
@@ -76,13 +77,13 @@ def gated_mlp(
       y (..., D) in x's dtype; its row sums of squares (...,) float32, through which no gradient flows.
 
     Raises:
-      TypeError: activation is no function.
+      TypeError: activation is no function, or an array or dtype is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit.
     """
     if not callable(activation):
         raise TypeError(f"gated_mlp: activation = {activation!r}; it must be a function")
     width, features = x.shape[-1], down.shape[0]
-    deferred_norm.check_shapes(
+    deferred_norm.check_arrays(
         "gated_mlp",
         x,
         {
@@ -92,7 +93,7 @@ def gated_mlp(
             "down": (down, (features, width)),
         },
     )
-    dtype = jnp.dtype(dtype or jnp.result_type(x, gate_up))
+    dtype = compute_dtype("gated_mlp", dtype, x, gate_up)
 
     def multiply(*arrays: jax.Array, **options: Any) -> list[jax.Array]:
         return deferred_norm.multiply(*arrays, implementation=implementation, **options)

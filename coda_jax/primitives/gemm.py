@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue, Kind, TileStore
-from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives import gemm_cuda as gemm_cuda
+from coda_jax.primitives.arguments import FLOATS, check_dtype
 from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.differentiate import Options, product
 
@@ -129,9 +129,7 @@ def gemm(
 
 
 def _factor(name: str, x: Any) -> jax.Array:
-    dtype = _dtype(name, x)
-    if dtype.name not in FLOATS:
-        raise TypeError(f"gemm: {name} has dtype {dtype}; it must be bfloat16, float16 or float32")
+    check_dtype("gemm", name, x)
     if np.ndim(x) < 2:
         raise ValueError(f"gemm: {name} has shape {np.shape(x)}; it must be a matrix")
     return jnp.asarray(x)
@@ -146,18 +144,8 @@ def _operand(index: int, x: Any) -> jax.Array:
         return jnp.asarray(x, jnp.int32)
     if isinstance(x, float):
         return jnp.asarray(x, jnp.float32)
-    dtype = _dtype(f"operand {index}", x)
-    if dtype.name not in (*FLOATS, "int32", "bool"):
-        raise TypeError(
-            f"gemm: operand {index} has dtype {dtype}; it must be bfloat16, float16, float32, int32 or bool"
-        )
+    check_dtype("gemm", f"operand {index}", x, (*FLOATS, "int32", "bool"))
     return jnp.asarray(x)
-
-
-def _dtype(name: str, x: Any) -> np.dtype:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"gemm: {name} is {type(x).__name__}; it must be an array")
-    return np.dtype(x.dtype) if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.primitives import deferred_norm
+from coda_jax.primitives.arguments import check_floats
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 
@@ -73,16 +74,21 @@ class Projection(NamedTuple):
 
 
 def layer_statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Means of the rows of x (..., D) and their sums of centred squares, (...,) float32; no gradient flows through."""
+    """Means of the rows of x (..., D) and their sums of centred squares, (...,) float32; no gradient flows through.
+
+    Raises:
+      TypeError: x of another dtype than bfloat16, float16 and float32.
+    """
+    check_floats("layer_statistics", x=x)
     x = lax.stop_gradient(x).astype(jnp.float32)
     mean = jnp.mean(x, axis=-1)
     return mean, jnp.sum(jnp.square(x - mean[..., None]), axis=-1)
 
 
-def check_shapes(
+def check_arrays(
     name: str, x: jax.Array, norm: Norm, arrays: dict[str, tuple[jax.Array | None, tuple[int, ...]]]
 ) -> None:
-    """As `deferred_norm.check_shapes`, of the norm's arrays and others; and a norm_bias without a mean is refused."""
+    """As `deferred_norm.check_arrays`, of the norm's arrays and others; and a norm_bias without a mean is refused."""
     rows, width = x.shape[:-1], x.shape[-1:]
     norms: dict[str, tuple[jax.Array | None, tuple[int, ...]]] = {
         "sumsq": (norm.sumsq, rows),
@@ -90,7 +96,7 @@ def check_shapes(
         "scale": (norm.scale, width),
         "norm_bias": (norm.bias, width),
     }
-    deferred_norm.check_shapes(name, x, norms | arrays)
+    deferred_norm.check_arrays(name, x, norms | arrays)
     if norm.mean is None and norm.bias is not None:
         raise ValueError(f"{name}: norm_bias is LayerNorm's, which also needs mean=; without mean the norm is RMSNorm")
 
@@ -104,7 +110,7 @@ def vary_alike(*trees: Any) -> list[Any]:
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_mean_and_rstd(x: jax.Array, mean: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """mean (M, 1) and rsqrt(sumsq / D + eps), known, as the functions of x (M, D) that they are: as `rms_rstd`."""
-    return mean, lax.rsqrt(sumsq / x.shape[1] + eps)
+    return mean, lax.rsqrt(sumsq / x.shape[1] + float(eps))
 
 
 def _mean_and_rstd_fwd(

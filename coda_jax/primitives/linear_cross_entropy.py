@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.loss_head import LossHead, Norm, round_up
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 
@@ -80,7 +81,7 @@ def linear_cross_entropy(
       devices or microbatches the mean is sum(losses) / sum(weight sums), of reduction="sum".
 
     Raises:
-      TypeError: labels that are no integers.
+      TypeError: labels that are no integers, or a floating array or dtype that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or an option out of its range.
 
     Numerics: lse and the label's logit come from the float32 accumulator, the other logits of the gradient are rounded:
@@ -89,16 +90,17 @@ def linear_cross_entropy(
     kernel. Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).
     """
-    dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
-    _check_shapes(x, sumsq, scale, kernel, labels, weights, transpose_kernel)
+    _check_arrays(x, sumsq, scale, kernel, labels, weights, transpose_kernel)
+    dtype = compute_dtype("linear_cross_entropy", dtype, x, kernel)
     _check_options(reduction, label_smoothing, z_loss, soft_cap, chunk_bytes)
     vocabulary = kernel.shape[0 if transpose_kernel else 1]
     lead, width = x.shape[:-1], x.shape[-1]
-    x, labels = x.reshape(-1, width), labels.reshape(-1).astype(jnp.int32)
+    x, labels = x.reshape(-1, width), labels.reshape(-1).astype(jnp.promote_types(labels.dtype, jnp.int32))
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
     ignored = jnp.zeros_like(labels, bool) if ignore_index is None else labels == ignore_index
     known = ignored | (labels >= 0) & (labels < vocabulary)
     weights = jnp.where(known, jnp.where(ignored, 0.0, weights), jnp.nan)
+    labels = labels.astype(jnp.int32)  # not before: a label beyond int32 is not to become another
 
     norm = None if sumsq is None or scale is None else (sumsq.reshape(-1), scale)
     total = jnp.sum(weights)
@@ -111,9 +113,9 @@ def linear_cross_entropy(
         chunk_bytes=chunk_bytes,
         transpose_kernel=transpose_kernel,
         epsilon=epsilon,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        soft_cap=soft_cap,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        soft_cap=None if soft_cap is None else float(soft_cap),
         dtype=dtype,
         implementation=implementation,
     )
@@ -208,7 +210,7 @@ def _through_norm(head: LossHead, x: jax.Array, norm: Norm, dh: jax.Array) -> tu
     return pullback(dh.astype(h.dtype))
 
 
-def _check_shapes(
+def _check_arrays(
     x: jax.Array,
     sumsq: jax.Array | None,
     scale: jax.Array | None,
@@ -217,6 +219,9 @@ def _check_shapes(
     weights: jax.Array | None,
     transpose_kernel: bool,
 ) -> None:
+    check_floats("linear_cross_entropy", x=x, sumsq=sumsq, scale=scale, kernel=kernel)
+    if weights is not None and jnp.issubdtype(weights.dtype, jnp.floating):
+        check_floats("linear_cross_entropy", weights=weights)
     if (sumsq is None) != (scale is None):
         missing = "sumsq" if sumsq is None else "scale"
         raise ValueError(f"linear_cross_entropy: {missing} is None; sumsq and scale come together, or neither does")

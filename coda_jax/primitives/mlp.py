@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.primitives import deferred_norm, layer_norm
+from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.layer_norm import Norm
 
 PREACTIVATION_NAME = "mlpwi"  # MaxText's
@@ -71,14 +72,14 @@ def mlp(
       None: LayerNorm's statistic needs the whole row.
 
     Raises:
-      TypeError: activation is no function.
+      TypeError: activation is no function, or an array or dtype is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or norm_bias without mean.
     """
     if not callable(activation):
         raise TypeError(f"mlp: activation = {activation!r}; it must be a function")
     width, rows, features = x.shape[-1], x.shape[:-1], down.shape[0]
     norm = Norm(sumsq, scale, mean, norm_bias)
-    layer_norm.check_shapes(
+    layer_norm.check_arrays(
         "mlp",
         x,
         norm,
@@ -89,7 +90,7 @@ def mlp(
             "down_bias": (down_bias, (width,)),
         },
     )
-    dtype = jnp.dtype(dtype or jnp.result_type(x, up))
+    dtype = compute_dtype("mlp", dtype, x, up)
 
     def multiply(*arrays: Any, **options: Any) -> list[jax.Array]:
         return layer_norm.multiply(*arrays, implementation=implementation, **options)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.primitives import deferred_norm, layer_norm
+from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.layer_norm import Norm
 
 PROJECTION_NAME = "norm_projection"
@@ -53,14 +54,15 @@ def norm_projection(
       z (..., N), x (..., D).
 
     Raises:
+      TypeError: an array or dtype that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or norm_bias without mean.
     """
     width, rows = x.shape[-1], x.shape[:-1]
     features = kernel.shape[-1]
     norm = Norm(sumsq, scale, mean, norm_bias)
     arrays = {"kernel": (kernel, (width, features)), "bias": (bias, (features,))}
-    layer_norm.check_shapes("norm_projection", x, norm, arrays)
-    dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
+    layer_norm.check_arrays("norm_projection", x, norm, arrays)
+    dtype = compute_dtype("norm_projection", dtype, x, kernel)
 
     def project(
         x: jax.Array, norm: Norm, kernel: jax.Array, bias: jax.Array | None

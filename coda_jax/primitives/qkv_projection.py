@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.primitives import deferred_norm
+from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.config import takes_heads
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
@@ -24,7 +25,11 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Args:
       x: (..., T, H, Dh).
       cos, sin: (..., T, Dh / 2) float32.
+
+    Raises:
+      TypeError: an array that is not bfloat16, float16 or float32.
     """
+    check_floats("rotary", x=x, cos=cos, sin=sin)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -94,11 +99,13 @@ def qkv_projection(
       q (..., T, H, Dh), k and v (..., T, Hkv, Dh), x (..., T, D).
 
     Raises:
+      TypeError: an array or dtype that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or one of q_scale and k_scale without the other.
     """
+    check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     width, heads = x.shape[-1], num_heads + 2 * num_kv_heads
     head_dim = kernel.shape[-1] // heads
-    deferred_norm.check_shapes(
+    deferred_norm.check_arrays(
         "qkv_projection",
         x,
         {
@@ -116,8 +123,8 @@ def qkv_projection(
             raise ValueError(
                 f"qkv_projection: {name} has shape {array.shape}; with heads of {head_dim} it must be {(head_dim,)}"
             )
-    of_heads = epsilon if qk_epsilon is None else qk_epsilon
-    dtype = jnp.dtype(dtype or jnp.result_type(x, kernel))
+    of_heads = float(epsilon if qk_epsilon is None else qk_epsilon)
+    dtype = compute_dtype("qkv_projection", dtype, x, kernel)
     rows = x.shape[:-1]
 
     ends = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]

@@ -1,0 +1,42 @@
+"""The dtypes that operators take. float64, where jax_enable_x64 lets it be, is refused: it would be rounded unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import elementwise
+
+FLOATS = tuple(sorted(elementwise.FLOATS))
+
+
+def check_dtype(operator: str, name: str, x: Any, allowed: Sequence[str] = FLOATS) -> None:
+    """Raises TypeError where x is no array or has a dtype that is not among those allowed."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{operator}: {name} is {type(x).__name__}; it must be an array")
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.dtype(x.dtype)
+    if dtype.name not in allowed:
+        raise TypeError(f"{operator}: {name} has dtype {dtype}; it must be {_listed(allowed)}")
+
+
+def check_floats(operator: str, **arrays: Any) -> None:
+    """`check_dtype` of floating arrays by their names; None is no array."""
+    for name, x in arrays.items():
+        if x is not None:
+            check_dtype(operator, name, x)
+
+
+def compute_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
+    """The dtype of an operator's products: that asked for, else the promotion of the factors."""
+    chosen = np.dtype(dtype or jnp.result_type(*factors))
+    if chosen.name not in FLOATS:
+        raise TypeError(f"{operator}: dtype = {chosen}; it must be {_listed(FLOATS)}")
+    return chosen
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
