@@ -78,15 +78,18 @@ def gemm(
       ValueError: shapes that do not fit.
       NotTileLocalError (a ValueError): an epilogue that one tile of the product cannot compute by itself, on every
         platform.
-      NotImplementedError: implementation="cuda" where the kernel cannot run, when the call is lowered.
+      NotImplementedError: implementation="cuda" where the kernel cannot run, when the call is lowered; forward-mode
+        differentiation.
 
     Numerics: float32 accumulation and epilogue, one rounding at the store. The gradient is JAX's own of the epilogue,
     taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
     splits them. Where a derivative changes within acc's rounding only "recompute" is right: in bfloat16 an acc of 160
     is off by up to 0.5, and so the gradient of exp(acc - lse) by 20 %; with "recompute" by 0.25 %. The cotangent of
-    acc is rounded to the common dtype; in float16 scale the loss, as in any float16 program. Reverse mode only. Under
-    vmap, the gradient of a b that the batch shares is formed for each element before it is summed; leading axes of a
-    avoid that. Call it under jit: outside, each call traces the epilogue anew.
+    acc is rounded to the common dtype; in float16 scale the loss, as in any float16 program. Under vmap, the gradient
+    of a b that the batch shares is formed for each element before it is summed; leading axes of a avoid that.
+    Reverse mode only, of any order: a Hessian is jax.jacrev(jax.jacrev(f)). checkify's float_checks do not look into a
+    product, for which JAX has no public rule; jax_debug_nans does, and names the operation of the epilogue.
+    Call it under jit: outside, each call traces the epilogue anew.
     In the kernel sin and cos are right to 2e-7, and those of a product of two float32 values, as in
     sin(position * frequency), of the exact product up to 2^22 rad; XLA rounds the product first, by 0.03 rad at 10^6.
     """
