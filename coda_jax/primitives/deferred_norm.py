@@ -21,7 +21,6 @@ absolute value is below sqrt(D) times the norm of a column of W'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,9 +31,9 @@ from jax import lax
 from coda_jax.primitives.arguments import check_floats
 from coda_jax.primitives.differentiate import Options, product
 from coda_jax.primitives.mesh_types import explicit_sharding
+from coda_jax.primitives.reverse_mode import differentiable
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
     """Reciprocal root mean square of the rows of x, from their known sums of squares.
 
@@ -48,21 +47,21 @@ def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
     Returns:
       (...,) float32. The cotangent of x is -x * drstd * rstd**3 / D.
     """
-    return lax.rsqrt(sumsq / x.shape[-1] + float(eps))
+
+    def run(x: jax.Array, sumsq: jax.Array) -> jax.Array:
+        return lax.rsqrt(sumsq / x.shape[-1] + float(eps))
+
+    def forward(x: jax.Array, sumsq: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        rstd = rms_rstd(x, sumsq, eps)
+        return rstd, (x, rstd)
+
+    return differentiable("the deferred norm", run, forward, _rms_rstd_backward)(x, sumsq)
 
 
-def _rms_rstd_fwd(x: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    rstd = rms_rstd(x, sumsq, eps)
-    return rstd, (x, rstd)
-
-
-def _rms_rstd_bwd(eps: float, saved: tuple[jax.Array, jax.Array], drstd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rms_rstd_backward(saved: tuple[jax.Array, jax.Array], drstd: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, rstd = saved
     factor = -drstd * rstd**3 / x.shape[-1]
     return (factor[..., None] * x.astype(jnp.float32)).astype(x.dtype), jnp.zeros_like(rstd)
-
-
-rms_rstd.defvjp(_rms_rstd_fwd, _rms_rstd_bwd)
 
 
 def check_arrays(name: str, x: jax.Array, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:

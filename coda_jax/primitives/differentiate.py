@@ -17,6 +17,7 @@ from coda_jax.primitives.config import GemmConfig
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
+from coda_jax.primitives.reverse_mode import differentiable
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -73,11 +74,10 @@ def product(
 def _differentiable(
     epilogue: Epilogue, acc: Any, out_dtypes: Sequence[np.dtype], name: str, options: Options
 ) -> Callable[..., Any]:
-    """The custom_vjp function of (a, b, *operands, *captured); it closes over no array."""
+    """The differentiable function of (a, b, *operands, *captured); it closes over no array."""
     pullbacks: list[Pullback] = []
 
-    @jax.custom_vjp
-    def run(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
+    def evaluate(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
         return bind(
             a,
             b,
@@ -121,7 +121,7 @@ def _differentiable(
         da, db = _factors(a, b, dacc.astype(compute_dtype(a, b)), options)
         return (da, db, *darguments)
 
-    run.defvjp(forward, backward)
+    run = differentiable(f"gemm '{name}'", evaluate, forward, backward)
     return run
 
 

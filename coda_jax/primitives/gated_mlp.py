@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.primitives import deferred_norm
 from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.reverse_mode import differentiable
 
 PREACTIVATION_NAME = "mlpwi"  # MaxText's
 
@@ -119,7 +120,6 @@ def gated_mlp(
             like=x,
         )
 
-    @jax.custom_vjp
     def run(x: jax.Array, sumsq: jax.Array, scale: jax.Array, gate_up: jax.Array, down: jax.Array) -> list[jax.Array]:
         (hidden,) = up_projection(x, sumsq, scale, gate_up, keep=False)
         return down_projection(hidden, down, x)
@@ -149,7 +149,7 @@ def gated_mlp(
         dx, dscale, dgate_up = deferred_norm.backward(t, s, x, rstd, scale, gate_up, dy, implementation=implementation)
         return dx, jnp.zeros_like(sumsq), dscale, dgate_up, ddown
 
-    run.defvjp(forward, backward)
     axes = varying_axes(x, sumsq, scale, gate_up, down)
-    y, squares = run(*vary(axes, x.reshape(-1, width), sumsq.reshape(-1), scale, gate_up, down))
+    arguments = vary(axes, x.reshape(-1, width), sumsq.reshape(-1), scale, gate_up, down)
+    y, squares = differentiable("gated_mlp", run, forward, backward)(*arguments)
     return y.reshape(x.shape), squares.reshape(sumsq.shape)

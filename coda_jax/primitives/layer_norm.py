@@ -24,7 +24,6 @@ their own over x.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +35,7 @@ from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.primitives import deferred_norm
 from coda_jax.primitives.arguments import check_floats
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.reverse_mode import differentiable
 
 
 class Norm(NamedTuple):
@@ -107,28 +107,27 @@ def vary_alike(*trees: Any) -> list[Any]:
     return jax.tree.unflatten(structure, vary(varying_axes(*leaves), *leaves))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_mean_and_rstd(x: jax.Array, mean: jax.Array, sumsq: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """mean (M, 1) and rsqrt(sumsq / D + eps), known, as the functions of x (M, D) that they are: as `rms_rstd`."""
-    return mean, lax.rsqrt(sumsq / x.shape[1] + float(eps))
+
+    def run(x: jax.Array, mean: jax.Array, sumsq: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mean, lax.rsqrt(sumsq / x.shape[1] + float(eps))
+
+    def forward(
+        x: jax.Array, mean: jax.Array, sumsq: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+        mean, rstd = layer_mean_and_rstd(x, mean, sumsq, eps)
+        return (mean, rstd), (x, mean, rstd)
+
+    return differentiable("the deferred norm", run, forward, _mean_and_rstd_backward)(x, mean, sumsq)
 
 
-def _mean_and_rstd_fwd(
-    x: jax.Array, mean: jax.Array, sumsq: jax.Array, eps: float
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    mean, rstd = layer_mean_and_rstd(x, mean, sumsq, eps)
-    return (mean, rstd), (x, mean, rstd)
-
-
-def _mean_and_rstd_bwd(
-    eps: float, kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+def _mean_and_rstd_backward(
+    kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, ...]:
     (x, mean, rstd), (dmean, drstd) = kept, cotangents
     dx = (dmean - (x.astype(jnp.float32) - mean) * (drstd * rstd**3)) / x.shape[1]
     return dx.astype(x.dtype), jnp.zeros_like(mean), jnp.zeros_like(rstd)
-
-
-layer_mean_and_rstd.defvjp(_mean_and_rstd_fwd, _mean_and_rstd_bwd)
 
 
 def mean_and_rstd(x: jax.Array, norm: Norm, epsilon: float) -> tuple[jax.Array | None, jax.Array]:

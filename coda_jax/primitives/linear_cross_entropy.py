@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.loss_head import LossHead, Norm, round_up
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
+from coda_jax.primitives.reverse_mode import differentiable
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -158,11 +159,18 @@ def _on_shards(
     return on_shards(*jax.tree.map(placed, arguments, specs))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(
+def _differentiable(head: LossHead, *rules: Callable[..., Any]) -> Callable[..., jax.Array]:
+    return differentiable("linear_cross_entropy", *(partial(rule, head) for rule in rules))
+
+
+def _summed(head: LossHead, *arguments: Any) -> jax.Array:
+    """sum(weights * losses), (1,); its gradients are formed in the forward pass."""
+    return _differentiable(head, _summed_value, _summed_forward, _summed_backward)(*arguments)
+
+
+def _summed_value(
     head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """sum(weights * losses), (1,); its gradients are formed in the forward pass."""
     return jnp.sum(weights * head.losses(x, norm, kernel, labels), keepdims=True)
 
 
@@ -179,12 +187,12 @@ def _summed_backward(head: LossHead, kept: Any, dloss: jax.Array) -> tuple[Any, 
     return dx, dnorm, (dloss * dkernel).astype(kernel.dtype), None, dloss * losses
 
 
-_summed.defvjp(_summed_forward, _summed_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _each(head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+def _each(head: LossHead, *arguments: Any) -> jax.Array:
     """The losses (M,); their gradients are formed in the backward pass, from logits computed again."""
+    return _differentiable(head, _each_value, _each_forward, _each_backward)(*arguments)
+
+
+def _each_value(head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     return head.losses(x, norm, kernel, labels)
 
 
@@ -199,9 +207,6 @@ def _each_backward(head: LossHead, kept: Any, dlosses: jax.Array) -> tuple[Any, 
     _, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, dlosses)
     dx, dnorm = _through_norm(head, x, norm, dh.astype(jnp.float32))
     return dx, dnorm, dkernel.astype(kernel.dtype), None
-
-
-_each.defvjp(_each_forward, _each_backward)
 
 
 def _through_norm(head: LossHead, x: jax.Array, norm: Norm, dh: jax.Array) -> tuple[jax.Array, Norm]:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.primitives import deferred_norm, layer_norm
 from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.layer_norm import Norm
+from coda_jax.primitives.reverse_mode import differentiable
 
 PREACTIVATION_NAME = "mlpwi"  # MaxText's
 
@@ -139,7 +140,6 @@ def mlp(
             like=x,
         )
 
-    @jax.custom_vjp
     def run(x: jax.Array, norm: Norm, weights: Weights) -> list[jax.Array]:
         (hidden,), _ = up_projection(x, norm, weights, keep=False)
         return down_projection(hidden, x, norm, weights)
@@ -184,7 +184,6 @@ def mlp(
         ddown_bias = layer_norm.bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=0), weights.down_bias)
         return dx, dnorm, Weights(dup, ddown, dup_bias, ddown_bias)
 
-    run.defvjp(forward, backward)
-    weights = Weights(up, down, up_bias, down_bias)
-    y, *squares = run(*layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), weights))
+    arguments = layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), Weights(up, down, up_bias, down_bias))
+    y, *squares = differentiable("mlp", run, forward, backward)(*arguments)
     return y.reshape(x.shape), squares[0].reshape(rows) if squares else None

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.primitives import deferred_norm, layer_norm
 from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.layer_norm import Norm
+from coda_jax.primitives.reverse_mode import differentiable
 
 PROJECTION_NAME = "norm_projection"
 
@@ -83,7 +84,6 @@ def norm_projection(
         )
         return checkpoint_name(z, PROJECTION_NAME), made
 
-    @jax.custom_vjp
     def run(x: jax.Array, norm: Norm, kernel: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
         return [project(x, norm, kernel, bias)[0], x]
 
@@ -110,6 +110,6 @@ def norm_projection(
         )
         return dx, dnorm, dkernel, layer_norm.bias_cotangent(dshift, bias)
 
-    run.defvjp(forward, backward)
-    z, same = run(*layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), kernel, bias))
+    arguments = layer_norm.vary_alike(x.reshape(-1, width), norm.of_rows(), kernel, bias)
+    z, same = differentiable("norm_projection", run, forward, backward)(*arguments)
     return z.reshape(*rows, features), same.reshape(x.shape)

@@ -13,6 +13,7 @@ from coda_jax.primitives import deferred_norm
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.config import takes_heads
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.reverse_mode import differentiable
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
 
@@ -188,7 +189,6 @@ def qkv_projection(
         q_scale, k_scale = scales or (None, None)
         return [turned(q, cos, sin, q_scale), turned(k, cos, sin, k_scale), v, *((q, k) if scales and is_kept else ())]
 
-    @jax.custom_vjp
     def run(*arguments: jax.Array) -> list[jax.Array]:
         return [*project(False, *arguments), arguments[0]]
 
@@ -226,7 +226,7 @@ def qkv_projection(
         nothing = (jnp.zeros_like(cos), jnp.zeros_like(sin))
         return (dx.reshape(x.shape), jnp.zeros_like(sumsq), dscale, dkernel, *nothing, *dscales)
 
-    run.defvjp(forward, backward)
     arguments = (x, sumsq, scale, kernel, cos, sin, *scales)
-    q, k, v, x = run(*vary(varying_axes(*arguments), *arguments))
+    chain = differentiable("qkv_projection", run, forward, backward)
+    q, k, v, x = chain(*vary(varying_axes(*arguments), *arguments))
     return q, k, v, x
