@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coda_jax.equations import bind
+
 # Their equations are seen through: name -> parameter with the jaxpr.
 _CALLS = {
     "jit": "jaxpr",
@@ -82,10 +84,9 @@ def _run(equations: Sequence[core.JaxprEqn], environment: dict[Any, Any]) -> Non
         if equation.primitive.name in _CALLS:
             inner: Any = equation.params[_CALLS[equation.primitive.name]]
             open_jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
-            outputs = _evaluate(open_jaxpr, consts, values)
+            outputs: Sequence[Any] = _evaluate(open_jaxpr, consts, values)
         else:
-            outputs = equation.primitive.bind(*values, **equation.params)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
+            outputs = bind(equation.primitive, values, equation.params)
         environment.update(zip(equation.outvars, outputs, strict=True))
 
 

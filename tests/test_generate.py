@@ -81,6 +81,30 @@ def test_on_a_mesh(kind):
         np.testing.assert_array_equal(generate(model, *arguments), rollout())
 
 
+class Sharded(layers.Llama):
+    """Half of the logits is each device's own computation."""
+
+    mesh: jax.sharding.Mesh
+
+    def decode(self, tokens, cache, *, lengths=None):
+        logits, cache = super().decode(tokens, cache, lengths=lengths)
+        scale = jnp.cos(self.norm.scale[...] * 0)  # 1, of parameters alone
+
+        def halves(logits, scale):
+            return jax.lax.psum(logits * scale[0] / 2, "data")
+
+        halves = jax.shard_map(halves, mesh=self.mesh, in_specs=(P(), P()), out_specs=P())
+        return halves(logits, scale), cache
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_decoder_with_a_shard_map_inside(kind):
+    Sharded.mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    model = nnx.jit(lambda: Sharded(CONFIG, rngs=nnx.Rngs(0)))()
+    tokens = layers.generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=NEW).tokens
+    np.testing.assert_array_equal(tokens, rollout())
+
+
 def test_gpt2():
     """Learned positions go on from the cache."""
     config = layers.GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)

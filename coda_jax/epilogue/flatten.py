@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.rounding import round_to
+from coda_jax.equations import bind
 
 # The source line of an operation, in messages and in profiles, is the user's, not one of this package.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parents[1]) + os.sep)
@@ -227,20 +228,11 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     widened = name == "reduce_sum" or (operation is not None and not operation.exact)
     widened = widened and params.get("out_dtype") is None
     if not widened or not any(map(rounded, inputs)):
-        return _bind(equation, inputs)
+        return bind(equation.primitive, inputs, equation.params)
     dtype = next(x.dtype for x in inputs if rounded(x))
-    (out,) = _bind(equation, [lax.convert_element_type(x, jnp.float32) if rounded(x) else x for x in inputs])
+    widened_inputs = [lax.convert_element_type(x, jnp.float32) if rounded(x) else x for x in inputs]
+    (out,) = bind(equation.primitive, widened_inputs, params)
     return [round_to(out, dtype) if out.dtype == jnp.float32 else out]
-
-
-def _bind(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The primitive itself."""
-    params = equation.primitive.get_bind_params(equation.params)
-    subfunctions: Sequence[Any] = ()
-    if isinstance(params, tuple):  # some releases return the functions apart
-        subfunctions, params = params
-    outputs = equation.primitive.bind(*subfunctions, *inputs, **params)
-    return outputs if equation.primitive.multiple_results else [outputs]
 
 
 def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -254,13 +246,13 @@ def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     constants = Constants()
     body = flatten(_callee(equation.params), constants, inline_custom_derivatives=False)
     if not any(elementwise.is_rounded(aval.dtype) for aval in body.avals):
-        return _bind(equation, inputs)
+        return bind(equation.primitive, inputs, equation.params)
 
     def value(*inputs: Any) -> list[Any]:
         return evaluate(body, inputs, constants.arrays)
 
     def plain(*inputs: Any) -> Sequence[Any]:
-        return list(_bind(equation, inputs))
+        return list(bind(equation.primitive, inputs, equation.params))
 
     if equation.name == "custom_jvp_call":
         with_jvp = jax.custom_jvp(value)

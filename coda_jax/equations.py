@@ -1,0 +1,19 @@
+"""Equations of a jaxpr, evaluated again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+
+def bind(primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """The outputs of the primitive, with the params that its equation has.
+
+    Primitives that hold functions, as shard_map and custom_jvp_call do, have jaxprs for them in their equations.
+    """
+    given = primitive.get_bind_params(params)
+    functions: Sequence[Any] = ()
+    if isinstance(given, tuple):  # some releases return the functions apart
+        functions, given = given
+    outputs = primitive.bind(*functions, *inputs, **given)
+    return outputs if primitive.multiple_results else [outputs]
