@@ -192,7 +192,7 @@ class Attention(nnx.Module):
         if takes_chain and isinstance(x, Normalized) and self.rope_theta is not None:
             norms: dict[str, Any] = {}
             if self.q_norm is not None and self.k_norm is not None:
-                norms = {"q_scale": self.q_norm.whole_scale(), "k_scale": self.k_norm.whole_scale()}
+                norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
                 norms["qk_epsilon"] = self.q_norm.epsilon
             q, k, v, passed = coda.qkv_projection(
                 x.x,

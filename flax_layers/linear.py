@@ -101,6 +101,12 @@ def mapped(layer: Callable[..., Any], x: jax.Array | Stream | Deferred) -> jax.A
     return layer(x if isinstance(layer, Linear) else array(x))
 
 
+def check_residual(residual: Any, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless the residual has the shape of what it is added to."""
+    if jnp.shape(array(residual)) != shape:
+        raise ValueError(f"a residual of shape {jnp.shape(array(residual))} is added to an output of shape {shape}")
+
+
 def joined(layer: Callable[..., Any], x: jax.Array, residual: jax.Array | Stream | None) -> Any:
     """layer(x) [+ residual], as `Linear` returns it, of a Linear or of what stands in its place."""
     if isinstance(layer, Linear):
@@ -108,6 +114,7 @@ def joined(layer: Callable[..., Any], x: jax.Array, residual: jax.Array | Stream
     y = layer(x)
     if residual is None:
         return y
+    check_residual(residual, y.shape)
     total = (array(residual) + y).astype(residual.dtype)
     return Stream(total).with_statistic() if isinstance(residual, Stream) else total
 
@@ -169,6 +176,7 @@ class Linear(nnx.Module):
             if isinstance(x, LayerNormalized):
                 return self.beside(x, None)[0]
             return project(x, kernel, *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
+        check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
         add = add_residual_sumsq if isinstance(residual, Stream) else add_residual
 
         def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:

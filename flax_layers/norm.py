@@ -49,6 +49,7 @@ class RMSNorm(nnx.Module):
         self.scale_offset = scale_offset
         self.dtype = dtype
 
+    @property
     def whole_scale(self) -> jax.Array:
         """scale_offset + scale, (D,)."""
         scale = self.scale[...]
@@ -68,7 +69,7 @@ class RMSNorm(nnx.Module):
         _check("RMSNorm", x, self.num_features)
         stream = Stream.of(x).with_statistic()
         assert stream.sumsq is not None
-        y = Normalized(stream.x, stream.sumsq, self.whole_scale(), self.epsilon)
+        y = Normalized(stream.x, stream.sumsq, self.whole_scale, self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)

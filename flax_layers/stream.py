@@ -3,20 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from coda_jax.primitives.deferred_norm import rms_rstd
+from flax_layers import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stream:
+class _NotAnArray:
+    """What is no array and has one: flax's own modules and jax.numpy, given it, say so."""
+
+    x: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.x.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    def array(self) -> jax.Array:
+        raise NotImplementedError
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(f"got a {type(self).__name__} of shape {self.shape} for an array: give its .array()")
+
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        """What NumPy and jnp.asarray ask for."""
+        self._refuse()
+
+    def __repr__(self) -> str:
+        # Without values: JAX quotes it where it refuses a Stream.
+        fields = (f"{field.name}={_described(getattr(self, field.name))}" for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(fields)}; its array is .array())"
+
+
+class _NotAppliedNorm(_NotAnArray):
+    @property
+    def __jax_array__(self) -> NoReturn:
+        """What all functions of JAX ask for; of a Stream array + stream would, before it asks for __radd__."""
+        self._refuse()
+
+
+def _described(x: Any) -> str:
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return repr(x)
+
+
+class _StatisticKey(GetAttrKey):
+    """Where a Stream has no statistic: JAX names this key where it was to have one."""
+
+    def __str__(self) -> str:
+        return f".{self.name} (absent: Stream.with_statistic() computes it)"
+
+
+def _key(stream: Any, name: str) -> GetAttrKey:
+    return _StatisticKey(name) if getattr(stream, name) is None else GetAttrKey(name)
+
+
+@pytree.register(key=_key)
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stream(_NotAnArray):
     """The residual stream and the row sums of its squares, a pytree.
 
     The product that makes `x` sums its squares in the epilogue, from the values before they are rounded, so the norm
@@ -39,17 +97,9 @@ class Stream:
         """The array as a Stream without statistic; a Stream as it is. See `with_statistic` for a carry of scan."""
         return x if isinstance(x, Stream) else cls(x)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.x.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self.x.ndim
+    def array(self) -> jax.Array:
+        """x."""
+        return self.x
 
     def astype(self, dtype: DTypeLike) -> Stream:
         return Stream(self.x.astype(dtype))
@@ -89,9 +139,9 @@ class Stream:
         return rms_rstd(self.x, sumsq, eps)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "sumsq", "scale"], meta_fields=["epsilon"])
-@dataclasses.dataclass(frozen=True)
-class Normalized:
+@pytree.register(meta_fields=("epsilon",))
+@dataclasses.dataclass(frozen=True, repr=False)
+class Normalized(_NotAppliedNorm):
     """An RMS-normalised array that has not been formed: rsqrt(sumsq / D + epsilon) * x * scale, a pytree.
 
     The product that consumes it multiplies `scale` into its weight, where the weight is cast anyway, and `rstd`, one
@@ -114,27 +164,15 @@ class Normalized:
         """rsqrt(sumsq / D + epsilon), (...,) float32; its gradient goes to x."""
         return rms_rstd(self.x, self.sumsq, self.epsilon)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.x.dtype
-
     def array(self) -> jax.Array:
         """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
         y = self.rstd()[..., None] * self.x.astype(jnp.float32) * self.scale.astype(jnp.float32)
         return y.astype(self.x.dtype)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["x", "mean", "sumsq", "scale", "bias"],
-    meta_fields=["epsilon"],
-)
-@dataclasses.dataclass(frozen=True)
-class LayerNormalized:
+@pytree.register(meta_fields=("epsilon",))
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerNormalized(_NotAppliedNorm):
     """A layer-normalised array that has not been formed, a pytree.
 
     (x - mean) * rsqrt(sumsq / D + epsilon) * scale + bias. A product applies it in its epilogue, as it does a
@@ -156,14 +194,6 @@ class LayerNormalized:
     bias: jax.Array | None
     epsilon: float
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.x.dtype
-
     def array(self) -> jax.Array:
         """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
         x = self.x.astype(jnp.float32)
@@ -178,9 +208,7 @@ Deferred = Normalized | LayerNormalized
 
 def array(x: Any) -> Any:
     """The plain array behind a Stream or a norm not yet applied; anything else as it is."""
-    if isinstance(x, Stream):
-        return x.x
-    return x.array() if isinstance(x, Deferred) else x
+    return x.array() if isinstance(x, Stream | Deferred) else x
 
 
 def layer_norm_arguments(x: Deferred) -> dict[str, Any]:
