@@ -24,7 +24,8 @@ class GatedMLP(nnx.Module):
 
     Gate and up are stored together as `gate_up` (D, 2, F), the shape TransformerEngine gives `wi_kernel`: seen as
     (D, 2F) without a copy, it is one product, whose two halves meet in the epilogue; the result leaves at half width.
-    `gate` and `up` give the (D, F) kernels of other checkpoints.
+    `gate` and `up` give the (D, F) kernels of other checkpoints. A module in its place, as an nnx.LoRALinear, is called
+    with x and returns (..., 2F), the gate's columns first; as its kernel, gate_up is `gate_up.reshape(D, 2 * F)`.
 
     Args:
       in_features: D.
@@ -50,7 +51,7 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
-        self.gate_up = nnx.Param(_paired(gate_up))
+        self.gate_up: Any = nnx.Param(_paired(gate_up))
         self.down = Linear(
             hidden_features, in_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
@@ -60,12 +61,12 @@ class GatedMLP(nnx.Module):
     @property
     def gate(self) -> jax.Array:
         """The gate's kernel, (D, F)."""
-        return self.gate_up[...][:, 0]
+        return self._gate_up()[:, 0]
 
     @property
     def up(self) -> jax.Array:
         """The kernel of the gated half, (D, F)."""
-        return self.gate_up[...][:, 1]
+        return self._gate_up()[:, 1]
 
     @overload
     def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
@@ -78,6 +79,9 @@ class GatedMLP(nnx.Module):
 
         Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.gated_mlp`.
         """
+        if isinstance(self.gate_up, nnx.Module):
+            gate, up = jnp.split(mapped(self.gate_up, x), 2, axis=-1)
+            return joined(self.down, self.activation(gate) * up, residual)
         takes_chain = is_linear(self.down) and self.down.bias is None
         if takes_chain and isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
             gate_up = self.gate_up[...]
@@ -100,6 +104,12 @@ class GatedMLP(nnx.Module):
         gate_up = self.gate_up[...]
         hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
         return joined(self.down, hidden, residual)
+
+    def _gate_up(self) -> jax.Array:
+        if isinstance(self.gate_up, nnx.Module):
+            raise TypeError(f"gate_up is a {type(self.gate_up).__name__}, which has no kernels (D, F) to give")
+        kernels: jax.Array = self.gate_up[...]
+        return kernels
 
 
 class MLP(nnx.Module):

@@ -108,3 +108,27 @@ def test_a_subclass_without_a_call_of_its_own_stays_in_the_chain():
     assert products(model) == before
     model.layers[1].mlp.down = Beside(model.layers[1].mlp.down, adapter_for(model.layers[1].mlp.down))
     assert products(model) != before
+
+
+def test_a_module_in_the_place_of_gate_up():
+    """nnx.LoRALinear, whose kernel is gate_up seen as (D, 2F); its gradients are those of the merged kernel."""
+    merged, model = MODELS["llama"][0](), MODELS["llama"][0]()
+    mlp, target = model.layers[1].mlp, merged.layers[1].mlp
+    adapted = nnx.LoRALinear(16, 48, lora_rank=2, use_bias=False, rngs=nnx.Rngs(1))
+    adapted.kernel[...] = mlp.gate_up[...].reshape(16, 48)
+    adapted.lora.lora_b[...] = jax.random.normal(jax.random.key(2), (2, 48))
+    target.gate_up[...] += (adapted.lora.lora_a[...] @ adapted.lora.lora_b[...]).reshape(16, 2, 24)
+    mlp.gate_up = adapted
+    tokens = jax.random.randint(jax.random.key(3), (2, 9), 0, 64)
+    np.testing.assert_allclose(nnx.jit(model)(tokens), nnx.jit(merged)(tokens), rtol=1e-4, atol=1e-4)
+
+    def loss(model):
+        return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+    of_adapter = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    of_gate_up = nnx.grad(loss)(merged).layers[1].mlp.gate_up[...].reshape(16, 48)
+    by_name = {path[-1]: leaf for path, leaf in nnx.to_flat_state(of_adapter)}
+    expected = of_gate_up @ adapted.lora.lora_b[...].T
+    np.testing.assert_allclose(by_name["lora_a"][...], expected, rtol=1e-3, atol=1e-5)
+    with pytest.raises(TypeError, match="gate_up is a LoRALinear, which has no kernels"):
+        _ = mlp.gate
