@@ -20,6 +20,7 @@ numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -31,14 +32,19 @@ __all__ = ["Attention", "GatedMLP", "LMHead", "Linear", "Llama", "RMSNorm", "Tra
 
 
 class _ByKeyword:
-    """Refuses positional arguments: the first of them would be ToLinen's `args`."""
+    """Refuses positional arguments: the first two of them would be ToLinen's `args` and `kwargs`."""
 
-    args: Any
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        init: Callable[..., None] = cls.__init__  # ToLinen's, made anew for every subclass
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.args, tuple | list):
-            raise TypeError(f"{type(self).__name__} takes its arguments by keyword, got {self.args!r}")
-        super().__post_init__()  # type: ignore[misc]
+        def by_keyword(self: Any, *positional: Any, **keywords: Any) -> None:
+            if positional:
+                given = ", ".join(map(repr, positional))
+                raise TypeError(f"{type(self).__name__} takes its arguments by keyword, got {given}")
+            init(self, **keywords)
+
+        cls.__init__ = by_keyword  # type: ignore[method-assign]
 
 
 def _adapter(module: type[nnx.Module]) -> type[ToLinen]:

@@ -141,8 +141,14 @@ def test_a_linen_model_under_scan_and_remat_trains():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_arguments_are_given_by_keyword():
-    with pytest.raises(TypeError, match="GatedMLP takes its arguments by keyword, got 16"):
-        layers.GatedMLP(16, hidden_features=24)
+@pytest.mark.parametrize("wrap", [lambda cls: cls, nn.remat], ids=["plain", "remat"])
+def test_arguments_are_given_by_keyword(wrap):
+    cls = wrap(layers.GatedMLP)
+    with pytest.raises(TypeError, match=r"GatedMLP takes its arguments by keyword, got 16$"):
+        cls(16, hidden_features=24)
+    with pytest.raises(TypeError, match=r"GatedMLP takes its arguments by keyword, got 16, 24$"):
+        cls(16, 24)
+    with pytest.raises(TypeError, match=r"GatedMLP takes its arguments by keyword, got \(16, 24\)$"):
+        cls((16, 24))
     assert pickle.loads(pickle.dumps(layers.GatedMLP)) is layers.GatedMLP
     assert "flax_layers.GatedMLP" in layers.GatedMLP.__doc__
