@@ -53,6 +53,9 @@ def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
     rope = {"rope_theta": settings.get("rope_theta")} | dict(
         settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     )
+    partial = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={partial!r} is not supported: heads are turned whole, as with 1.0")
     return LlamaConfig(
         **fields,
         rope_theta=float(rope["rope_theta"] or 10000.0),

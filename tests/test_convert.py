@@ -153,6 +153,7 @@ def test_a_window_that_hugging_face_does_not_apply():
     """Qwen3's default is a width without use_sliding_window, and a Llama has none."""
     for model_type in ("qwen3", "llama"):
         settings = {"model_type": model_type, "use_sliding_window": False, "sliding_window": 4096}
+        settings["partial_rotary_factor"] = 1.0  # as much as none
         assert config_from_hf(settings).sliding_window is None
 
 
@@ -164,6 +165,14 @@ def test_a_window_that_hugging_face_does_not_apply():
         (
             lambda: config_from_hf({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
             "rope_type 'llama3' lacks low_freq_factor, high_freq_factor",
+        ),
+        (
+            lambda: config_from_hf({"model_type": "llama", "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5 is not supported: heads are turned whole",
+        ),
+        (
+            lambda: config_from_hf({"model_type": "qwen3", "rope_parameters": {"partial_rotary_factor": 0.25}}),
+            "partial_rotary_factor=0.25 is not supported",
         ),
         (lambda: config_from_hf({"model_type": "qwen3", "use_sliding_window": True}), "use_sliding_window=True is not"),
     ],
