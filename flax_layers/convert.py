@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -18,7 +21,7 @@ from flax_layers.llama import Llama, LlamaConfig
 
 # What checkpoints hold beside parameters: rotary frequencies, causal masks.
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 @overload
@@ -68,6 +71,8 @@ def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> 
 def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
     """The model in a folder that `save_pretrained` of `transformers` wrote: config.json and safetensors files.
 
+    Arrays are read one parameter at a time: beside the model the host's memory holds no more than that.
+
     Args:
       path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names.
       **options: as in `from_hf`.
@@ -78,33 +83,72 @@ def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
       ValueError: as `from_hf`, or a config.json of another kind of model.
     """
     path = Path(path)
-    config = config_from_hf(json.loads((path / "config.json").read_text()))
-    if (path / _INDEX).exists():
-        files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-    else:
-        files = [_WEIGHTS]
-    arrays: dict[str, np.ndarray] = {}
-    for file in files:
+    config = config_from_hf(json.loads((path / _CONFIG).read_text()))
+    arrays: dict[str, _Stored] = {}
+    for file in _files(path):
         if not (path / file).exists():
             raise FileNotFoundError(f"{path} has no {file}; its parameters must be in safetensors files")
-        arrays |= _safetensors().load_file(path / file)
+        with _safetensors().safe_open(path / file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dictionary
+                arrays[name] = _Stored(path / file, name, tuple(opened.get_slice(name).get_shape()))
     return from_hf(arrays, config, **options)
 
 
 def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     """Writes a folder that `from_pretrained` of `transformers` and `load_hf_folder` read.
 
+    All is written into a hidden folder first. It is then renamed, so that the new folder is whole or not there; into an
+    existing folder its files are moved one by one, the parameters first. Other files there, as a tokenizer's, stay, but
+    for parameters in several files, which are removed with their index: they are the former model's.
+
     Raises:
       ImportError: without the package safetensors, which the extra `hf` brings.
       ValueError: a sliding window, or no rotary embedding, which these models of `transformers` do not have.
     """
-    safetensors, path = _safetensors(), Path(path)
+    safetensors, path = _safetensors(), Path(path).resolve()
     settings = config_to_hf(model.config)
     arrays = to_hf(model, model.config)
-    path.mkdir(parents=True, exist_ok=True)
     settings["torch_dtype"] = next(iter(arrays.values())).dtype.name
-    safetensors.save_file(arrays, path / _WEIGHTS, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # On the file system where it is to lie: only there a renaming is one step.
+    made = (path if path.exists() else path.parent) / f".{path.name}.{uuid.uuid4().hex}"
+    made.mkdir()
+    try:
+        safetensors.numpy.save_file(arrays, made / _WEIGHTS, metadata={"format": "pt"})
+        (made / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        if made.parent != path:
+            made.rename(path)
+            return
+        former = _files(path) if (path / _INDEX).exists() else []
+        (made / _WEIGHTS).replace(path / _WEIGHTS)
+        (path / _INDEX).unlink(missing_ok=True)
+        (made / _CONFIG).replace(path / _CONFIG)
+        for file in former:
+            if file != _WEIGHTS:
+                (path / file).unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """An array in a safetensors file, read each time that NumPy asks for it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        # Opened anew, for what has been read of an open file stays in memory.
+        with _safetensors().safe_open(self.file, framework="numpy") as opened:
+            return np.asarray(opened.get_tensor(self.name), dtype)
+
+
+def _files(path: Path) -> list[str]:
+    """Names of the files with the parameters in a folder."""
+    if not (path / _INDEX).exists():
+        return [_WEIGHTS]
+    return sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
 
 
 def _safetensors() -> Any:
@@ -112,4 +156,4 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError:
         raise ImportError("Hugging Face folders need the package safetensors: pip install 'coda-jax[hf]'") from None
-    return safetensors.numpy
+    return safetensors
