@@ -12,7 +12,7 @@ import optax
 import stdlib_text
 from flax import nnx
 
-from flax_layers import Llama, LlamaConfig, generate
+from flax_layers import Llama, LlamaConfig, generate, muon_dimension_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +100,6 @@ class Trainer:
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     """Muon for the matrices inside the blocks, AdamW for embedding, head and norms; warm-up, then cosine decay."""
-
-    def muon_dimensions(params: nnx.State) -> Any:
-        def dimensions(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-            # gate_up (D, 2, F) is two matrices.
-            in_block = "layers" in jax.tree_util.keystr(path) and x.ndim > 1
-            return optax.contrib.MuonDimensionNumbers(0, x.ndim - 1) if in_block else None
-
-        return jax.tree_util.tree_map_with_path(dimensions, params)
-
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, min(50, settings.steps // 10), settings.steps, 0.0
     )
@@ -118,5 +109,5 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
         adam_b2=0.95,
         weight_decay=0.1,
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=muon_dimensions,
+        muon_weight_dimension_numbers=muon_dimension_numbers,
     )

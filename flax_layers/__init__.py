@@ -11,6 +11,7 @@ from flax_layers.linear import Linear, project
 from flax_layers.llama import Llama, LlamaConfig
 from flax_layers.lm_head import LMHead
 from flax_layers.mlp import MLP, GatedMLP
+from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.rope_scaling import RopeScaling
 from flax_layers.stream import LayerNormalized, Normalized, Stream
@@ -39,6 +40,7 @@ __all__ = [
     "Stream",
     "TransformerBlock",
     "generate",
+    "muon_dimension_numbers",
     "project",
     "rotary",
     "rotary_angles",
