@@ -68,7 +68,7 @@ def attend(
             seen = slots <= queries
             if sliding_window is not None:
                 seen &= slots > queries - sliding_window
-            y = jax.nn.dot_product_attention(q, cache.k, cache.v, mask=seen[:, None], implementation="xla")
+            y = _dot_product_attention(q, cache.k, cache.v, mask=seen[:, None], implementation="xla")
             return y, cache
     if segment_ids is not None:
         same = (segment_ids[..., :, None] == segment_ids[..., None, :])[..., None, :, :]
@@ -81,7 +81,7 @@ def attend(
             mask = mask & (index > index[:, None] - sliding_window)
         mask = jnp.broadcast_to(mask, (*mask.shape[:-2], length, length))  # cuDNN broadcasts only the other axes
     implementation = implementation or _implementation(q, masked=mask is not None)
-    y = jax.nn.dot_product_attention(
+    y = _dot_product_attention(
         q,
         k,
         v,
@@ -93,6 +93,14 @@ def attend(
     if implementation == "xla":  # a policy finds cuDNN's results by its primitive
         y = named(y, CONTEXT)
     return y, cache
+
+
+def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    # JAX asks for a float16 product summed in float32, which XLA refuses to compile for anything but GPUs.
+    if q.dtype == jnp.float16 and jax.default_backend() != "gpu":
+        widened = (x.astype(jnp.float32) for x in (q, k, v))
+        return jax.nn.dot_product_attention(*widened, **options).astype(q.dtype)
+    return jax.nn.dot_product_attention(q, k, v, **options)
 
 
 def _implementation(q: jax.Array, masked: bool) -> Implementation:

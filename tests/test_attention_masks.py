@@ -26,7 +26,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 def test_a_window(dtype):
     check_module(
         attention(dtype, sliding_window=3),
@@ -34,6 +34,21 @@ def test_a_window(dtype):
         lambda p, x: textbook.attention(p, x, 4, 2, 10000.0, seen=WINDOW),
         normal(0, *SEGMENTS.shape, 32).astype(dtype),
     )
+
+
+def test_float16_over_a_cache():
+    """XLA has no float16 product summed in float32 but on GPUs."""
+    module, x = attention(jnp.float16), normal(0, 2, 11, 32).astype(jnp.float16)
+
+    @nnx.jit
+    def in_two_parts(module, x):
+        first, cache = module(x[:, :6], cache=module.init_cache(2, 12))
+        second, _ = module(x[:, 6:], cache=cache)
+        return jnp.concatenate([first, second], axis=1)
+
+    out = in_two_parts(module, x)
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(out, nnx.jit(lambda m, x: m(x))(module, x), rtol=0, atol=2e-3)
 
 
 def test_segments_beside_a_window_and_a_mask():

@@ -118,6 +118,13 @@ def test_what_a_finished_run_shows(undisturbed):
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_float16_trains(tmp_path):
+    code, output = finish(start(tmp_path, "--dtype=float16", "--steps=60"))
+    assert code == 0, output
+    losses = [float(x) for x in re.findall(r"validation (\d\.\d+) bits per byte", output)]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.2
+
+
 def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
     out, before = undisturbed
     code, output = finish(start(out))
