@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from importlib import resources
+
+import pytest
 
 
 def run(code: str, **environment: str) -> str:
@@ -34,6 +37,11 @@ def test_import_adds_little_to_that_of_jax():
         "print(time.process_time() - start)"
     )
     assert float(out) < 0.5
+
+
+@pytest.mark.parametrize("package", ["coda_jax", "flax_layers"])
+def test_type_checkers_read_the_annotations(package):
+    assert (resources.files(package) / "py.typed").is_file()
 
 
 def test_public_names():
