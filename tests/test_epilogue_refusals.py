@@ -137,24 +137,71 @@ def test_refused_operand_dtype(shape, dtype):
         trace(lambda acc, x: acc, ACC, (typed(*shape, dtype=dtype),))
 
 
-def test_refused_float64():
-    with jax.enable_x64(True):
-        with pytest.raises(NotTileLocalError, match="float64"):
-            trace(lambda acc: acc.astype(jnp.float64), ACC, ())
-        with pytest.raises(NotTileLocalError, match="has dtype float64"):
-            trace(lambda acc, x: acc + x, ACC, (typed(N, dtype=jnp.float64),))
+def branch(acc):
+    if acc[0, 0] > 0:
+        return acc
+    return -acc
 
 
-def test_64_bit_mode():
-    """Where 64-bit types are enabled, constants of Python are 64-bit until they meet the tile."""
-    with jax.enable_x64(True):
+def branch_on_all(acc):
+    return acc if acc > 0 else -acc
 
-        def f(acc):
-            return jnp.where(acc > 0, acc * 2, 0.5), jnp.mean(acc, axis=1), jnp.round(acc, 2)
 
-        assert trace(f, ACC, ())[0].out_avals[0].dtype == jnp.float32
-        with pytest.raises(NotTileLocalError, match="makes int64 indices"):
-            trace(lambda acc: acc * jnp.arange(N), ACC, ())
+def largest(acc):
+    return max(acc, 0.0)
+
+
+def numpy_function(acc):
+    return np.exp(acc) + acc
+
+
+def number(acc):
+    return acc * float(acc[0, 0])
+
+
+def index(acc):
+    return acc * [1, 2][acc[0, 0].astype(int)]
+
+
+@pytest.mark.parametrize(
+    ("f", "asked", "cause"),
+    [
+        (branch, "branches on a traced value.* Use jnp.where", TypeError),
+        (branch_on_all, "branches on a traced value.* Use jnp.where", ValueError),
+        (largest, "branches on a traced value.* jnp.maximum", ValueError),
+        (numpy_function, "calls a function of NumPy.*jnp.exp for np.exp", TypeError),
+        (number, r"asks for the number that a traced value is \(float\(\)", TypeError),
+        (index, "asks for the number that a traced value is", TypeError),
+    ],
+)
+def test_what_python_asks_of_a_value_is_refused_at_the_users_line(f, asked, cause):
+    where = rf"test_epilogue_refusals.py:{f.__code__.co_firstlineno + 1} \({f.__name__}\)"
+    with pytest.raises(NotTileLocalError, match=rf"^epilogue '{f.__name__}': .*{where} {asked}") as info:
+        trace(f, ACC, ())
+    assert isinstance(info.value.__cause__, cause)
+
+
+def test_errors_of_the_users_own_name_the_users_function():
+    def my_epilogue(acc):
+        return acc + jnp.zeros(acc[0, 0].astype(int))
+
+    with pytest.raises(TypeError, match=rf"my_epilogue at .*refusals.py:{my_epilogue.__code__.co_firstlineno}"):
+        trace(my_epilogue, ACC, ())
+
+
+@pytest.mark.parametrize("f", [jnp.var, jnp.std])
+def test_a_variance_is_refused_and_two_sums_are_named(f):
+    with pytest.raises(NotTileLocalError, match=r"finished mean before its sum\. Return jnp.mean\(x, 1\) and"):
+        trace(lambda acc: f(acc, axis=1), ACC, ())
+
+
+def test_what_is_allowed_is_listed_for_unknown_operations_alone():
+    for name, (f, _) in REFUSED.items():
+        with pytest.raises(NotTileLocalError) as info:
+            trace(f, ACC, ())
+        message = str(info.value)
+        is_unknown = "not an operation that epilogues know" in message and "combines the tile with" not in message
+        assert ("Allowed in an epilogue" in message) == is_unknown, name
 
 
 def test_captured_key_is_refused():

@@ -11,7 +11,6 @@ from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width, needed_nodes
 from coda_jax.epilogue.simplify import simplify
 from coda_jax.epilogue.values import (
-    ALLOWED,
     CHANNEL,
     COLUMN,
     COLUMNS,
@@ -62,12 +61,12 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         return None
     if isinstance(value, Stacked):
         raise NotTileLocalError(
-            f"epilogue '{analysis.name}': output {output} is a stack of arrays; return them one by one. {ALLOWED}"
+            f"epilogue '{analysis.name}': output {output} is a stack of arrays; return them one by one."
         )
     if value.tile and HEAD in value.tags and COLUMNS.intersection(value.tags) == {HEAD}:
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, a value for each head; such values "
-            f"can be used in the epilogue but not returned. {ALLOWED}"
+            f"can be used in the epilogue but not returned."
         )
     first, end = value.part or (0, analysis.n)
     whole = same_shape(aval.shape, (analysis.m, end - first))
@@ -86,7 +85,7 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
             f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a part of the columns, a reduction "
-            f"(M,) or (N,). Reshape it outside the epilogue. {ALLOWED}"
+            f"(M,) or (N,). Reshape it outside the epilogue."
         )
     if np.dtype(aval.dtype).name not in elementwise.FLOATS:
         raise NotTileLocalError(

@@ -36,6 +36,7 @@ from coda_jax.epilogue.values import (
     NotElementwise,
     NotTileLocalError,
     Tag,
+    UnknownOperation,
     Value,
     is_tile,
     same_size,
@@ -146,12 +147,10 @@ class Analysis:
 
     # --- equations
 
-    def refuse(self, equation: Equation, why: str = "") -> NoReturn:
-        hint = HINTS.get(equation.name, "")
-        because = why or "is not local to a tile of the product"
-        raise NotTileLocalError(
-            f"epilogue '{self.name}': {equation.where()} {because}. {hint + ' ' if hint else ''}{ALLOWED}"
-        )
+    def refuse(self, equation: Equation, why: object) -> NoReturn:
+        hint = HINTS.get(equation.name) or HINTS.get(equation.call)
+        sentences = [f"{equation.where()} {why}.", hint, ALLOWED if isinstance(why, UnknownOperation) else None]
+        raise NotTileLocalError(f"epilogue '{self.name}': {' '.join(filter(None, sentences))}")
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, Literal):
@@ -186,7 +185,7 @@ class Analysis:
                 outputs = [self.elementwise(equation, local)]
         except NotElementwise as error:
             if tile:
-                self.refuse(equation, str(error))
+                self.refuse(equation, error)
             self.finish_later(equation, Finished(f"the result of {equation.where()}, which {error}"))
             return
         self.values.update(zip(equation.outputs, outputs, strict=True))
@@ -229,7 +228,7 @@ class Analysis:
         name = "add" if equation.name == "add_any" else equation.name
         operation = elementwise.OPERATIONS.get(name)
         if operation is None:
-            raise NotElementwise("is not local to a tile of the product, or not an operation that epilogues know")
+            raise UnknownOperation
         dtype = equation_dtype(self.flat, equation)
         self.check_dtype(dtype)
         if name == "convert_element_type" and self.nodes[inputs[0].nodes[0]].op == "literal":

@@ -18,6 +18,7 @@ from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.structure import RULES
+from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
 
 _WIDEST_HEAD = 256  # columns of one that a tile has
@@ -54,7 +55,8 @@ class Epilogue:
             jnp.asarray(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for x in arguments[: self._num_operands]
         ]
-        return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :])
+        with default_types():
+            return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
@@ -79,7 +81,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
 
     Raises:
-      NotTileLocalError: f needs more than one tile, or an operand does not broadcast against acc.
+      NotTileLocalError: f needs more than one tile, asks for the value of an array, or an operand does not broadcast
+        against acc.
     """
     f = _identity if f is None else f
     named = f.func if isinstance(f, partial) else f
@@ -93,7 +96,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         trees.append(tree)
         return leaves
 
-    flat_f.__name__ = name  # in JAX's messages
+    flat_f.__name__, flat_f.__wrapped__ = name, f  # type: ignore[attr-defined]  # whose line JAX's messages then give
     labels = [f"operand '{label}'" for label in names]
 
     def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
@@ -104,42 +107,47 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     explicit = described(operands, _initial_layout(operands, n), is_final=False)
     avals = [_aval(acc, np.dtype(np.float32))]
     avals += [_aval(x, operand.traced_dtype) for x, operand in zip(operands, explicit, strict=True)]
-    jaxpr = jax.make_jaxpr(flat_f)(*avals)
-    constants = Constants()
-    differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
-    flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
-    recognise(flat)
-    captured = tuple(keep_used_constants((differentiable, flat), constants))
-    arrays = (*operands, *captured)
-    labels += [f"captured array {i}" for i in range(len(captured))]
-    order = [*range(1, len(avals)), *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured))]
+    jaxpr = make_jaxpr(flat_f, avals, name)
+    with default_types():
+        constants = Constants()
+        differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
+        flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
+        recognise(flat)
+        captured = tuple(keep_used_constants((differentiable, flat), constants))
+        arrays = (*operands, *captured)
+        labels += [f"captured array {i}" for i in range(len(captured))]
+        order = [
+            *range(1, len(avals)),
+            *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured)),
+        ]
 
-    def program(layout: Layout) -> Program:
-        found = described(arrays, layout, is_final=False)
-        if any(x.width is Width.HALF for x in found):
-            layout = replace(layout, ways=2)
-        try:
-            analysis = Analysis(flat, order, found, layout, name, RULES)
-        except NeedsLayout as needs:
-            return program(needs.layout)
-        except NotTileLocalError:
-            described(arrays, layout, is_final=True)  # an operand that fits nothing is the better message
-            raise
-        described(arrays, layout, is_final=True)
-        return assemble(analysis)
+        def program(layout: Layout) -> Program:
+            found = described(arrays, layout, is_final=False)
+            if any(x.width is Width.HALF for x in found):
+                layout = replace(layout, ways=2)
+            try:
+                analysis = Analysis(flat, order, found, layout, name, RULES)
+            except NeedsLayout as needs:
+                return program(needs.layout)
+            except NotTileLocalError:
+                described(arrays, layout, is_final=True)  # an operand that fits nothing is the better message
+                raise
+            described(arrays, layout, is_final=True)
+            return assemble(analysis)
 
-    out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
-    try:
-        checked = program(_initial_layout(arrays, n))
-    except NotTileLocalError as error:
-        # All columns that are one head need not be seen as one, but beside tables whose rows repeat and for its norm.
-        if n % 2 or n > _WIDEST_HEAD:
-            raise
+        out_avals = tuple(jax.ShapeDtypeStruct(flat.aval(atom).shape, flat.aval(atom).dtype) for atom in flat.outputs)
         try:
-            checked = program(Layout(ways=2, head=n, one_head=True))
-        except NotTileLocalError:
-            raise error from None
-    return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
+            checked = program(_initial_layout(arrays, n))
+        except NotTileLocalError as error:
+            # All columns that are one head need not be seen as one, but beside tables whose rows repeat and for its
+            # norm.
+            if n % 2 or n > _WIDEST_HEAD:
+                raise
+            try:
+                checked = program(Layout(ways=2, head=n, one_head=True))
+            except NotTileLocalError:
+                raise error from None
+        return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
 
 
 def _identity(acc: jax.Array) -> jax.Array:

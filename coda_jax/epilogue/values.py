@@ -30,9 +30,17 @@ ALLOWED = (
     "of their own, row and column indices from iota."
 )
 
+# By the operation's name, or by that of JAX's function that holds it.
 HINTS = {
     "argmax": "Return the maximum; take the index outside the epilogue.",
     "argmin": "Return the minimum; take the index outside the epilogue.",
+    **dict.fromkeys(
+        ("_var", "_std"),
+        # Not rewritten so, for it is another function: it cancels.
+        "A variance needs the finished mean before its sum. Return jnp.mean(x, 1) and jnp.mean(x * x, 1), whose "
+        "mean_of_squares - mean**2 is exact enough where the mean is not much larger than the deviation, or take "
+        "jnp.var of the product's result.",
+    ),
     "dot_general": "Make the product a coda.gemm of its own; write a product row by row as jnp.sum(x * y, axis=1).",
     "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
     "gather": "Only halves and parts of the columns can be taken, with constant indices.",
@@ -87,6 +95,13 @@ class NeedsLayout(Exception):
 
 class NotElementwise(Exception):
     """An equation that has no per-element form; the text says why."""
+
+
+class UnknownOperation(NotElementwise):
+    """An operation that epilogues do not have: the message says what they have."""
+
+    def __init__(self) -> None:
+        super().__init__("is not local to a tile of the product, or not an operation that epilogues know")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
 from coda_jax.epilogue import Epilogue, types_of
+from coda_jax.epilogue.user_code import default_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Pullback:
             _, vjp = jax.vjp(function, acc, *(arguments[i] for i in floating))
             return vjp(cotangents)
 
-        closed = jax.make_jaxpr(pull)(acc, typed, [outputs[i] for i in floating_outputs])
+        with default_types():
+            closed = jax.make_jaxpr(pull)(acc, typed, [outputs[i] for i in floating_outputs])
         live, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
         needs, reads = used[1 : 1 + len(typed)], used[1 + len(typed) :]
         return cls(

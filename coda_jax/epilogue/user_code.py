@@ -1,0 +1,91 @@
+"""Running a user's function: which types it makes by default, and what Python cannot ask of its values.
+
+An epilogue is traced, evaluated and differentiated as if `jax_enable_x64` were off. What it makes without naming a
+dtype (of Python's numbers and NumPy's float64 ones, indices, counts, means) is float32 or int32, so that it is the same
+program, with the same values and types, in both settings. An int64 that it names is int32, of which JAX warns. A
+float64 that it names, by astype or dtype=, is refused, as are arrays that have another dtype than operands may have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from coda_jax.epilogue.values import NotTileLocalError
+
+# The packages whose lines are not the user's: JAX, NumPy, this one.
+_PACKAGES = (Path(jax.__file__).parent, Path(np.__file__).parent, Path(__file__).resolve().parents[1])
+_FLOAT64 = "Explicitly requested dtype float64"  # how JAX's warning begins
+_BRANCH = "The truth value of an array with more than one element"  # and its error
+
+
+@contextlib.contextmanager
+def default_types() -> Iterator[None]:
+    """Within it arrays have 32 bits where nothing else is asked for."""
+    if not jax.config.jax_enable_x64:
+        yield
+        return
+    with jax.enable_x64(False):
+        yield
+
+
+def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
+    """The closed jaxpr of the epilogue f, called `name`, within `default_types`.
+
+    Raises:
+      NotTileLocalError: f asks for the value of an array, or for float64 where `jax_enable_x64` would give it.
+    """
+    refuses_float64 = jax.config.jax_enable_x64
+    try:
+        with default_types(), warnings.catch_warnings() if refuses_float64 else contextlib.nullcontext():
+            if refuses_float64:
+                warnings.filterwarnings("error", _FLOAT64)
+            return jax.make_jaxpr(f)(*avals)
+    except UserWarning as error:
+        if not str(error).startswith(_FLOAT64):
+            raise
+        raise NotTileLocalError(
+            f"epilogue '{name}': {_line(error)} asks for float64; an epilogue computes in float32, bfloat16, float16, "
+            "int32 and bool."
+        ) from error
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+        ValueError,
+    ) as error:
+        if isinstance(error, ValueError) and not str(error).startswith(_BRANCH):
+            raise
+        raise NotTileLocalError(f"epilogue '{name}': {_line(error)} {_asked(error)}") from error
+
+
+def _asked(error: Exception) -> str:
+    """What Python asked of a value, and what to write instead."""
+    if isinstance(error, jax.errors.TracerBoolConversionError | ValueError):
+        return (
+            "branches on a traced value (if, while, and, or, not, assert, max(), min()), which is another for each "
+            "element. Use jnp.where, &, |, ~, jnp.maximum and jnp.minimum."
+        )
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return "calls a function of NumPy on a traced value. Use that of jax.numpy (jnp.exp for np.exp)."
+    return (
+        "asks for the number that a traced value is (float(), int(), range(), or an index), which is another "
+        "for each element. Use astype, or close over a number that is known when the epilogue is traced."
+    )
+
+
+def _line(error: BaseException) -> str:
+    """The user's line from which an error came: "train.py:12 (my_epilogue)"."""
+    frames = [
+        f"{code.co_filename}:{line} ({code.co_name})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not any(Path((code := frame.f_code).co_filename).is_relative_to(package) for package in _PACKAGES)
+    ]
+    return frames[-1] if frames else "a line that is not known"
