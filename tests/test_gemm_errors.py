@@ -85,6 +85,7 @@ OPTIONS = {
     "implementation": (lambda: coda.gemm(A, B, implementation="triton"), ValueError, "implementation = 'triton'"),
     "config": (lambda: coda.gemm(A, B, config={"stages": 4}), TypeError, "config is dict; it must be a GemmConfig"),
     "operands without epilogue": (lambda: coda.gemm(A, B, X), TypeError, "1 operands without an epilogue"),
+    "a function as operand": (lambda: coda.gemm(A, B, jax.nn.gelu), TypeError, "operand 0 is a function; .*epilogue="),
     "large integer": (
         lambda: coda.gemm(A, B, 2**40, epilogue=first),
         ValueError,
@@ -100,7 +101,17 @@ OPTIONS = {
     "out_dtype tree": (
         lambda: coda.gemm(A, B, epilogue=tile_and_sum, out_dtype=(jnp.float32,)),
         ValueError,
-        "does not fit what epilogue 'tile_and_sum' returns",
+        "does not fit what epilogue 'tile_and_sum' returns, .*: 1 dtypes for 2 outputs",
+    ),
+    "out_dtype beyond the outputs": (
+        lambda: coda.gemm(A, B, epilogue=tile_and_sum, out_dtype=(jnp.float32, None, jnp.float32)),
+        ValueError,
+        "out_dtype = .* does not fit what epilogue 'tile_and_sum' returns, .*: 3 dtypes for 2 outputs",
+    ),
+    "out_dtype of another kind": (
+        lambda: coda.gemm(A, B, epilogue=tile_and_sum, out_dtype={"x": jnp.float32, "y": None}),
+        ValueError,
+        "(?s)does not fit what epilogue 'tile_and_sum' returns, .*dict",
     ),
     "out_dtype of a reduction": (
         lambda: coda.gemm(A, B, epilogue=tile_and_sum, out_dtype=(None, jnp.bfloat16)),

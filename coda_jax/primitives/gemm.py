@@ -147,6 +147,8 @@ def _operand(index: int, x: Any) -> jax.Array:
         return jnp.asarray(x, jnp.int32)
     if isinstance(x, float):
         return jnp.asarray(x, jnp.float32)
+    if callable(x):
+        raise TypeError(f"gemm: operand {index} is a function; a function of (acc, *operands) is given as epilogue=")
     check_dtype("gemm", f"operand {index}", x, (*FLOATS, "int32", "bool"))
     return jnp.asarray(x)
 
@@ -204,9 +206,11 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bo
         given_tree = jax.tree.map(lambda x: unset if x is None else x, out_dtype, is_leaf=is_none)
         asked = jax.tree.leaves(jax.tree.broadcast(given_tree, template))
     except ValueError as error:
+        dtypes_given, returned = len(jax.tree.leaves(given_tree)), len(traced.out_avals)
+        counts = f": {dtypes_given} dtypes for {returned} outputs" if dtypes_given != returned else f": {error}"
         raise ValueError(
             f"gemm: out_dtype = {out_dtype} does not fit what epilogue '{traced.name}' returns, "
-            f"{traced.out_tree}: {error}"
+            f"{traced.out_tree}{counts}"
         ) from None
     one_for_all = jax.tree.leaves(out_dtype, is_leaf=is_none) == [out_dtype]
     tiles = {store.output for store in traced.program.stores}
