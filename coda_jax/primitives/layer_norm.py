@@ -199,7 +199,7 @@ def multiply_normalized(
     """
 
     def of_normalized(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any) -> Any:
-        return epilogue(rstd * (acc if mean is None else acc - mean * column_sums), shift)
+        return epilogue(rstd * (acc if mean is None else acc - mean * column_sums[None, :]), shift)
 
     of_normalized.__name__ = epilogue.__name__
     mean, rstd = mean_and_rstd(x, norm, epsilon)
@@ -219,7 +219,7 @@ def row_cotangents(
     """
     sums = [t, jnp.sum(dz * z, axis=1)]
     if column_sums is not None:
-        sums.append(jnp.sum(t * column_sums, axis=1))
+        sums.append(jnp.sum(t * column_sums[None, :], axis=1))
     return sums if mean is None else [*sums, jnp.sum(mean * t, axis=0)]
 
 
@@ -239,9 +239,10 @@ def kernel_backward(
     acc: jax.Array, kernel: jax.Array, scale: jax.Array, mean_t: Any, bias: jax.Array | None, dshift: Any
 ) -> list[jax.Array]:
     """Epilogue of x^T t: the cotangents of the kernel, and of the norm's parameters as row sums."""
-    g = acc if mean_t is None else acc - mean_t
+    g = acc if mean_t is None else acc - mean_t[None, :]
     if bias is None:
         return [g * scale, jnp.sum(g * kernel, axis=1)]
+    dshift = dshift[None, :]
     return [g * scale + bias * dshift, jnp.sum(g * kernel, axis=1), jnp.sum(kernel * dshift, axis=1)]
 
 

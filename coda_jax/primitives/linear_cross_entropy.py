@@ -183,8 +183,9 @@ def _summed_forward(
 
 def _summed_backward(head: LossHead, kept: Any, dloss: jax.Array) -> tuple[Any, ...]:
     x, norm, kernel, losses, dh, dkernel = kept
-    dx, dnorm = _through_norm(head, x, norm, dloss * dh.astype(jnp.float32))
-    return dx, dnorm, (dloss * dkernel).astype(kernel.dtype), None, dloss * losses
+    of_matrices = dloss[:, None]
+    dx, dnorm = _through_norm(head, x, norm, of_matrices * dh.astype(jnp.float32))
+    return dx, dnorm, (of_matrices * dkernel).astype(kernel.dtype), None, dloss * losses
 
 
 def _each(head: LossHead, *arguments: Any) -> jax.Array:

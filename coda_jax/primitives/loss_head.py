@@ -113,7 +113,7 @@ class LossHead:
             return x
         sumsq, scale = norm
         wide = x.astype(jnp.float32)
-        return rms_rstd(wide, sumsq, self.epsilon)[:, None] * wide * scale.astype(jnp.float32)
+        return rms_rstd(wide, sumsq, self.epsilon)[:, None] * wide * scale.astype(jnp.float32)[None, :]
 
     def _hidden(self, x: jax.Array, norm: Norm, start: Any, size: Any) -> jax.Array:
         if norm is not None:

@@ -97,7 +97,7 @@ def mlp(
         return layer_norm.multiply(*arrays, implementation=implementation, **options)
 
     def activated(z: jax.Array, shift: jax.Array | None) -> jax.Array:
-        return activation(z if shift is None else z + shift)
+        return activation(z if shift is None else z + shift[None, :])
 
     def activation_backward(
         acc: jax.Array, z: jax.Array, factor: jax.Array, mean: Any, column_sums: Any, shift: Any
@@ -127,7 +127,7 @@ def mlp(
 
     def down_projection(hidden: jax.Array, x: jax.Array, norm: Norm, weights: Weights) -> list[jax.Array]:
         def add_residual(acc: jax.Array, x: jax.Array, bias: Any) -> Any:
-            y = acc if bias is None else acc + bias
+            y = acc if bias is None else acc + bias[None, :]
             return y + x if norm.mean is not None else deferred_norm.add_residual_sumsq(y, x)
 
         return multiply(

@@ -69,7 +69,7 @@ def norm_projection(
         x: jax.Array, norm: Norm, kernel: jax.Array, bias: jax.Array | None
     ) -> tuple[jax.Array, layer_norm.Projection]:
         def norm_shift(z: jax.Array, shift: jax.Array | None) -> jax.Array:
-            return z if shift is None else z + shift
+            return z if shift is None else z + shift[None, :]
 
         (z,), made = layer_norm.multiply_normalized(
             x,
@@ -99,7 +99,7 @@ def norm_projection(
         sums = layer_norm.row_cotangents(
             layer_norm.rounded(deferred_norm.cotangent_factor(rstd, dtype) * dz, dtype),
             dz,
-            z if shift is None else z - shift,
+            z if shift is None else z - shift[None, :],
             layer_norm.multiplied_mean(mean, dtype),
             column_sums,
         )

@@ -32,7 +32,7 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """
     check_floats("rotary", x=x, cos=cos, sin=sin)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    cos, sin = (jnp.expand_dims(y[..., None, :], range(x.ndim - y.ndim - 1)) for y in (cos, sin))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -43,10 +43,15 @@ def _unit_heads(z: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     return z * rstd, rstd
 
 
+def _of_heads(scale: jax.Array, ndim: int) -> jax.Array:
+    """scale (Dh,) float32 beside arrays (..., Dh) of so many axes."""
+    return jnp.expand_dims(scale.astype(jnp.float32), range(ndim - 1))
+
+
 def _unit_heads_backward(z: jax.Array, scale: jax.Array, dy: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     """Cotangents of z (..., Dh) and scale (Dh,) through y = _unit_heads(z) * scale, float32."""
     unit, rstd = _unit_heads(z, epsilon)
-    dunit = dy * scale.astype(jnp.float32)
+    dunit = dy * _of_heads(scale, dy.ndim)
     dz = rstd * (dunit - unit * jnp.mean(unit * dunit, axis=-1, keepdims=True))
     return dz, jnp.sum(unit * dy, axis=range(dy.ndim - 1))
 
@@ -136,7 +141,7 @@ def qkv_projection(
 
     def turned(z: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         """z (..., H, Dh), normalised where there is a scale."""
-        y = z if scale is None else _unit_heads(z, of_heads)[0] * scale.astype(jnp.float32)
+        y = z if scale is None else _unit_heads(z, of_heads)[0] * _of_heads(scale, z.ndim)
         return rotary(y, cos, sin).astype(z.dtype)
 
     def turned_columns(z: jax.Array, cos: jax.Array, sin: jax.Array, *scale: jax.Array) -> jax.Array:
