@@ -103,11 +103,16 @@ static int section_of(int first_column) {
   return section;
 }
 
-template <class E>
+template <class E, int first = 0>
 static void evaluate_heads(int pass, const typename E::Element& in, float* out) {
-  if (pass == 0) E::template evaluate_heads<0>(in, out);
-  if (pass == 1) E::template evaluate_heads<1>(in, out);
-  if (pass == 2) E::template evaluate_heads<2>(in, out);
+  if (pass == first) E::template evaluate_heads<first>(in, out);
+  if constexpr (first + 1 < E::head_passes) evaluate_heads<E, first + 1>(pass, in, out);
+}
+
+template <class E, int first = 0>
+static void evaluate(int program, const typename E::Element& in, typename E::Result& out) {
+  if (program == first) E::template evaluate<first>(in, out);
+  if constexpr (first + 1 < E::programs) evaluate<E, first + 1>(program, in, out);
 }
 
 // The values of all heads of a row, [head][value], in as many passes over the row as the kernel makes over a head.
@@ -150,11 +155,7 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       for (int i = 0; i < E::head_values; ++i)
         in.head_value[i] = heads[column / (E::head > 1 ? E::head / 2 : 1) * E::head_values + i];
       const int section = section_of<E>(in.column[0]), program = E::section[section].program;
-      if (program == 0) E::template evaluate<0>(in, out);
-      if constexpr (E::programs > 1)
-        if (program == 1) E::template evaluate<1>(in, out);
-      if constexpr (E::programs > 2)
-        if (program == 2) E::template evaluate<2>(in, out);
+      evaluate<E>(program, in, out);
       for (int i = 0; i < E::tile_stores[program] * spread; ++i) {
         const TileAccess t = E::tile_store[section][i / spread];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];

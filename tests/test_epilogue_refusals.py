@@ -83,6 +83,8 @@ REFUSED = {
     "while": (lambda a: lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x * 2, a), "while.*Unroll"),
     "cond": (lambda a: lax.cond(VECTOR[0] > 0, lambda x: x, lambda x: -x, a), "cond|combines"),
     "sum_of_integers": (lambda a: jnp.sum(a.astype(jnp.int32), axis=1), "reduction of int32 values.*float32"),
+    "sum_of_other_literals": (lambda a: jnp.sum(jnp.where(a > 0, 3, 0), axis=1), "reduction of int32 values.*float32"),
+    "sum_of_negative_literals": (lambda a: jnp.sum(jnp.where(a > 0, -2, 1), axis=0), "reduction of int32 values"),
     "integer_tile": (lambda a: a.astype(jnp.int32), "output 0 is a tile of dtype int32"),
     "bool_tile": (lambda a: (a, a > 0), "output 1 is a tile of dtype bool"),
     "stacked_output": (lambda a: jnp.stack([a, a]), "stack"),
