@@ -4,6 +4,7 @@ The stages that need no GPU run through XLA's CPU backend, where the handler is 
 """
 
 import functools
+import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -77,9 +78,24 @@ def test_alias_is_in_the_call():
     assert "operand_index = 2" in text
 
 
-def test_key_depends_on_the_source_alone():
-    assert ffi.kernel_key(SOURCE) == ffi.kernel_key(str(SOURCE))
-    assert ffi.kernel_key(SOURCE) != ffi.kernel_key(SOURCE + " ")
+@pytest.mark.parametrize("length", [0, 1, 55, 56, 64, 120, 4000])
+def test_key_is_a_digest_of_all_that_a_kernel_is_made_from(length):
+    """Exported programs carry it: another digest would be refused."""
+    source = "é" + "x" * length
+    digest = hashlib.sha256()
+    for part in (str(ffi.ABI), ffi.headers_hash(), *ffi._OPTIONS, ffi.ARCH, source):
+        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
+    assert ffi.kernel_key(source) == digest.hexdigest()
+
+
+def test_key_is_the_same_where_kernels_are_dumped(tmp_path, monkeypatch):
+    """An export may run where somebody looks at its kernels, though they have line information then."""
+    key = ffi.kernel_key(SOURCE)
+    monkeypatch.setenv("CODA_JAX_DUMP_DIR", str(tmp_path))
+    ffi._configure()
+    assert ffi.kernel_key(SOURCE) == key
+    monkeypatch.undo()
+    ffi._configure()
 
 
 def test_export_for_cuda_from_any_host():
@@ -131,9 +147,24 @@ def test_program_of_another_version_is_refused(monkeypatch):
     here = ffi.headers_hash()
     with monkeypatch.context() as other:
         other.setattr(ffi, "headers_hash", lambda: "0123456789abcdef")
-        lowered = jax.jit(lambda a, b: product(a, b)).lower(A, B)
+        lowered = jax.jit(lambda a, b: product(a, b, source=SOURCE + "// of other headers")).lower(A, B)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"headers 0123456789abcdef.*headers {here}"):
         lowered.compile()
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+def test_kernel_under_another_kernels_key_is_refused(monkeypatch):
+    """Else the honest program would run it, now and, from the disk, later."""
+    honest, other = SOURCE + "// honest", SOURCE + "// other"
+    key = ffi.kernel_key(honest)
+    with monkeypatch.context() as forged:
+        forged.setattr(ffi, "kernel_key", lambda source: key)
+        lowered = jax.jit(lambda a, b: product(a, b, source=other)).lower(A, B)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"gemm\[test\]: .* key {key} is not that of its source"):
+        lowered.compile()
+    assert not ffi.compile(honest, "gemm[test]").cached
+    jax.jit(lambda a, b: product(a, b, source=honest)).lower(A, B).compile()
 
 
 @needs_nvrtc

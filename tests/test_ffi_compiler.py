@@ -1,74 +1,23 @@
-"""The compiler: NVRTC on a pool of threads, errors, progress, and the cache on disk that processes share."""
+"""The compiler: NVRTC on a pool of threads, errors, progress."""
 
 import contextlib
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 
 from coda_jax import ffi
+from tests.compiler_cases import child, empty_compiler, entries, finish, slow_source, source
 from tests.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
 
-KERNEL = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= FACTOR; }'
-
-
-def source(factor: int) -> str:
-    return KERNEL.replace("FACTOR", f"{factor}.0f")
-
-
-def slow_source(seed: int) -> str:
-    """A kernel that takes NVRTC some 0.5 s: hundreds of different functions."""
-    steps = "\n".join(f"x[{i}] = sinf(x[{i}] * {i + seed}.5f) + powf(x[{i + 1}], {seed}.25f);" for i in range(40))
-    return f'extern "C" __global__ void coda_gemm(float* x) {{ {steps} }}'
-
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty compiler on an empty folder; `cache()` again is as a new process on the same folder."""
-    folder = tmp_path / "cache"
-
-    def restart(**settings) -> pathlib.Path:
-        monkeypatch.setenv("CODA_JAX_CACHE_DIR", str(folder))
-        ffi._configure(**settings)
-        return folder
-
-    restart()
-    yield restart
-    monkeypatch.undo()
-    ffi._configure()
-
-
-def child(code: str, folder: pathlib.Path, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "CODA_JAX_CACHE_DIR": str(folder), **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen) -> tuple[str, str]:
-    """What a child printed; one that hangs is killed."""
-    try:
-        return process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
-
-
-def entries(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(folder.glob("*.kernel"))
+    yield from empty_compiler(tmp_path / "cache", monkeypatch)
 
 
 def test_cubin_and_log(cache):
@@ -91,131 +40,6 @@ def test_compile_error_names_operator_and_shows_log(cache):
         ffi.compile("__global__ void f() { undeclared = 1; }", "gemm[broken]")
     assert 'identifier "undeclared" is undefined' in str(caught.value)
     assert "gemm[broken].cu(1)" in str(caught.value)
-
-
-def test_second_process_reads_the_first_ones_entry(cache):
-    first = ffi.compile(source(2), "gemm[test]")
-    cache()
-    second = ffi.compile(source(2), "gemm[test]")
-    assert second.cached
-    assert (second.cubin, second.log, second.seconds) == (first.cubin, first.log, first.seconds)
-
-
-@pytest.mark.parametrize("where", ["magic", "checksum", "cubin", "log", "sizes"])
-def test_damaged_entry_is_rebuilt(cache, where):
-    first = ffi.compile(source(2), "gemm[test]")
-    folder = cache()
-    (entry,) = entries(folder)
-    data = bytearray(entry.read_bytes())
-    data[{"magic": 0, "checksum": 9, "cubin": 40 + len(first.cubin) // 2, "log": -3, "sizes": 18}[where]] ^= 0x10
-    entry.write_bytes(data)
-    rebuilt = ffi.compile(source(2), "gemm[test]")
-    assert not rebuilt.cached
-    assert rebuilt.cubin == first.cubin
-    cache()
-    assert ffi.compile(source(2), "gemm[test]").cached
-
-
-@pytest.mark.parametrize("keep", [0, 7, 39, 41, -1])
-def test_truncated_entry_is_rebuilt(cache, keep):
-    first = ffi.compile(source(2), "gemm[test]")
-    folder = cache()
-    (entry,) = entries(folder)
-    entry.write_bytes(entry.read_bytes()[:keep])
-    rebuilt = ffi.compile(source(2), "gemm[test]")
-    assert not rebuilt.cached
-    assert rebuilt.cubin == first.cubin
-
-
-def test_least_recently_used_entries_are_evicted(cache):
-    folder = cache()
-    ffi.compile(source(0), "gemm[test]")
-    bytes_each = entries(folder)[0].stat().st_size
-    ffi.compile(source(1), "gemm[test]")
-    ffi.compile(source(2), "gemm[test]")
-    for age, number in ((300, 0), (200, 1), (100, 2)):
-        (entry,) = folder.glob(ffi.kernel_key(source(number)) + "*")
-        os.utime(entry, (time.time() - age, time.time() - age))
-    cache(cache_limit_bytes=3 * bytes_each + bytes_each // 2)
-    assert ffi.compile(source(0), "gemm[test]").cached  # a use: number 1 is now the oldest
-    ffi.compile(source(3), "gemm[test]")
-    left = {path.name.partition("-")[0] for path in entries(folder)}
-    assert left == {ffi.kernel_key(source(number)) for number in (0, 2, 3)}
-
-
-def test_abandoned_temporary_file_is_removed_and_a_fresh_one_kept(cache):
-    folder = cache()
-    folder.mkdir()
-    old, fresh = folder / "a.1.0.temporary", folder / "b.1.0.temporary"
-    old.write_bytes(b"x")
-    fresh.write_bytes(b"x")
-    os.utime(old, (time.time() - 7200, time.time() - 7200))
-    ffi.compile(source(2), "gemm[test]")
-    assert not old.exists()
-    assert fresh.exists()
-
-
-def test_unwritable_folder_means_no_cache(tmp_path, monkeypatch):
-    blocker = tmp_path / "file"
-    blocker.write_text("not a folder")
-    for folder in (str(blocker / "cache"), ""):
-        monkeypatch.setenv("CODA_JAX_CACHE_DIR", folder)
-        for _ in range(2):
-            ffi._configure()
-            assert not ffi.compile(source(2), "gemm[test]").cached
-    monkeypatch.undo()
-    ffi._configure()
-
-
-def test_default_folder_follows_the_platform(monkeypatch):
-    monkeypatch.delenv("CODA_JAX_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert ffi.cache_directory() == "/somewhere/coda_jax"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/user")
-    assert ffi.cache_directory() == "/home/user/.cache/coda_jax"
-
-
-RACE = """
-    import sys
-    from coda_jax import ffi
-    sys.stdin.readline()
-    for i in range(6):
-        compiled = ffi.compile(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[race]")
-        assert compiled.cubin.startswith(b"\\x7fELF")
-    print("done")
-"""
-
-
-def test_processes_race_for_the_same_entries(tmp_path):
-    processes = [child(RACE, tmp_path) for _ in range(4)]
-    for process in processes:  # all have started by the time the first goes on
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        out, err = finish(process)
-        assert out == "done\n", err
-    assert len(entries(tmp_path)) == 6
-    assert not list(tmp_path.glob("*.temporary"))
-
-
-def test_killed_process_leaves_no_bad_entry(tmp_path, cache):
-    code = """
-        from coda_jax import ffi
-        print("ready", flush=True)
-        for i in range(10**6):
-            ffi.compile(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[kill]")
-    """
-    for wait in (0.05, 0.16, 0.27):
-        process = child(code, tmp_path / "cache")
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(wait)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    cache()
-    for i in range(12):
-        text = f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}'
-        assert ffi.compile(text, "gemm[kill]").cubin.startswith(b"\x7fELF")
 
 
 def runnable_threads() -> int:
@@ -291,32 +115,28 @@ def test_exit_with_a_full_queue_is_quick_and_clean(tmp_path):
     assert not list(tmp_path.glob("*.temporary"))
 
 
-def test_child_forked_between_compilations_compiles(tmp_path):
-    code = """
-        import os
-        from coda_jax import ffi
-        text = 'extern "C" __global__ void coda_gemm(float* x) { x[0] *= %d.5f; }'
-        ffi.compile(text % 0, "gemm[fork]")
-        pid = os.fork()
-        ok = all(ffi.compile(text % i, "gemm[fork]").cubin for i in range(4))
-        if pid == 0:
-            os._exit(0 if ok else 1)
-        print(os.waitpid(pid, 0)[1])
-    """
-    out, err = finish(child(code, tmp_path))
-    assert out == "0\n", err
-
-
-def test_dump_folder_gets_source_log_and_image(tmp_path, monkeypatch):
+def test_dump_folder_gets_source_log_and_image(cache, tmp_path, monkeypatch):
+    without = ffi.compile(source(2), "gemm[shown]")
     monkeypatch.setenv("CODA_JAX_DUMP_DIR", str(tmp_path))
-    ffi._configure()
+    cache()
     compiled = ffi.compile(source(2), "gemm[shown]")
+    assert b".debug_line" in compiled.cubin  # and the image that is kept has none
+    assert b".debug_line" not in without.cubin
     stem = tmp_path / f"gemm_shown_-{ffi.kernel_key(source(2))[:12]}"
     assert stem.with_suffix(".cu").read_text() == source(2)
     assert stem.with_suffix(".log").read_text() == compiled.log
     assert stem.with_suffix(".cubin").read_bytes() == compiled.cubin
-    monkeypatch.undo()
-    ffi._configure()
+    cache()
+    assert ffi.compile(source(2), "gemm[shown]").cubin == compiled.cubin
+
+
+def test_dump_folder_that_cannot_be_written_is_said_once(cache, monkeypatch, capfd):
+    monkeypatch.setenv("CODA_JAX_DUMP_DIR", "/proc/none")
+    cache()
+    for factor in (2, 3):
+        assert ffi.compile(source(factor), "gemm[shown]").cubin
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("coda_jax: kernels are not written to CODA_JAX_DUMP_DIR: /proc/none/gemm_shown_-")
 
 
 def test_missing_nvrtc_gives_a_reason(tmp_path):

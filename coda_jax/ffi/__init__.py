@@ -7,15 +7,19 @@ driver nor NVRTC: those are opened when the first kernel compiles or runs.
 Environment, read when this module is imported:
 
 * ``CODA_JAX_CACHE_DIR``: where compiled kernels are kept (default ``$XDG_CACHE_HOME/coda_jax``, else
-  ``~/.cache/coda_jax``; empty: nowhere). Entries that were not used for longest go when it exceeds 256 MiB.
-* ``CODA_JAX_QUIET=1``: no line on stderr when a kernel compiles.
+  ``~/.cache/coda_jax``; empty: nowhere). Entries that were not used for longest go when it exceeds 256 MiB. A
+  new folder is its user's alone (0700). An entry is used only if this user or root owns it and nobody else may write
+  it: users share a folder that root fills, and otherwise need one each. That a folder cannot be written, or an entry is
+  not used, is said once on stderr.
+* ``CODA_JAX_QUIET=1``: no line on stderr when a kernel compiles. Warnings stay.
 * ``CODA_JAX_DUMP_DIR``: debugging: source, log and image of every kernel are written here, with line information.
+
+In both folders ``~`` is the home directory, and a relative one stays where it was at import.
 """
 
 import atexit
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import os
 import pathlib
@@ -81,26 +85,12 @@ def headers() -> Mapping[str, str]:
 @functools.cache
 def headers_hash() -> str:
     """Names the headers' contents; a program generated for others is refused."""
-    return _digest(*(part for item in headers().items() for part in item))[:16]
-
-
-@functools.cache
-def _options() -> tuple[str, ...]:
-    return (*_OPTIONS, "--generate-line-info") if os.environ.get("CODA_JAX_DUMP_DIR") else _OPTIONS
+    return _ffi.digest([part for item in headers().items() for part in item])[:16]
 
 
 def kernel_key(source: str) -> str:
     """Names a compiled kernel in every cache: a digest of all that goes into it but NVRTC's version."""
-    return _digest(str(ABI), headers_hash(), *_options(), ARCH, source)
-
-
-def _digest(*parts: str) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+    return _ffi.kernel_key(source, ARCH)
 
 
 def compile_async(source: str, name: str) -> None:
@@ -110,7 +100,7 @@ def compile_async(source: str, name: str) -> None:
       source: CUDA text that defines ``coda_gemm``; may include any of `headers`.
       name: the operator, for messages.
     """
-    _ffi.submit(kernel_key(source), name, source, ARCH)
+    _ffi.submit(name, source, ARCH)
 
 
 def compile(source: str, name: str) -> Compiled:
@@ -119,7 +109,7 @@ def compile(source: str, name: str) -> Compiled:
     Raises:
       RuntimeError: with the operator's name and NVRTC's whole log; or NVRTC was not found.
     """
-    return Compiled(*_ffi.compile(kernel_key(source), name, source, ARCH))
+    return Compiled(*_ffi.compile(name, source, ARCH))
 
 
 def unavailable_reason() -> str | None:
@@ -195,9 +185,16 @@ def cache_directory() -> str:
     """The folder where compiled kernels are kept; empty: nowhere."""
     setting = os.environ.get("CODA_JAX_CACHE_DIR")
     if setting is not None:
-        return setting
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return _absolute(setting) if setting else ""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # which its specification says to ignore
+        base = os.path.expanduser("~/.cache")
     return os.path.join(base, "coda_jax") if os.path.isabs(base) else ""
+
+
+@functools.cache  # as it was when the folder was first asked for, at import: a program may change its directory
+def _absolute(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def _nvrtc_libraries() -> list[tuple[str, str]]:
@@ -229,15 +226,15 @@ def _version(path: pathlib.Path) -> tuple[int, ...]:
 
 def _configure(cache_limit_bytes: int = _CACHE_LIMIT_BYTES) -> None:
     """Reads the environment and starts an empty compiler."""
-    _options.cache_clear()
+    dump_directory = os.environ.get("CODA_JAX_DUMP_DIR", "")
     _ffi.configure(
         headers=list(headers().items()),
         headers_hash=headers_hash(),
-        options=list(_options()),
+        options=_OPTIONS,
         libraries=_nvrtc_libraries(),
         cache_directory=cache_directory(),
         cache_limit_bytes=cache_limit_bytes,
-        dump_directory=os.environ.get("CODA_JAX_DUMP_DIR", ""),
+        dump_directory=_absolute(dump_directory) if dump_directory else "",
         quiet=os.environ.get("CODA_JAX_QUIET", "0") not in ("", "0"),
     )
 

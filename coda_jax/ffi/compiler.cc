@@ -5,22 +5,32 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cctype>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <stdexcept>
 
-#include "cuda_api.h"
+#include "sha256.h"
 
 namespace coda {
 namespace {
 
 namespace fs = std::filesystem;
 
+constexpr char kLineInformation[] = "--generate-line-info";
+
 template <typename Function>
 bool Resolve(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   return function != nullptr;
+}
+
+std::string Version(const Nvrtc& nvrtc) {
+  return std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor);
 }
 
 /// Opens the first candidate that works. NVRTC opens its builtins by bare name, which fails for a library outside the
@@ -44,10 +54,9 @@ Nvrtc OpenNvrtc(const std::vector<std::pair<std::string, std::string>>& candidat
         CODA_RESOLVE(nvrtcGetProgramLogSize) && CODA_RESOLVE(nvrtcGetProgramLog) && CODA_RESOLVE(nvrtcGetCUBINSize) &&
         CODA_RESOLVE(nvrtcGetCUBIN)) {
 #undef CODA_RESOLVE
-      int major = 0, minor = 0;
-      nvrtc.nvrtcVersion(&major, &minor);
-      if (std::pair(major, minor) >= std::pair(12, 4)) return nvrtc;
-      tried += "\n  " + path + ": version " + std::to_string(major) + "." + std::to_string(minor) + ", 12.4 is needed";
+      nvrtc.nvrtcVersion(&nvrtc.major, &nvrtc.minor);
+      if (std::pair(nvrtc.major, nvrtc.minor) >= std::pair(12, 4)) return nvrtc;
+      tried += "\n  " + path + ": version " + Version(nvrtc) + ", 12.4 is needed";
       continue;
     }
     tried += "\n  " + path + ": not NVRTC";
@@ -55,10 +64,47 @@ Nvrtc OpenNvrtc(const std::vector<std::pair<std::string, std::string>>& candidat
   throw std::runtime_error("NVRTC was not found (pip install nvidia-cuda-nvrtc, or set CUDA_HOME). Tried:" + tried);
 }
 
+// The process's compiler is never destroyed by static destruction: Python's atexit shuts it down.
+std::mutex& GlobalMutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+std::shared_ptr<Compiler>& GlobalCompiler() {
+  static auto* compiler = new std::shared_ptr<Compiler>;
+  return *compiler;
+}
+
+// Guarded by GlobalMutex, which a process that forks holds.
+int nvrtc_uses = 0;
+bool nvrtc_lost = false;  // this process was forked from one in which NVRTC was in use
+
+/// While a thread opens NVRTC or is inside it. A process forked meanwhile has NVRTC's locks, and the loader's, as that
+/// thread held them, and without the thread: there it throws std::runtime_error.
+class NvrtcUse {
+ public:
+  NvrtcUse() {
+    std::lock_guard lock(GlobalMutex());
+    if (nvrtc_lost) {
+      throw std::runtime_error(
+          "this process was forked while another thread compiled a kernel, and NVRTC does not work in it; start it by "
+          "the start method \"spawn\" (multiprocessing.get_context(\"spawn\"), DataLoader's multiprocessing_context)");
+    }
+    ++nvrtc_uses;
+  }
+  NvrtcUse(const NvrtcUse&) = delete;
+  ~NvrtcUse() {
+    std::lock_guard lock(GlobalMutex());
+    --nvrtc_uses;
+  }
+};
+
 const Nvrtc& GetNvrtc(const CompilerSettings& settings) {
-  static std::mutex mutex;
-  static Nvrtc* nvrtc = nullptr;
-  std::lock_guard lock(mutex);
+  static std::mutex opening;
+  static std::atomic<const Nvrtc*> nvrtc{nullptr};
+  if (const Nvrtc* opened = nvrtc) return *opened;
+  const NvrtcUse use;  // first: a forked child would wait for the mutex for ever
+  std::lock_guard lock(opening);
   if (nvrtc == nullptr) nvrtc = new Nvrtc(OpenNvrtc(settings.libraries));
   return *nvrtc;
 }
@@ -70,50 +116,6 @@ std::string ReadLog(const Nvrtc& nvrtc, nvrtcProgram program) {
   if (bytes > 0) nvrtc.nvrtcGetProgramLog(program, log.data());
   while (!log.empty() && log.back() == '\0') log.pop_back();
   return log;
-}
-
-Binary RunNvrtc(const Nvrtc& nvrtc, const CompilerSettings& settings, const CompileRequest& request) {
-  const auto start = std::chrono::steady_clock::now();
-  std::vector<const char*> texts, names, options;
-  for (const auto& [name, text] : settings.headers) {
-    names.push_back(name.c_str());
-    texts.push_back(text.c_str());
-  }
-  const std::string arch = "--gpu-architecture=" + request.arch;
-  options.push_back(arch.c_str());
-  for (const std::string& option : settings.options) options.push_back(option.c_str());
-
-  nvrtcProgram program = nullptr;
-  nvrtcResult result = nvrtc.nvrtcCreateProgram(&program, request.source.c_str(), (request.name + ".cu").c_str(),
-                                                static_cast<int>(names.size()), texts.data(), names.data());
-  if (result != 0) throw std::runtime_error(request.name + ": NVRTC: " + nvrtc.nvrtcGetErrorString(result));
-  result = nvrtc.nvrtcCompileProgram(program, static_cast<int>(options.size()), options.data());
-  Binary binary;
-  binary.log = ReadLog(nvrtc, program);
-  size_t bytes = 0;
-  if (result == 0) result = nvrtc.nvrtcGetCUBINSize(program, &bytes);
-  if (result == 0) {
-    binary.cubin.resize(bytes);
-    result = nvrtc.nvrtcGetCUBIN(program, binary.cubin.data());
-  }
-  nvrtc.nvrtcDestroyProgram(&program);
-  if (result != 0) {
-    throw std::runtime_error(request.name + ": compilation for " + request.arch +
-                             " failed: " + nvrtc.nvrtcGetErrorString(result) + "\n" + binary.log);
-  }
-  binary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return binary;
-}
-
-void Dump(const std::string& directory, const CompileRequest& request, const Binary& binary) {
-  std::error_code error;
-  fs::create_directories(directory, error);
-  std::string stem;
-  for (const char c : request.name) stem += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
-  const fs::path path = fs::path(directory) / (stem + "-" + request.key.substr(0, 12));
-  std::ofstream(path.string() + ".cu", std::ios::binary) << request.source;
-  std::ofstream(path.string() + ".log", std::ios::binary) << binary.log;
-  std::ofstream(path.string() + ".cubin", std::ios::binary) << binary.cubin;
 }
 
 size_t AvailableCores() {
@@ -132,22 +134,13 @@ bool HasFailed(const Compiler::Job& job) {
   }
 }
 
-// The process's compiler is never destroyed by static destruction: Python's atexit shuts it down.
-std::mutex& GlobalMutex() {
-  static auto* mutex = new std::mutex;
-  return *mutex;
-}
-
-std::shared_ptr<Compiler>& GlobalCompiler() {
-  static auto* compiler = new std::shared_ptr<Compiler>;
-  return *compiler;
-}
-
 // A forked child has none of the pool's threads: it starts a compiler of its own and leaves the parent's, whose lock
-// some thread may have held, untouched. Finished kernels come back from the disk.
+// some thread may have held, untouched. Finished kernels come back from the disk, NVRTC or not.
 void HandleFork() {
   pthread_atfork([] { GlobalMutex().lock(); }, [] { GlobalMutex().unlock(); },
                  [] {
+                   nvrtc_lost = nvrtc_lost || nvrtc_uses > 0;
+                   nvrtc_uses = 0;
                    std::shared_ptr<Compiler>& compiler = GlobalCompiler();
                    if (compiler != nullptr) {
                      auto* parents = new std::shared_ptr<Compiler>(compiler);
@@ -182,6 +175,7 @@ void Compiler::Configure(CompilerSettings settings) {
 
 std::string Compiler::UnavailableReason() const {
   try {
+    const NvrtcUse use;
     GetNvrtc(settings_);
     return "";
   } catch (const std::runtime_error& error) {
@@ -189,7 +183,16 @@ std::string Compiler::UnavailableReason() const {
   }
 }
 
-Compiler::Job Compiler::Submit(CompileRequest request) {
+std::string Compiler::Key(std::string_view source, std::string_view arch) const {
+  const std::string abi = std::to_string(kAbi);
+  std::vector<std::string_view> parts{abi, settings_.headers_hash};
+  parts.insert(parts.end(), settings_.options.begin(), settings_.options.end());
+  parts.insert(parts.end(), {arch, source});
+  return Digest(parts);
+}
+
+Compiler::Job Compiler::Submit(std::string name, std::string source, std::string arch) {
+  Request request{Key(source, arch), std::move(name), std::move(source), std::move(arch)};
   std::unique_lock lock(mutex_);
   if (const auto it = jobs_.find(request.key); it != jobs_.end()) {
     if (!HasFailed(it->second)) return it->second;
@@ -200,15 +203,26 @@ Compiler::Job Compiler::Submit(CompileRequest request) {
       [this, request = std::move(request)] { return Compile(request); });
   Job job = task.get_future().share();
   jobs_.emplace(std::move(key), job);
-  if (stopped_) {
+  if (!HasThreadForOneMore()) {
     lock.unlock();
     task();
     return job;
   }
   queue_.push_back(std::move(task));
-  if (idle_ < queue_.size() && threads_.size() < AvailableCores()) threads_.emplace_back([this] { Work(); });
   wake_.notify_one();
   return job;
+}
+
+/// Where no thread can be started, under a limit on processes, those that run take the job.
+bool Compiler::HasThreadForOneMore() {
+  if (stopped_) return false;
+  if (idle_ <= queue_.size() && threads_.size() < AvailableCores()) {
+    try {
+      threads_.emplace_back([this] { Work(); });
+    } catch (const std::exception&) {
+    }
+  }
+  return !threads_.empty();
 }
 
 void Compiler::Work() {
@@ -239,22 +253,70 @@ void Compiler::Shutdown() {
   for (std::thread& thread : threads) thread.join();
 }
 
-std::shared_ptr<const Binary> Compiler::Compile(const CompileRequest& request) const {
+std::shared_ptr<const Binary> Compiler::Compile(const Request& request) const {
   const Nvrtc& nvrtc = GetNvrtc(settings_);
-  int major = 0, minor = 0;
-  nvrtc.nvrtcVersion(&major, &minor);
-  const std::string entry = request.key + "-nvrtc" + std::to_string(major) + "." + std::to_string(minor);
+  const std::string image = settings_.dump_directory.empty() ? request.key : Digest({request.key, kLineInformation});
+  const std::string entry = image + "-nvrtc" + Version(nvrtc);
   std::shared_ptr<const Binary> binary = cache_.Load(entry);
   if (binary == nullptr) {
-    Announce(request);
-    binary = std::make_shared<Binary>(RunNvrtc(nvrtc, settings_, request));
+    binary = std::make_shared<Binary>(RunNvrtc(nvrtc, request));
     cache_.Store(entry, *binary);
   }
-  if (!settings_.dump_directory.empty()) Dump(settings_.dump_directory, request, *binary);
+  if (!settings_.dump_directory.empty()) Dump(request, *binary);
   return binary;
 }
 
-void Compiler::Announce(const CompileRequest& request) const {
+Binary Compiler::RunNvrtc(const Nvrtc& nvrtc, const Request& request) const {
+  const NvrtcUse use;
+  Announce(request);
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<const char*> texts, names, options;
+  for (const auto& [name, text] : settings_.headers) {
+    names.push_back(name.c_str());
+    texts.push_back(text.c_str());
+  }
+  const std::string arch = "--gpu-architecture=" + request.arch;
+  options.push_back(arch.c_str());
+  for (const std::string& option : settings_.options) options.push_back(option.c_str());
+  if (!settings_.dump_directory.empty()) options.push_back(kLineInformation);
+
+  nvrtcProgram program = nullptr;
+  nvrtcResult result = nvrtc.nvrtcCreateProgram(&program, request.source.c_str(), (request.name + ".cu").c_str(),
+                                                static_cast<int>(names.size()), texts.data(), names.data());
+  if (result != 0) throw std::runtime_error(request.name + ": NVRTC: " + nvrtc.nvrtcGetErrorString(result));
+  result = nvrtc.nvrtcCompileProgram(program, static_cast<int>(options.size()), options.data());
+  Binary binary;
+  binary.log = ReadLog(nvrtc, program);
+  size_t bytes = 0;
+  if (result == 0) result = nvrtc.nvrtcGetCUBINSize(program, &bytes);
+  if (result == 0) {
+    binary.cubin.resize(bytes);
+    result = nvrtc.nvrtcGetCUBIN(program, binary.cubin.data());
+  }
+  nvrtc.nvrtcDestroyProgram(&program);
+  if (result != 0) {
+    throw std::runtime_error(request.name + ": compilation for " + request.arch +
+                             " failed: " + nvrtc.nvrtcGetErrorString(result) + "\n" + binary.log);
+  }
+  binary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return binary;
+}
+
+void Compiler::Dump(const Request& request, const Binary& binary) const {
+  std::string stem;
+  for (const char c : request.name) stem += std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
+  const fs::path path = fs::path(settings_.dump_directory) / (stem + "-" + request.key.substr(0, 12));
+  std::error_code ignored;  // the files say it
+  fs::create_directories(settings_.dump_directory, ignored);
+  const auto write = [&](const char* suffix, const std::string& bytes) {
+    return (std::ofstream(path.string() + suffix, std::ios::binary) << bytes << std::flush).good();
+  };
+  if (!write(".cu", request.source) || !write(".log", binary.log) || !write(".cubin", binary.cubin)) {
+    not_dumped_("kernels are not written to CODA_JAX_DUMP_DIR: %s: %s", path.c_str(), std::strerror(errno));
+  }
+}
+
+void Compiler::Announce(const Request& request) const {
   if (settings_.quiet) return;
   size_t queued = 0;
   {

@@ -8,12 +8,15 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "cuda_api.h"
 #include "disk_cache.h"
+#include "warning.h"
 
 namespace coda {
 
@@ -24,17 +27,12 @@ inline constexpr int kAbi = 2;
 struct CompilerSettings {
   std::vector<std::pair<std::string, std::string>> headers;    // include name, text
   std::string headers_hash;                                    // what a program's attribute must equal
-  std::vector<std::string> options;                            // without the architecture
+  std::vector<std::string> options;                            // without the architecture, part of every key
   std::vector<std::pair<std::string, std::string>> libraries;  // candidates: NVRTC's builtins (or none), NVRTC
   std::string cache_directory;                                 // empty: none
   uint64_t cache_limit_bytes = 0;
-  std::string dump_directory;  // empty: none
+  std::string dump_directory;  // empty: none; else kernels have line information
   bool quiet = false;
-};
-
-/// What to compile. `key` names it in every cache: equal keys, equal results.
-struct CompileRequest {
-  std::string key, name, source, arch;
 };
 
 /// One job a key, whoever asks and however often. Thread-safe.
@@ -47,9 +45,13 @@ class Compiler {
 
   const CompilerSettings& settings() const { return settings_; }
 
-  /// Queues the job unless there is one that has not failed. Its future throws std::runtime_error with the operator's
-  /// name and NVRTC's log.
-  Job Submit(CompileRequest request);
+  /// Names a compiled kernel in every cache, and in a program: a digest of all that goes into it but NVRTC's version.
+  /// The attribute `key` of a program is compared with it before anything is kept under it.
+  std::string Key(std::string_view source, std::string_view arch) const;
+
+  /// Queues the job unless there is one that has not failed. Where no thread can be had for it, it is done on return.
+  /// Its future throws std::runtime_error with the operator's name and NVRTC's log.
+  Job Submit(std::string name, std::string source, std::string arch);
 
   /// Drops what is queued, waits for what runs. From here on Submit compiles on the caller's thread.
   void Shutdown();
@@ -62,12 +64,20 @@ class Compiler {
   std::string UnavailableReason() const;
 
  private:
-  std::shared_ptr<const Binary> Compile(const CompileRequest& request) const;
-  void Announce(const CompileRequest& request) const;
+  struct Request {
+    std::string key, name, source, arch;
+  };
+
+  std::shared_ptr<const Binary> Compile(const Request& request) const;
+  Binary RunNvrtc(const Nvrtc& nvrtc, const Request& request) const;
+  void Announce(const Request& request) const;
+  void Dump(const Request& request, const Binary& binary) const;
+  bool HasThreadForOneMore();
   void Work();
 
   const CompilerSettings settings_;
   const DiskCache cache_;
+  mutable WarnOnce not_dumped_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::packaged_task<std::shared_ptr<const Binary>()>> queue_;

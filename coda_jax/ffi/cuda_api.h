@@ -94,6 +94,7 @@ using nvrtcResult = int;
 using nvrtcProgram = struct nvrtcProgramObject*;
 
 struct Nvrtc {
+  int major = 0, minor = 0;  // its version
   nvrtcResult (*nvrtcVersion)(int* major, int* minor);
   const char* (*nvrtcGetErrorString)(nvrtcResult);
   nvrtcResult (*nvrtcCreateProgram)(nvrtcProgram*, const char* source, const char* name, int header_count,

@@ -1,51 +1,105 @@
 #include "disk_cache.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <iterator>
+#include <string_view>
 #include <system_error>
 #include <vector>
+
+#include "sha256.h"
 
 namespace coda {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kMagic[8] = {'c', 'o', 'd', 'a', 'j', 'a', 'x', '1'};
-constexpr char kSuffix[] = ".kernel";
-constexpr char kTemporary[] = ".temporary";
+constexpr std::string_view kMagic = "codajax2";
+constexpr size_t kMagicOfAnyVersion = 7;
+constexpr std::string_view kSuffix = ".kernel";
+constexpr std::string_view kTemporary = ".temporary";
 // Longer than any compilation: an older temporary file was left by a process that was killed.
 constexpr auto kAbandoned = std::chrono::hours(1);
 
 struct Header {
   char magic[8];
-  uint64_t checksum;  // of everything behind this field
+  char checksum[64];  // of the entry's name and of everything behind this field
   uint64_t cubin_bytes;
   uint64_t log_bytes;
   double seconds;
 };
 constexpr size_t kChecked = offsetof(Header, cubin_bytes);
+static_assert(sizeof(Header) == 96 && kMagic.size() == sizeof(Header::magic));
 
-uint64_t Checksum(const char* data, size_t size) {  // FNV-1a
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (size_t i = 0; i < size; ++i) hash = (hash ^ static_cast<unsigned char>(data[i])) * 0x100000001b3u;
-  return hash;
+std::string Checksum(std::string_view name, std::string_view bytes) {
+  return Digest({name, bytes.substr(kChecked)});
 }
 
-bool WriteAll(int file, const char* data, size_t size) {
+[[noreturn]] void Fail(int error, const fs::path& path) {
+  throw std::system_error(error, std::generic_category(), path.string());
+}
+
+/// Open for reading, without following a link and without waiting for a pipe's other end.
+struct File {
+  const int descriptor;
+
+  explicit File(const fs::path& path)
+      : descriptor(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC)) {}
+  File(const File&) = delete;
+  ~File() {
+    if (descriptor >= 0) close(descriptor);
+  }
+};
+
+/// Calls `transfer`, read or write, until all `size` bytes went through. False with errno set, or at the file's end.
+template <typename Transfer, typename Data>
+bool TransferAll(Transfer transfer, int file, Data* data, size_t size) {
   while (size > 0) {
-    const ssize_t written = write(file, data, size);
-    if (written <= 0) return false;
-    data += written;
-    size -= written;
+    const ssize_t done = transfer(file, data, size);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return false;
+    data += done;
+    size -= done;
   }
   return true;
+}
+
+/// Why code must not be read from this file; null: it may.
+const char* Distrust(const struct stat& file) {
+  if (!S_ISREG(file.st_mode)) return "it is no regular file";
+  if (file.st_uid != geteuid() && file.st_uid != 0) return "it belongs to another user";
+  if (file.st_mode & (S_IWGRP | S_IWOTH)) return "others may write it";
+  return nullptr;
+}
+
+/// Entries and temporary files by name: <64 hexadecimal digits>-nvrtc<version>, then .kernel, or the process, a number
+/// and .temporary.
+bool EndsAsOurs(const std::string& name, std::string_view suffix) {
+  char key[65];
+  unsigned part;
+  int used = 0;
+  if (std::sscanf(name.c_str(), "%64[0-9a-f]-nvrtc%u.%u%n", key, &part, &part, &used) != 3 || std::strlen(key) != 64) {
+    return false;
+  }
+  if (suffix == kSuffix) return name.substr(used) == suffix;
+  int more = 0;
+  return std::sscanf(name.c_str() + used, ".%u.%u%n", &part, &part, &more) == 2 && name.substr(used + more) == suffix;
+}
+
+/// Removes the file if it begins as an entry of any version does, be it cut short.
+void RemoveOurs(const fs::path& path) {
+  char magic[kMagicOfAnyVersion];
+  const File file(path);
+  const ssize_t bytes = file.descriptor < 0 ? -1 : read(file.descriptor, magic, sizeof(magic));
+  if (bytes >= 0 && std::memcmp(magic, kMagic.data(), bytes) == 0) unlink(path.c_str());
 }
 
 }  // namespace
@@ -53,23 +107,57 @@ bool WriteAll(int file, const char* data, size_t size) {
 DiskCache::DiskCache(fs::path directory, uint64_t limit_bytes)
     : directory_(std::move(directory)), limit_bytes_(limit_bytes) {}
 
-std::shared_ptr<const Binary> DiskCache::Load(const std::string& name) const {
+std::shared_ptr<const Binary> DiskCache::Load(const std::string& name) const noexcept {
   if (directory_.empty()) return nullptr;
-  const fs::path path = directory_ / (name + kSuffix);
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return nullptr;
-  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-  Header header;
-  if (bytes.size() < sizeof(header)) return nullptr;
-  std::memcpy(&header, bytes.data(), sizeof(header));
-  const uint64_t payload_bytes = bytes.size() - sizeof(header);
-  if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0 || header.cubin_bytes > payload_bytes ||
-      header.log_bytes != payload_bytes - header.cubin_bytes ||
-      header.checksum != Checksum(bytes.data() + kChecked, bytes.size() - kChecked)) {
+  try {
+    return Read(name);
+  } catch (...) {
     return nullptr;
   }
-  std::error_code ignored;
-  fs::last_write_time(path, fs::file_time_type::clock::now(), ignored);  // eviction goes by last use
+}
+
+void DiskCache::Store(const std::string& name, const Binary& binary) const noexcept {
+  if (directory_.empty()) return;
+  try {
+    Write(name, binary);
+    Evict();
+  } catch (const std::exception& error) {
+    not_kept_("compiled kernels are not kept (CODA_JAX_CACHE_DIR): %s", error.what());
+  }
+}
+
+std::shared_ptr<const Binary> DiskCache::Read(const std::string& name) const {
+  fs::path path = directory_ / name;
+  path += kSuffix;
+  const File file(path);
+  struct stat status{};
+  const char* distrust = nullptr;
+  if (file.descriptor >= 0) {
+    if (fstat(file.descriptor, &status) != 0) return nullptr;
+    distrust = Distrust(status);
+  } else if (errno == ELOOP) {
+    distrust = "it is a link";
+  } else {
+    return nullptr;
+  }
+  if (distrust != nullptr) {
+    not_used_("%s is not used, its kernel compiles again: %s", path.c_str(), distrust);
+    return nullptr;
+  }
+
+  const auto size = static_cast<uint64_t>(status.st_size);
+  if (size < sizeof(Header) || size > limit_bytes_) return nullptr;
+  std::string bytes(size, '\0');
+  if (!TransferAll(read, file.descriptor, bytes.data(), size)) return nullptr;
+  Header header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  const uint64_t payload_bytes = size - sizeof(header);
+  if (std::string_view(header.magic, sizeof(header.magic)) != kMagic || header.cubin_bytes > payload_bytes ||
+      header.log_bytes != payload_bytes - header.cubin_bytes ||
+      std::string_view(header.checksum, sizeof(header.checksum)) != Checksum(name, bytes)) {
+    return nullptr;
+  }
+  futimens(file.descriptor, nullptr);  // eviction goes by last use
   auto binary = std::make_shared<Binary>();
   binary->cubin = bytes.substr(sizeof(header), header.cubin_bytes);
   binary->log = bytes.substr(sizeof(header) + header.cubin_bytes);
@@ -78,34 +166,34 @@ std::shared_ptr<const Binary> DiskCache::Load(const std::string& name) const {
   return binary;
 }
 
-void DiskCache::Store(const std::string& name, const Binary& binary) const {
-  if (directory_.empty()) return;
-  std::error_code error;
-  fs::create_directories(directory_, error);
-  if (error) return;
+void DiskCache::Write(const std::string& name, const Binary& binary) const {
+  fs::create_directories(directory_.parent_path());
+  if (mkdir(directory_.c_str(), 0700) != 0 && errno != EEXIST) Fail(errno, directory_);
 
   Header header{};
-  std::memcpy(header.magic, kMagic, sizeof(kMagic));
+  kMagic.copy(header.magic, sizeof(header.magic));
   header.cubin_bytes = binary.cubin.size();
   header.log_bytes = binary.log.size();
   header.seconds = binary.seconds;
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
   bytes += binary.cubin;
   bytes += binary.log;
-  header.checksum = Checksum(bytes.data() + kChecked, bytes.size() - kChecked);
-  std::memcpy(bytes.data(), &header, sizeof(header));
+  Checksum(name, bytes).copy(bytes.data() + offsetof(Header, checksum), sizeof(header.checksum));
 
   static std::atomic<unsigned> sequence{0};
-  const fs::path temporary =
-      directory_ / (name + "." + std::to_string(getpid()) + "." + std::to_string(sequence++) + kTemporary);
+  fs::path path = directory_ / name;
+  fs::path temporary = path;
+  path += kSuffix;
+  temporary += "." + std::to_string(getpid()) + "." + std::to_string(sequence++);
+  temporary += kTemporary;
   const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (file < 0) return;
-  const bool written = WriteAll(file, bytes.data(), bytes.size());
-  if (close(file) == 0 && written) {
-    fs::rename(temporary, directory_ / (name + kSuffix), error);
-    if (!error) return Evict();
-  }
-  fs::remove(temporary, error);
+  if (file < 0) Fail(errno, temporary);
+  int error = TransferAll(write, file, bytes.data(), bytes.size()) ? 0 : errno;
+  if (close(file) != 0 && error == 0) error = errno;  // a network's file system may say only now that it is full
+  if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) error = errno;
+  if (error == 0) return;
+  unlink(temporary.c_str());
+  Fail(error, path);
 }
 
 void DiskCache::Evict() const {
@@ -120,14 +208,16 @@ void DiskCache::Evict() const {
   std::error_code error;
   // Other processes remove files meanwhile: whatever cannot be looked at is skipped.
   for (fs::directory_iterator it(directory_, error), end; !error && it != end; it.increment(error)) {
-    const fs::path& path = it->path();
+    const std::string name = it->path().filename().string();
+    const bool temporary = EndsAsOurs(name, kTemporary);
+    if (!temporary && !EndsAsOurs(name, kSuffix)) continue;
     std::error_code gone;
-    Entry entry{fs::last_write_time(path, gone), 0, path};
-    if (!gone) entry.bytes = fs::file_size(path, gone);
+    Entry entry{fs::last_write_time(it->path(), gone), 0, it->path()};
+    if (!gone) entry.bytes = fs::file_size(it->path(), gone);  // fails for what is no file
     if (gone) continue;
-    if (path.extension() == kTemporary) {
-      if (now - entry.used > kAbandoned) fs::remove(path, gone);
-    } else if (path.extension() == kSuffix) {
+    if (temporary) {
+      if (now - entry.used > kAbandoned) RemoveOurs(entry.path);
+    } else {
       total_bytes += entry.bytes;
       entries.push_back(std::move(entry));
     }
@@ -136,7 +226,7 @@ void DiskCache::Evict() const {
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.used < b.used; });
   for (const Entry& entry : entries) {
     if (total_bytes <= limit_bytes_) return;
-    fs::remove(entry.path, error);
+    RemoveOurs(entry.path);
     total_bytes -= entry.bytes;
   }
 }

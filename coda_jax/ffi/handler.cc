@@ -267,8 +267,11 @@ Kernel& Prepare(const GemmCall& call) {
                                 std::string(call.headers) + "); this one has kernel headers " + headers +
                                 ". Export it again.");
   }
-  const Compiler::Job job = compiler->Submit(
-      {std::string(call.key), std::string(call.name), std::string(call.source), std::string(call.arch)});
+  // Under a key that is not its own a kernel would be taken for another program's, here and on disk.
+  if (call.key != compiler->Key(call.source, call.arch)) {
+    throw std::invalid_argument("the program's key " + std::string(call.key) + " is not that of its source");
+  }
+  const Compiler::Job job = compiler->Submit(std::string(call.name), std::string(call.source), std::string(call.arch));
   return Registry::Get().Insert(call.key, job.get());
 }
 

@@ -15,7 +15,7 @@ struct GemmCall {
   int32_t abi;
   std::string_view headers;  // hash of the headers that the program was generated for
   std::string_view name;     // for messages
-  std::string_view key;      // of the source, see coda_jax.ffi.kernel_key
+  std::string_view key;      // see Compiler::Key
   std::string_view arch;
   std::string_view source;
   xla::ffi::Span<const int32_t> maps;      // MapRequest each

@@ -8,11 +8,13 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "compiler.h"
 #include "handler.h"
+#include "sha256.h"
 #include "tensor_map.h"
 
 namespace nb = nanobind;
@@ -36,15 +38,23 @@ void Configure(StringPairs headers, std::string headers_hash, Strings options, S
                        .quiet = quiet});
 }
 
-void Submit(std::string key, std::string name, std::string source, std::string arch) {
-  Compiler::Get()->Submit({std::move(key), std::move(name), std::move(source), std::move(arch)});
+std::string KernelKey(const std::string& source, const std::string& arch) {
+  return Compiler::Get()->Key(source, arch);
 }
 
-nb::tuple Compile(std::string key, std::string name, std::string source, std::string arch) {
+std::string DigestOf(const Strings& parts) {
+  return Digest(std::vector<std::string_view>(parts.begin(), parts.end()));
+}
+
+void Submit(std::string name, std::string source, std::string arch) {
+  Compiler::Get()->Submit(std::move(name), std::move(source), std::move(arch));
+}
+
+nb::tuple Compile(std::string name, std::string source, std::string arch) {
   std::shared_ptr<const Binary> binary;
   {
     nb::gil_scoped_release release;
-    binary = Compiler::Get()->Submit({std::move(key), std::move(name), std::move(source), std::move(arch)}).get();
+    binary = Compiler::Get()->Submit(std::move(name), std::move(source), std::move(arch)).get();
   }
   return nb::make_tuple(nb::bytes(binary->cubin.data(), binary->cubin.size()), binary->log, binary->seconds,
                         binary->cached);
@@ -108,9 +118,11 @@ NB_MODULE(_ffi, module) {
   module.def("configure", Configure, nb::kw_only(), nb::arg("headers"), nb::arg("headers_hash"), nb::arg("options"),
              nb::arg("libraries"), nb::arg("cache_directory"), nb::arg("cache_limit_bytes"), nb::arg("dump_directory"),
              nb::arg("quiet"), nb::call_guard<nb::gil_scoped_release>());
-  module.def("submit", Submit, nb::arg("key"), nb::arg("name"), nb::arg("source"), nb::arg("arch"),
+  module.def("digest", DigestOf, nb::arg("parts"));
+  module.def("kernel_key", KernelKey, nb::arg("source"), nb::arg("arch"));
+  module.def("submit", Submit, nb::arg("name"), nb::arg("source"), nb::arg("arch"),
              nb::call_guard<nb::gil_scoped_release>());
-  module.def("compile", Compile, nb::arg("key"), nb::arg("name"), nb::arg("source"), nb::arg("arch"));
+  module.def("compile", Compile, nb::arg("name"), nb::arg("source"), nb::arg("arch"));
   module.def(
       "unavailable_reason", [] { return Compiler::Get()->UnavailableReason(); },
       nb::call_guard<nb::gil_scoped_release>());
