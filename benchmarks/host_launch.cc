@@ -75,11 +75,14 @@ XLA_FFI_CallFrame Describe(Frame& frame, int stage) {
   return call;
 }
 
+constexpr int kDevices = 3;  // the last one is no Hopper GPU
+
 /// What the stand-in driver was asked for.
 struct Record {
   uint64_t encodings = 0, launches = 0, device_queries = 0;
   uint64_t zeroed_address = 0, zeroed_words = 0;  // of the last memset
   uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0, begins_early = 0;
+  uint32_t shared_limits[kDevices] = {}, loads[kDevices] = {};  // the last limit set, and functions loaded, by device
   unsigned char parameters[4096] = {};
 } record;
 thread_local int device = 0;
@@ -190,7 +193,7 @@ int cuCtxGetDevice(int* ordinal) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int ordinal) {
   ++record.device_queries;
-  return *value = attribute == 16 ? 132 - 32 * ordinal : attribute == 75 ? 9 : 0, 0;
+  return *value = attribute == 16 ? 132 - 32 * ordinal : attribute == 75 ? (ordinal == kDevices - 1 ? 10 : 9) : 0, 0;
 }
 int cuLibraryLoadData(void** library, const void*, int*, void**, unsigned, int*, void**, unsigned) {
   return *library = &record, 0;
@@ -199,9 +202,11 @@ int cuLibraryGetKernel(void** kernel, void*, const char*) {
   return *kernel = &record, 0;
 }
 int cuKernelGetFunction(void** function, void*) {
+  ++record.loads[device];
   return *function = &record, 0;
 }
-int cuKernelSetAttribute(int, int, void*, int) {
+int cuKernelSetAttribute(int attribute, int value, void*, int ordinal) {
+  if (attribute == 8) record.shared_limits[ordinal] = value;
   return 0;
 }
 

@@ -37,6 +37,8 @@ class Record(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
         ("begins_early", ctypes.c_uint32),
+        ("shared_limits", ctypes.c_uint32 * 3),
+        ("loads", ctypes.c_uint32 * 3),
         ("parameters", ctypes.c_ubyte * 4096),
     )
 
@@ -152,21 +154,21 @@ def product(
     *,
     kernel: int = 0,
     pointers: Sequence[int] = (2,),
-    box_rows: int = 128,
+    map_of_a: Sequence[int] = (1, 0, 64, 128, 128),
     flags: int = 0,
 ) -> list[jax.Array]:
     """One call with three tensor maps; each number `kernel` stands for a kernel of its own. With `flags` it is one
-    with split-K, for so many blocks.
+    with split-K, for so many blocks. `map_of_a` is a's, without the buffer.
     """
     return ffi.gemm_call(
         [a, b, bias],
         [
-            jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[0]), jnp.bfloat16),
             *([jax.ShapeDtypeStruct((flags, 4), jnp.int32)] if flags else []),
         ],
         name="gemm[launch]",
         source=f'extern "C" __global__ void coda_gemm(int* x) {{ *x = {kernel}; }}',
-        maps=[0, 1, 0, 64, box_rows, 128, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
+        maps=[0, *map_of_a, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
         pointers=pointers,
         transpose_a=False,
         transpose_b=True,

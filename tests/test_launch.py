@@ -18,10 +18,12 @@ from tests.nvrtc import needs_nvrtc
 M, N, K = 256, 192, 64
 PARAMETER_BYTES = 3 * 128 + 8 + 16
 MIB = 1 << 20
+TYPES = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (N, K), (N,))]
 
 
-def make(host, addresses=(MIB, 2 * MIB, 3 * MIB, 4 * MIB), m=M, dtype=jnp.bfloat16, **options):
-    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, K), (N, K), (N,))]
+def make(host, addresses=(MIB, 2 * MIB, 3 * MIB, 4 * MIB), m=M, dtype=jnp.bfloat16, a=None, **options):
+    a = a or (m, K)
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in (a, (N, a[-1]), (N,))]
     frame = host.frame(functools.partial(product, **options), types, addresses)
     for stage in ("instantiate", "initialize"):
         frame.call(stage)
@@ -65,12 +67,41 @@ def check_whatever_a_map_depends_on_is_seen(host):
     assert (encodings, maps[0, 0]) == (1, 13 * MIB)
     encodings, (maps, _) = execute(host, make(host, addresses, m=128))
     assert (encodings, maps[0, 3], maps[2, 3]) == (2, 128, 128)  # a and the result are shorter, b is not
-    encodings, (maps, _) = execute(host, make(host, addresses, box_rows=64))
-    assert (encodings, maps[0, 9] & 0xFFFFFFFF) == (1, 64)
     encodings, (maps, _) = execute(host, make(host, addresses, dtype=jnp.float16))
     assert (encodings, maps[:, 10].astype(np.uint32).tolist()) == (2, [6, 6, 9])
     encodings, (maps, pointer) = execute(host, make(host, addresses, pointers=(0,)))
     assert (encodings, pointer) == (0, 9 * MIB)
+
+
+def check_every_part_of_a_request_for_a_map_is_seen(host):
+    """Of a alone: ways, split_rows, box_columns, box_rows, swizzle_bytes. The words: see the stand-in's map."""
+    addresses = (14 * MIB, 15 * MIB, 16 * MIB, 17 * MIB)
+    requests = {
+        (1, 0, 64, 128, 128): ([K, 1, M, 1], [64, 1, 128, 1], 3),
+        (2, 0, 64, 128, 128): ([K // 2, 2, M, 1], [64, 1, 128, 1], 3),
+        (2, 1, 64, 128, 128): ([K, 2, M // 2, 1], [64, 1, 128, 1], 3),
+        (1, 0, 32, 128, 128): ([K, 1, M, 1], [32, 1, 128, 1], 3),
+        (1, 0, 64, 64, 128): ([K, 1, M, 1], [64, 1, 64, 1], 3),
+        (1, 0, 64, 128, 64): ([K, 1, M, 1], [64, 1, 128, 1], 2),
+    }
+    frames = [make(host, addresses, map_of_a=request) for request in requests]
+    for new in (3, 1, 1, 1, 1, 1), (0,) * 6:
+        for frame, expected, count in zip(frames, requests.values(), new, strict=True):
+            encodings, (maps, _) = execute(host, frame)
+            box, swizzle = maps[0, 8:10].view(np.uint32).tolist(), maps[0, 10] >> np.uint64(32)
+            assert (maps[0, 1:5].tolist(), box, swizzle) == expected
+            assert encodings == count
+
+
+def check_every_size_of_a_buffer_is_seen(host):
+    """Of a, (batch, m, k). The result differs with it but for k, in which b does."""
+    addresses = (18 * MIB, 19 * MIB, 20 * MIB, 21 * MIB)
+    shapes = {(2, M, K): 3, (3, M, K): 2, (3, 128, K): 2, (3, 128, 2 * K): 2, (384, 2 * K): 2, (1, 384, 2 * K): 2}
+    for a, new in shapes.items():
+        encodings, (maps, _) = execute(host, make(host, addresses, a=a))
+        batch, m, k = (1, *a)[-3:]
+        assert maps[:, 1:5].tolist() == [[k, 1, m, batch], [k, 1, N, 1], [N, 1, m, batch]]
+        assert encodings == new, a
 
 
 def check_more_maps_than_are_kept(host):
@@ -116,6 +147,40 @@ def check_devices_at_once(host):
     assert host.record.launches > launches
 
 
+def check_each_device_is_made_ready(host):
+    """Code and the limit of shared memory are a device's own, and are there before a launch, which may be captured."""
+    limits, loads = host.record.shared_limits, host.record.loads
+    limits[:], loads[:] = (0, 0, 0), (0, 0, 0)
+    frame = host.frame(functools.partial(product, kernel=1), TYPES, (MIB,) * 4)
+    frame.call("instantiate")
+    assert (list(limits), list(loads)) == ([0, 0, 0], [0, 0, 0])
+    for device, expected in ((0, (1, 0, 0)), (1, (1, 1, 0)), (0, (1, 1, 0))):
+        host.library.driver_set_device(device)
+        frame.call("initialize")
+        assert tuple(loads) == expected
+        assert tuple(limits) == tuple(200_000 * ready for ready in expected)
+    host.library.driver_set_device(2)
+    message = (
+        'gemm.launch.: the program was lowered for sm_90a, the device is sm_100; lower it with implementation="xla"'
+    )
+    with pytest.raises(RuntimeError, match=message):
+        frame.call("initialize")
+    host.library.driver_set_device(0)
+    assert loads[2] == limits[2] == 0
+
+
+def check_kernel_under_another_ones_key(host):
+    """It is refused, and the kernel whose key it is compiles."""
+    honest = host.frame(functools.partial(product, kernel=2), TYPES, (MIB,) * 4)
+    forged = host.frame(functools.partial(product, kernel=2), TYPES, (MIB,) * 4)
+    forged.set_attribute("source", 'extern "C" __global__ void coda_gemm(int* x) { *x = 3; }')
+    for stage in ("instantiate", "initialize"):  # XLA leaves out the first where a program comes from its cache
+        with pytest.raises(RuntimeError, match=r"the program's key [0-9a-f]{64} is not that of its source"):
+            forged.call(stage)
+    for stage in ("instantiate", "initialize", "execute"):
+        honest.call(stage)
+
+
 def check_split_k(host):
     """Every flag is zeroed before the kernel begins, and there are no more blocks than have some."""
     addresses = (MIB, 2 * MIB, 3 * MIB, 4 * MIB, 5 * MIB)
@@ -124,6 +189,10 @@ def check_split_k(host):
     make(host, addresses, m=128 * 1000, flags=100).call("execute")
     assert (host.record.zeroed_words, host.record.grid) == (400, 100)
     assert not host.record.begins_early
+    launches = host.record.launches
+    with pytest.raises(RuntimeError, match=r"the flags are s32\[1,4\]"):  # a cluster has two blocks
+        make(host, addresses, flags=1).call("execute")
+    assert host.record.launches == launches
 
 
 def check_errors(host):
