@@ -1,4 +1,4 @@
-# make train | test | test-all | gpu-test | gpu-sanitize | bench | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | test-all | host-sanitize | gpu-test | gpu-sanitize | bench | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -25,7 +25,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test test-all gpu-test gpu-sanitize bench kernels-diff lint clean
+.PHONY: train test test-all host-sanitize gpu-test gpu-sanitize bench kernels-diff lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -36,6 +36,9 @@ test: $(STAMPS)/test # by file: what a file's tests share, compiled programs abo
 
 test-all:
 	.ci/run all
+
+host-sanitize: $(STAMPS)/test
+	tests/host_sanitize $(RUN)
 
 gpu-test: $(STAMPS)/test # without a Hopper GPU it fails
 	CODA_JAX_TEST_REQUIRES=hopper,nvrtc $(RUN) -m pytest -m gpu tests/gpu $(ARGS)

@@ -77,14 +77,15 @@ XLA_FFI_CallFrame Describe(Frame& frame, int stage) {
 
 constexpr int kDevices = 3;  // the last one is no Hopper GPU
 
-/// What the stand-in driver was asked for.
+/// What the stand-in driver was asked for by a thread.
 struct Record {
   uint64_t encodings = 0, launches = 0, device_queries = 0;
   uint64_t zeroed_address = 0, zeroed_words = 0;  // of the last memset
   uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0, begins_early = 0;
   uint32_t shared_limits[kDevices] = {}, loads[kDevices] = {};  // the last limit set, and functions loaded, by device
   unsigned char parameters[4096] = {};
-} record;
+};
+thread_local Record record;
 thread_local int device = 0;
 size_t parameter_bytes = 0;  // of the kernel, which a driver knows from its image
 
