@@ -1,0 +1,171 @@
+"""The comparison of two commits' kernels: what it must see, and the small cases against what is on record.
+
+Where a change of the kernels is meant: `python -m tests.test_kernels_diff` writes tests/kernels.json anew.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from benchmarks.kernels_diff import compare
+from benchmarks.machine_code import disassembly, without_names
+
+RECORD = pathlib.Path(__file__).with_name("kernels.json")
+ROOT = RECORD.parents[1]
+
+
+def recorded(directory):
+    """The records of the small cases, made in a process of their own: libcuda.so.1 is a stand-in there."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CODA_JAX_TUNED": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "benchmarks.kernel_records", str(directory), "--small"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((directory / "records.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("records")
+    return recorded(directory), directory / "images"
+
+
+def image_of(directory):
+    return lambda name: (directory / f"{name}.cubin").read_bytes()
+
+
+def kinds(made, change):
+    """The kinds of differences between the records and what `change` makes of a copy of them."""
+    records, images = made
+    other = copy.deepcopy(records)
+    change(other)
+    return {difference.kind for difference in compare(records, other, image_of(images))}
+
+
+def a_product(records):
+    name = next(name for name in records["cases"] if name.startswith("residual_sumsq"))
+    return records["cases"][name]["products"][0]
+
+
+def test_records_are_the_same_as_themselves(made):
+    assert not kinds(made, lambda records: None)
+    records, _ = made
+    assert sum(len(case["products"]) for case in records["cases"].values() if case) >= 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("missing case", lambda records: records["cases"].popitem()),
+        ("missing product", lambda records: next(iter(records["cases"].values()))["products"].pop()),
+        ("tile", lambda records: next(iter(records["explained"].values()))[0].__setitem__(2, "64 x 64 (config)")),
+        ("how operands are made", lambda records: a_product(records)["makers"].reverse()),
+        ("types of operands", lambda records: a_product(records)["operands"].reverse()),
+        ("registers", lambda records: a_product(records)["kernel"].update(registers=1)),
+        ("attributes", lambda records: a_product(records)["attributes"].update(transpose_b=False)),
+        ("launch", lambda records: a_product(records)["launch"].update(grid=1)),
+    ],
+)
+def test_every_kind_of_difference_is_seen(made, kind, change):
+    assert kinds(made, change) == {kind}
+
+
+def test_a_tile_that_one_side_lacks_is_seen(made):
+    def change(records):
+        name = next(name for name, case in records["cases"].items() if case and "in tile_m" in name)
+        records["cases"][name] = None
+
+    assert kinds(made, change) == {"missing tile"}
+
+
+def test_other_machine_code_is_seen(made):
+    records, _ = made
+    images = [product["kernel"]["image"] for case in records["cases"].values() if case for product in case["products"]]
+    other = next(image for image in images if image != a_product(records)["kernel"]["image"])
+    assert kinds(made, lambda records: a_product(records)["kernel"].update(image=other)) == {"machine code"}
+
+
+def test_labels_and_symbols_are_no_difference():
+    text = "{label}:\n  BRA `({label}) ; // a comment\n  CALL `({symbol}) ;\n  FADD R0, R1, {register} ;"
+    one = text.format(label=".L_x_3", symbol="_ZN4coda4gemmE", register="R2")
+    assert without_names(one) == without_names(text.format(label=".L_x_7", symbol="_ZN4coda1gE", register="R2"))
+    assert without_names(one) != without_names(text.format(label=".L_x_3", symbol="_ZN4coda4gemmE", register="R3"))
+
+
+SWAPPED = """
+from coda_jax.primitives import kernel
+original = kernel._pointers
+def swapped(*arguments):
+    pointers = original(*arguments)
+    return [*pointers[:-2], pointers[-1], pointers[-2]] if len(pointers) > 1 else pointers
+kernel._pointers = swapped
+"""
+OTHER_TILE = """
+import functools
+from coda_jax.primitives import config
+config.TILES = tuple(tile for tile in config.TILES if tile != (128, 256))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mutation", "expected"), [(SWAPPED, {"attributes", "launch"}), (OTHER_TILE, {"tile", "machine code", "launch"})]
+)
+def test_mutations_of_the_library_are_seen(tmp_path, mutation, expected):
+    """Two pointers swapped, and a tile that is not chosen any more, in the recorder's own lowering of a product."""
+    program = """
+import json, sys
+from pathlib import Path
+from unittest import mock
+from benchmarks import kernel_records
+from benchmarks.kernel_cases import EPILOGUES, _product
+cases = {"every_vector": _product(EPILOGUES["every_vector"], 4096, 4096, 4096)}
+with mock.patch.object(kernel_records, "cases", lambda: cases):
+    out = Path(sys.argv[1])
+    before = kernel_records.record(False, out)
+    exec(sys.argv[2])
+    json.dump([before, kernel_records.record(False, out)], (out / "both.json").open("w"))
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CODA_JAX_TUNED": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, str(tmp_path), mutation]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    before, after = json.loads((tmp_path / "both.json").read_text())
+    assert expected <= {difference.kind for difference in compare(before, after, image_of(tmp_path))}
+
+
+def digests(made):
+    """Of each product of the small cases: machine code, registers, spills, attributes and launch."""
+    records, images = made
+    code = {}
+    found = {}
+    for name, case in records["cases"].items():
+        rows = []
+        for product in case["products"] if case else ():
+            kernel = product["kernel"]
+            if kernel["image"] not in code:
+                code[kernel["image"]] = disassembly(image_of(images)(kernel["image"]))
+            parts = [code[kernel["image"]], kernel["registers"], kernel["spilled_bytes"]]
+            parts += [product["attributes"], product["launch"]]
+            rows.append(hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16])
+        found[name] = rows
+    return found
+
+
+def test_kernels_are_those_on_record(made):
+    """A kernel that is changed unseen fails here; one that is changed on purpose comes with a new record."""
+    found, expected = digests(made), json.loads(RECORD.read_text())
+    assert found.keys() == expected.keys()
+    changed = [name for name in found if found[name] != expected[name]]
+    assert not changed, f"the kernels of {len(changed)} cases changed, such as {changed[:3]}"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        records = recorded(pathlib.Path(folder))
+        RECORD.write_text(json.dumps(digests((records, pathlib.Path(folder, "images"))), indent=1) + "\n")
