@@ -21,7 +21,7 @@ from flax_layers import GPT2, GPT2Config, Llama, LlamaConfig
 
 DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 # Every tile, whole and with split-K, beside many rows; and those of few rows, which share nothing.
-TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256))
+TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64, 192))
 CONFIGS = (
     *({"tile_m": m, "tile_n": n, "cluster_m": 2, "split_k": False} for m, n in TILES),
     *({"tile_m": m, "tile_n": n, "cluster_m": 2, "split_k": True} for m, n in TILES if (m, n) != (128, 256)),

@@ -149,7 +149,8 @@ def products(function: Any, *arguments: Any) -> list[core.JaxprEqn]:
         for equation in jaxpr.eqns:
             if equation.primitive.name == TARGET:
                 types = [v.aval.str_short() for v in equation.invars]
-                found.setdefault(f"{types} {sorted(map(str, equation.params.items()))}", equation)
+                params = [str(item) for item in sorted(equation.params.items()) if item[0] not in ("name", "site")]
+                found.setdefault(f"{types} {params}", equation)
             for inner in jax.tree.leaves(
                 list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
             ):
@@ -183,6 +184,8 @@ def _with_config(params: Mapping[str, Any], config: coda.GemmConfig) -> dict[str
     """The primitive's parameters with another config: one of them, or a field of a dataclass that is one of them."""
     if "config" in params:
         return {**params, "config": config}
+    if not any(hasattr(value, "config") for value in params.values()):
+        raise RuntimeError("none of the primitive's parameters has a config")
     return {
         name: dataclasses.replace(value, config=config) if hasattr(value, "config") else value
         for name, value in params.items()
@@ -283,7 +286,9 @@ def main() -> None:
     images = arguments.out / "images"
     images.mkdir(parents=True, exist_ok=True)
     records = record(arguments.small, images)
-    (arguments.out / "records.json").write_text(json.dumps(records, indent=1))
+    part = arguments.out / "records.json.part"
+    part.write_text(json.dumps(records, indent=1))
+    part.replace(arguments.out / "records.json")
 
 
 if __name__ == "__main__":

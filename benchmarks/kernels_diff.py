@@ -1,11 +1,11 @@
-"""Whether two commits give every product the same kernel: the proof that a refactoring changes nothing on a GPU.
+"""Whether two commits give the products of `benchmarks.kernel_cases` the same kernels: the proof of a refactoring.
 
 `make kernels-diff A=<commit> B=<commit>` installs each commit in an environment of its own, all with the same versions
 of NVRTC, JAX and Flax, runs this tree's `benchmarks.kernel_records` in both, and compares. Products are paired by case
 and by their place in the program, never by name. It prints how many it compared, and fails where anything differs:
 
 * a case, a product, or a tile that one side alone can have;
-* machine code, as nvdisasm prints it, labels and symbols aside; registers; spilled bytes;
+* machine code, as nvdisasm prints it, labels and symbols aside, and its constants; registers; spilled bytes;
 * attributes of the custom call, types of operands and results, what they are made by, which share memory;
 * the launch: tensor maps, pointers, sizes, grid, cluster, shared memory;
 * the tile that `coda.explain` tells, and who chose it.
@@ -39,7 +39,7 @@ RECORDER = (
     *("__init__.py", "kernel_records.py", "kernel_cases.py", "epilogues.py", "machine_code.py"),
     *("host_launch.py", "host_launch.cc"),
 )
-SHOWN = 5  # differences of a kind
+SHOWN, DETAIL = 10, 300  # differences of a kind that are printed, one a case; characters of each
 
 
 class Difference(NamedTuple):
@@ -191,9 +191,10 @@ def main() -> None:
     for side, records in (("A", a), ("B", b)):
         print("{}: {} cases, {} products, {} kernels".format(side, *counts(records)))
     for kind, differences in found.items():
-        print(f"{kind}: {len(differences)} differ")
-        for difference in differences[:SHOWN]:
-            print(f"  {difference.where}: {difference.detail[:400]}")
+        print(f"{kind}: {len(differences)} differ, such as")
+        of_cases = {difference.where.split(",")[0]: difference for difference in reversed(differences)}
+        for difference in sorted(of_cases.values())[:SHOWN]:
+            print(f"  {difference.where}: {difference.detail[:DETAIL]}")
     print("the same" if not found else f"{sum(map(len, found.values()))} differences")
     raise SystemExit(bool(found))
 

@@ -30,23 +30,31 @@ def resource_usage(log: str) -> ResourceUsage:
 
 def machine_instructions(cubin: bytes) -> int:
     """How many instructions a compiled kernel has, of 16 bytes each."""
-    return sum(size for name, size in _sections(cubin).items() if name.startswith(".text")) // 16
+    return sum(len(data) for name, data in _sections(cubin).items() if name.startswith(".text")) // 16
 
 
-def _sections(cubin: bytes) -> dict[str, int]:
-    """Sizes in bytes by name."""
-    from elftools.elf.elffile import ELFFile  # of the extra dev
+def constants(cubin: bytes) -> list[str]:
+    """The tables that code reads: constant banks but for that of the parameters and those of addresses."""
+    sections = _sections(cubin)
+    banks = {name: data for name, data in sections.items() if re.match(r"\.nv\.constant[1-9]", name)}
+    return [data.hex() for name, data in sorted(banks.items()) if not {f".rel{name}", f".rela{name}"} & sections.keys()]
 
-    return {section.name: section.data_size for section in ELFFile(io.BytesIO(cubin)).iter_sections()}
+
+def _sections(cubin: bytes) -> dict[str, bytes]:
+    """Contents by name."""
+    from elftools.elf.elffile import ELFFile  # of the extra test
+
+    file = ELFFile(io.BytesIO(cubin))
+    return {one.name: one.data() for one in file.iter_sections() if one["sh_type"] != "SHT_NOBITS"}
 
 
 def disassembly(cubin: bytes) -> list[str]:
-    """The instructions as text, labels and symbols numbered in order of appearance."""
+    """The instructions as text, labels and symbols numbered in order of appearance, and the constants they read."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         done = subprocess.run([_nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True)
-    return without_names(done.stdout)
+    return without_names(done.stdout) + constants(cubin)
 
 
 def without_names(text: str) -> list[str]:

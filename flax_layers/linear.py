@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +16,8 @@ from coda_jax.primitives import call_site
 from coda_jax.primitives.deferred_norm import add_residual_sumsq
 from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream, array, in_place_of, layer_norm_arguments
 
-call_site.hide(__file__)  # a warning names the line that called the layer
+for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
+    call_site.hide(library)
 
 default_kernel_init = nnx.initializers.lecun_normal()
 

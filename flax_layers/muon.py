@@ -36,7 +36,7 @@ def muon_dimension_numbers(params: Any) -> Any:
 
     def dimension_numbers(path: Any, x: Any) -> Any:
         names = [str(key.key) for key in path if isinstance(key, DictKey)]
-        if any(name.endswith("head") for name in names) or names[-1] not in _MATRICES:
+        if not names or names[-1] not in _MATRICES or any(name.endswith("head") for name in names):
             return None
         rows, columns = (x.ndim - axis for axis in _MATRICES[names[-1]])
         return MuonDimensionNumbers(rows, columns)

@@ -39,7 +39,7 @@ def register(
 
         def unflatten(meta: tuple[Any, ...], children: Iterable[Any]) -> Any:
             fields = dict(zip(data_fields, children, strict=True))
-            if any(isinstance(child, str) for child in fields.values()):
+            if any(isinstance(child, str) for child in fields.values()):  # as nnx.summary describes arrays
                 return fields
             return cls(**fields, **dict(zip(meta_fields, meta, strict=True)))
 

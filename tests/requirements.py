@@ -6,8 +6,11 @@ that a run which is meant to cover something does not pass by skipping it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import os
+import pathlib
 from collections.abc import Callable
 
 import jax
@@ -30,6 +33,25 @@ def missing_nvrtc() -> str | None:
     return ffi.unavailable_reason()
 
 
+RECORD = pathlib.Path(__file__).with_name("kernels.json")
+
+
+def versions() -> dict[str, str]:
+    """Of what makes and prints machine code of a product, beside this library."""
+    pinned = {name: importlib.metadata.version(name) for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvdisasm")}
+    return pinned | {"jax": ".".join(jax.__version__.split(".")[:2])}
+
+
+def missing_versions_of_record() -> str | None:
+    """Why the kernels on record cannot be compared with those that are made here."""
+    try:
+        here = versions()
+    except importlib.metadata.PackageNotFoundError as error:
+        return f"not installed: {error}"
+    of_record = json.loads(RECORD.read_text())["versions"]
+    return None if here == of_record else f"the kernels on record are of {of_record}, here is {here}"
+
+
 def missing_transformers() -> str | None:
     """Which package of the comparison with Hugging Face transformers is not installed."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -39,6 +61,7 @@ def missing_transformers() -> str | None:
 CHECKS: dict[str, Callable[[], str | None]] = {
     "hopper": missing_hopper,
     "nvrtc": missing_nvrtc,
+    "record": missing_versions_of_record,
     "transformers": missing_transformers,
 }
 

@@ -301,11 +301,15 @@ def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
     def loop(a, b):
         return jax.lax.fori_loop(0, 3, lambda _, y: y + multiply(a, b), jnp.zeros((M, N)))
 
+    def in_flax(a, b):
+        return nnx.Sequential(layer)(a)
+
     called = {multiply: multiply, jax.jit(lambda a, b: jax.jit(multiply)(a, b)): multiply, loop: multiply}
     for f, line in {
         **called,
         jax.vmap(multiply, (None, None), axis_size=2): multiply,
         apply: apply,
+        in_flax: in_flax,
         chain: chain,
     }.items():
         monkeypatch.setattr(gemm_cuda, "_reported", set())

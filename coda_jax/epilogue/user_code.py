@@ -39,6 +39,8 @@ def default_types() -> Iterator[None]:
 def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
     """The closed jaxpr of the epilogue f, called `name`, within `default_types`.
 
+    Under jax_enable_x64 it changes Python's filter of warnings meanwhile, which threads share before Python 3.14.
+
     Raises:
       NotTileLocalError: f asks for the value of an array, or for float64 where `jax_enable_x64` would give it.
     """

@@ -63,6 +63,7 @@ struct File {
 template <typename Transfer, typename Data>
 bool TransferAll(Transfer transfer, int file, Data* data, size_t size) {
   while (size > 0) {
+    errno = EIO;  // of a transfer of nothing, which sets none
     const ssize_t done = transfer(file, data, size);
     if (done < 0 && errno == EINTR) continue;
     if (done <= 0) return false;

@@ -1,4 +1,4 @@
-"""The user's line that made a product: a warning about it comes when it is lowered, on whoever's stack that is."""
+"""The user's line that made a product, for warnings that come later, when JAX lowers it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ class CallSite:
     file: str = dataclasses.field(compare=False)
     line: int = dataclasses.field(compare=False)
 
+    def __repr__(self) -> str:  # in a printed jaxpr
+        return f"{os.path.basename(self.file)}:{self.line}"
+
 
 _libraries: list[str] = [contextlib.__file__]
 
 
-def hide(package: str) -> None:
-    """Makes a file's folder one of those that are no user's."""
-    _libraries.append(os.path.dirname(package) + os.sep)
+def hide(module_file: str) -> None:
+    """Declares that the files in the folder of this one are a library's and no user's."""
+    _libraries.append(os.path.dirname(module_file) + os.sep)
 
 
 hide(jax.__file__)
-hide(os.path.dirname(__file__))
+hide(os.path.dirname(__file__))  # coda_jax
 
 
 def call_site() -> CallSite:
