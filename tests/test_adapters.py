@@ -57,6 +57,7 @@ class Beside(nnx.Module):
         return self.base(x) + self.adapter(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [Adapted, Beside])
 @pytest.mark.parametrize("model, place", CASES)
 def test_an_adapter_is_what_its_merged_kernel_is(model, place, adapted):

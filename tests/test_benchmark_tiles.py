@@ -21,6 +21,7 @@ from tests.nvrtc import needs_nvrtc
 MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}
 
 
+@pytest.mark.slow
 def test_measured_and_written(tmp_path, monkeypatch, capsys):
     """A row a shape and tile, as many shapes as the budget allows; a wrong product fails."""
     monkeypatch.setattr(tiles, "candidates", lambda *about: candidates(*about)[:2])
@@ -151,6 +152,7 @@ H200_BY_TIME = by_time(constants_for("NVIDIA H200"))
 WIDE, FLAT, SHARED = (128, 192), (64, 256), (128, 256)
 
 
+@pytest.mark.slow
 def test_fit():
     """The constants are found under which nothing is lost; under the true ones nothing is."""
     assert max(tile_losses.losses(times_by(H200_BY_TIME), H200_BY_TIME).values()) == 0

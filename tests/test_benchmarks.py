@@ -32,6 +32,7 @@ def quick_to_compile(monkeypatch):
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0}))
 
 
+@pytest.mark.slow
 def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     """Right variants are timed; one with wrong gradients is not, and makes the command fail."""
     monkeypatch.setattr(
@@ -53,6 +54,7 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
 
 
+@pytest.mark.slow
 def test_loss_curve(tmp_path, capsys, quick_to_compile):
     """Fused in bfloat16 the model learns what plain JAX in float32 learns, and so does plain JAX in bfloat16."""
     assert loss_curve.main(["--tiny", "--steps=12", f"--out={tmp_path}", "--commit=none"]) == 0
@@ -93,6 +95,7 @@ def test_variants_lower_for_a_gpu():
     assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
 
 
+@pytest.mark.slow
 def test_layer(quick_to_compile):
     rows = layer.measure(layer.config_of(*layer.TINY[0]), 1, 24, backward=True, repeats=1)
     assert {row["variant"] for row in rows} == {"coda", "xla", "xla_packed", "products", "coda_products"}
@@ -236,6 +239,7 @@ def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
     assert "kernel(s)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_energy(tmp_path, capsys, quick_to_compile):
     """On a device that always takes 100 W, energy is time; the bytes are those of operands and results."""
     options = ["--tiny", "--tiles", "--seconds=0.05", f"--out={tmp_path}", "--commit=none"]

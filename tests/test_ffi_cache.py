@@ -284,6 +284,7 @@ RACE = """
 """
 
 
+@pytest.mark.slow
 def test_processes_race_for_the_same_entries(tmp_path):
     processes = [child(RACE, tmp_path) for _ in range(4)]
     for process in processes:  # all have started by the time the first goes on
@@ -296,6 +297,7 @@ def test_processes_race_for_the_same_entries(tmp_path):
     assert not list(tmp_path.glob("*.temporary"))
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_no_bad_entry(tmp_path, cache):
     code = """
         from coda_jax import ffi

@@ -56,6 +56,7 @@ print(status("VmHWM:") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measures memory as Linux does")
 def test_memory_while_reading(tmp_path):
     """The peak is the model's and that of few arrays, not the file's beside it."""
@@ -143,6 +144,7 @@ save_hf_folder(layers.Llama(LLAMA, rngs=nnx.Rngs(1)), sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_half_way(tmp_path):
     save_hf_folder(model := llama(), tmp_path / "model")
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}

@@ -140,6 +140,7 @@ with mock.patch.object(kernel_records, "cases", lambda: cases):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "expected"), [(SWAPPED, {"attributes", "launch"}), (OTHER_TILE, {"tile", "machine code", "launch"})]
 )

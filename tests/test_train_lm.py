@@ -118,6 +118,7 @@ def test_what_a_finished_run_shows(undisturbed):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_float16_trains(tmp_path):
     code, output = finish(start(tmp_path, "--dtype=float16", "--steps=60"))
     assert code == 0, output
@@ -125,6 +126,7 @@ def test_float16_trains(tmp_path):
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
     out, before = undisturbed
     code, output = finish(start(out))
@@ -136,6 +138,7 @@ def test_a_finished_run_says_so_and_other_settings_are_refused(undisturbed):
     assert re.search(r"other settings \(seed: 0 there, 1 now\)", output)
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_and_folders_that_cannot_be_used(tmp_path):
     running = start(tmp_path / "run", "--steps=1000000")
     wait_for_step(running, tmp_path / "run", 20)
