@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import pytest
 
-from coda_jax import ffi
+from tests.requirements import missing_nvrtc
 
-needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
+needs_nvrtc = pytest.mark.skipif(bool(missing_nvrtc()), reason=f"no NVRTC: {missing_nvrtc()}")
 
 
 def kernels(function: Callable[..., Any], *arguments: Any) -> int:

@@ -11,6 +11,7 @@ from benchmarks.machine_code import machine_instructions, resource_usage
 from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
 from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
+from tests.nvrtc import needs_nvrtc
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
 # elementwise program needs the registers.
@@ -29,10 +30,7 @@ SPILLED_IN_TILE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def needs_nvrtc():
-    if reason := ffi.unavailable_reason():
-        pytest.skip(reason)
+pytestmark = needs_nvrtc
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

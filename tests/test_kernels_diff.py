@@ -23,12 +23,18 @@ pytestmark = needs_nvrtc
 ROOT = RECORD.parents[1]
 
 
-def recorded(directory):
-    """The records of the small cases, made in a process of their own: libcuda.so.1 is a stand-in there."""
+def run(*arguments):
+    """What Python prints in a process of its own: libcuda.so.1 is a stand-in there."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CODA_JAX_TUNED": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.kernel_records", str(directory), "--small"]
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def recorded(directory):
+    """The records of the small cases."""
+    run("-m", "benchmarks.kernel_records", directory, "--small")
     return json.loads((directory / "records.json").read_text())
 
 
@@ -146,13 +152,8 @@ with mock.patch.object(kernel_records, "cases", lambda: cases):
 )
 def test_mutations_of_the_library_are_seen(tmp_path, mutation, expected):
     """Two pointers swapped, and a tile that is not chosen any more."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CODA_JAX_TUNED": "", "PYTHONPATH": str(ROOT)}
-    records = []
-    for program in (ONE_CASE, mutation + ONE_CASE):
-        command = [sys.executable, "-c", program, str(tmp_path)]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        records.append(json.loads(done.stdout.splitlines()[-1]))
+    printed = [run("-c", program, tmp_path) for program in (ONE_CASE, mutation + ONE_CASE)]
+    records = [json.loads(text.splitlines()[-1]) for text in printed]
     assert expected <= {difference.kind for difference in compare(*records, image_of(tmp_path))}
 
 

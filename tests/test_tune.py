@@ -16,13 +16,12 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from coda_jax import ffi
 from coda_jax.primitives import tile_table, tune
 from coda_jax.primitives.config import TILES, candidates
 from coda_jax.primitives.cost_model import constants_for, relative_power
+from tests.nvrtc import needs_nvrtc
 from tests.tuned import is_no_worse
 
-needs_nvrtc = pytest.mark.skipif(bool(ffi.unavailable_reason()), reason=f"no NVRTC: {ffi.unavailable_reason()}")
 DEVICE = "NVIDIA H200"
 H200 = constants_for(DEVICE)
 A, B = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 6144), jnp.bfloat16)
