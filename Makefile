@@ -53,11 +53,14 @@ gpu-sanitize: $(STAMPS)/test
 bench: $(STAMPS)/bench
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/bench # train_step, layer, loss_curve, energy, ablation, between_kernels, launch, tiles, tiles_energy, plots
+bench-%: $(STAMPS)/bench # train_step, layer, loss_curve, launch, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
 
+lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, between_kernels, host_launch
+	$(RUN) -m benchmarks.lab.$* $(ARGS)
+
 kernels-diff: $(STAMPS)/dev # A=<commit> B=<commit>: whether every product has the same kernel on both
-	$(RUN) -m benchmarks.kernels_diff $(A) $(B) $(ARGS)
+	$(RUN) -m benchmarks.lab.kernels_diff $(A) $(B) $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(RUN) -m ruff check

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import peers, programs, timing
-from benchmarks.tile_losses import Shape, cuts
-from coda_jax.primitives.config import GemmConfig
-from coda_jax.primitives.cost_model import by_time, constants_for
-from coda_jax.primitives.tile_table import attached_device
+from benchmarks.lab.tile_losses import Shape, cuts
+from coda_jax.tiles.config import GemmConfig
+from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.table import attached_device
 
 Shapes = Sequence[tuple[str, int, int, int]]
 

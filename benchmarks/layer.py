@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, plain_llama, results, timing
-from coda_jax.primitives.deferred_norm import add_residual_sumsq
+from coda_jax.operators.deferred_norm import add_residual_sumsq
 from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.

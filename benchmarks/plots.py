@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plots`: pictures of what `python -m benchmarks` and `python -m benchmarks.tiles` wrote.
+"""`python -m benchmarks.plots`: pictures of what `python -m benchmarks` and `python -m benchmarks.lab.tiles` wrote.
 
 For each CSV of the first in benchmarks/results: <name>_products.png, the bare product beside its peers;
 <name>_epilogues.png, what an epilogue adds to the product's time against the product's depth; <name>_roofline.png, the
@@ -17,8 +17,9 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 
-from benchmarks import results, tile_losses
-from coda_jax.primitives.cost_model import by_time, constants_for
+from benchmarks import results
+from benchmarks.lab import tile_losses
+from coda_jax.tiles.cost_model import by_time, constants_for
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

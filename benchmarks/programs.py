@@ -12,11 +12,12 @@ import numpy as np
 
 from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
 from coda_jax.epilogue import trace
-from coda_jax.primitives import deferred_norm, kernel
-from coda_jax.primitives.config import GemmConfig, choose_tiling
-from coda_jax.primitives.cost_model import Product
-from coda_jax.primitives.gated_mlp import gated_backward, row_scale_gated
-from coda_jax.primitives.tune import random_array
+from coda_jax.operators import deferred_norm
+from coda_jax.operators.gated_mlp import gated_backward, row_scale_gated
+from coda_jax.primitives import kernel
+from coda_jax.tiles.config import GemmConfig, choose_tiling
+from coda_jax.tiles.cost_model import Product
+from coda_jax.tools.tune import random_array
 
 
 class Program(EpilogueCase):

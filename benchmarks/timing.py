@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from coda_jax.primitives.tune import relative_medians
+from coda_jax.tools.tune import relative_medians
 
 
 class Times(NamedTuple):

@@ -12,7 +12,8 @@ import optax
 import stdlib_text
 from flax import nnx
 
-from flax_layers import Llama, LlamaConfig, generate, muon_dimension_numbers
+from flax_layers import Llama, LlamaConfig, muon_dimension_numbers
+from flax_layers.decoding import generate
 
 
 @dataclasses.dataclass(frozen=True)

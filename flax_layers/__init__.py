@@ -3,14 +3,12 @@
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.block import TransformerBlock
+from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
-from flax_layers.generate import Decoder, Generated, generate
-from flax_layers.gpt2 import GPT2, GPT2Block, GPT2Config
-from flax_layers.kv_cache import KVCache
 from flax_layers.linear import Linear, project
-from flax_layers.llama import Llama, LlamaConfig
 from flax_layers.lm_head import LMHead
 from flax_layers.mlp import MLP, GatedMLP
+from flax_layers.models import GPT2, GPT2Block, GPT2Config, Llama, LlamaConfig
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.rope_scaling import RopeScaling

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from flax_layers.kv_cache import KVCache
+from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.remat import CONTEXT, named
 
 Implementation = Literal["xla", "cudnn"]

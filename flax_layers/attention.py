@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import rotary as rotary
 from flax_layers.attend import Implementation, attend
-from flax_layers.kv_cache import KVCache
+from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import Linear, default_kernel_init, is_linear, joined, mapped
 from flax_layers.norm import RMSNorm
 from flax_layers.rope_scaling import RopeScaling

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from flax_layers.activation import Activation
 from flax_layers.attention import Attention
-from flax_layers.kv_cache import KVCache
+from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.norm import RMSNorm

@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
-from coda_jax.primitives.deferred_norm import rms_rstd
+from coda_jax.operators.deferred_norm import rms_rstd
 from flax_layers import pytree
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from benchmarks import plots, programs, tile_losses, tiles, tiles_energy
-from benchmarks.tile_losses import Shape
-from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import EpilogueTraffic, candidates, element_traffic
-from coda_jax.primitives.cost_model import by_time, constants_for, cost
+from benchmarks import plots, programs
+from benchmarks.lab import tile_losses, tiles, tiles_energy
+from benchmarks.lab.tile_losses import Shape
+from coda_jax.tiles import table as tile_table
+from coda_jax.tiles.config import EpilogueTraffic, candidates, element_traffic
+from coda_jax.tiles.cost_model import by_time, constants_for, cost
+from coda_jax.tools import tune
 from tests.nvrtc import needs_nvrtc
 
 MODELS = {name: tiles.MODELS[name] for name in ("Llama 3 1B", "Llama 3 8B", "GPT-2")}

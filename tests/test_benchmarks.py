@@ -13,7 +13,8 @@ import pytest
 
 import benchmarks.__main__ as products
 import coda_jax as coda
-from benchmarks import ablation, cases, energy, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks import cases, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, step

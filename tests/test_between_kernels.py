@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 import flax_layers as layers
-from benchmarks import between_kernels, hlo
+from benchmarks import hlo
+from benchmarks.lab import between_kernels
 from benchmarks.variants import TINY
 from coda_jax import ffi
 

@@ -9,9 +9,8 @@ import pytest
 from flax import nnx
 
 from flax_layers import GPT2Config, Llama, LlamaConfig
-from flax_layers.convert import from_hf, to_hf
-from flax_layers.hf_config import config_from_hf, config_to_hf
-from flax_layers.hf_names import entries
+from flax_layers.checkpoints import config_from_hf, config_to_hf, from_hf, to_hf
+from flax_layers.checkpoints.hf_names import entries
 from flax_layers.layer_stack import stack
 
 CONFIG = LlamaConfig(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from benchmarks.lab.tile_losses import Shape
 from benchmarks.programs import PROGRAMS, kernel_source
-from benchmarks.tile_losses import Shape
 from coda_jax.epilogue import trace
-from coda_jax.primitives.config import EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
-from coda_jax.primitives.cost_model import (
+from coda_jax.tiles.config import EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
+from coda_jax.tiles.cost_model import (
     Cut,
     ElementTraffic,
     Product,

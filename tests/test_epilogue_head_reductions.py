@@ -9,7 +9,7 @@ import coda_jax as coda
 from coda_jax.epilogue import Kind, NotTileLocalError, emit, trace
 from coda_jax.epilogue.trace import _WIDEST_HEAD
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.config import TILES
+from coda_jax.tiles.config import TILES
 from tests.host_execution import HostPrograms
 from tests.test_epilogue_heads import acc_of, angles, turned, turned_neighbours
 

@@ -8,7 +8,7 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax.epilogue import NotTileLocalError, trace
-from coda_jax.primitives import gemm_cuda
+from coda_jax.primitives import lowering as gemm_cuda
 from tests.host_execution import HostPrograms
 from tests.nvrtc import needs_nvrtc
 from tests.test_epilogue_heads import angles, turned, turned_by_whole_tables, turned_neighbours, turned_pairs

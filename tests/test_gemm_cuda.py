@@ -11,7 +11,7 @@ from flax import nnx
 
 import coda_jax as coda
 from coda_jax import ffi
-from coda_jax.primitives import gemm_cuda
+from coda_jax.primitives import lowering as gemm_cuda
 from flax_layers import GatedMLP
 from tests.gemm_cases import residual_sumsq, swiglu
 from tests.nvrtc import needs_nvrtc

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.primitives import gemm_cuda
+from coda_jax.primitives import lowering as gemm_cuda
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
 

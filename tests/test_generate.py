@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 import flax_layers as layers
-from flax_layers.generate import candidates
-from flax_layers.hoist import hoist
+from flax_layers.decoding.generate import candidates
+from flax_layers.decoding.hoist import hoist
 
 CONFIG = layers.LlamaConfig(
     vocab_size=40,

@@ -12,7 +12,7 @@ import safetensors.numpy
 from flax import nnx
 
 import flax_layers as layers
-from flax_layers.convert import load_hf_folder, save_hf_folder, to_hf
+from flax_layers.checkpoints import load_hf_folder, save_hf_folder, to_hf
 from tests.tiny_models import LLAMA
 
 
@@ -43,7 +43,7 @@ def write_shards(model, folder):
 
 LOAD = """
 import sys, jax.numpy as jnp, jax
-from flax_layers.convert import load_hf_folder
+from flax_layers.checkpoints import load_hf_folder
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
@@ -136,7 +136,7 @@ KILLED = """
 import os, sys, safetensors.numpy
 from flax import nnx
 import flax_layers as layers
-from flax_layers.convert import save_hf_folder
+from flax_layers.checkpoints import save_hf_folder
 from tests.tiny_models import LLAMA
 
 safetensors.numpy.save_file = lambda arrays, path, metadata: (path.write_bytes(b"half"), os._exit(3))

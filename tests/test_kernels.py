@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.machine_code import machine_instructions, resource_usage
+from benchmarks.lab.machine_code import machine_instructions, resource_usage
 from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
-from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
 from tests.nvrtc import needs_nvrtc
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long

@@ -14,8 +14,8 @@ import tempfile
 
 import pytest
 
-from benchmarks.kernels_diff import compare
-from benchmarks.machine_code import constants, disassembly, without_names
+from benchmarks.lab.kernels_diff import compare
+from benchmarks.lab.machine_code import constants, disassembly, without_names
 from tests.nvrtc import needs_nvrtc
 from tests.requirements import RECORD, missing_versions_of_record, versions
 
@@ -34,7 +34,7 @@ def run(*arguments):
 
 def recorded(directory):
     """The records of the small cases."""
-    run("-m", "benchmarks.kernel_records", directory, "--small")
+    run("-m", "benchmarks.lab.kernel_records", directory, "--small")
     return json.loads((directory / "records.json").read_text())
 
 
@@ -139,7 +139,7 @@ import json, sys
 from pathlib import Path
 from unittest import mock
 from benchmarks import kernel_records
-from benchmarks.kernel_cases import EPILOGUES, _product
+from benchmarks.lab.kernel_cases import EPILOGUES, _product
 cases = {"every_vector": _product(EPILOGUES["every_vector"], 4096, 4096, 4096)}
 with mock.patch.object(kernel_records, "cases", lambda: cases):
     print(json.dumps(kernel_records.record(False, Path(sys.argv[1]))))

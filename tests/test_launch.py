@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.host_launch import Host, product
+from benchmarks.lab.host_launch import Host, product
 from tests.nvrtc import needs_nvrtc
 
 M, N, K = 256, 192, 64

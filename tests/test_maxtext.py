@@ -9,9 +9,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_layers import LlamaConfig, RopeScaling
-from flax_layers.convert import from_hf, to_hf
-from flax_layers.hf_names import entries
-from flax_layers.maxtext import from_maxtext, to_maxtext
+from flax_layers.checkpoints import from_hf, from_maxtext, to_hf, to_maxtext
+from flax_layers.checkpoints.hf_names import entries
 
 D, F, V, H, KV, DH, L = 24, 40, 32, 4, 2, 16, 2
 CONFIG = LlamaConfig(

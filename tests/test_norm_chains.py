@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from benchmarks.machine_code import resource_usage
+from benchmarks.lab.machine_code import resource_usage
 from coda_jax import ffi
 from tests.chain_cases import EPS, compare, normal, rms_norm, squares
 from tests.gemm_cases import assert_close, jit, total

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from coda_jax.primitives.cost_model import Cut, Product, split_tiles
+from coda_jax.tiles.cost_model import Cut, Product, split_tiles
 
 HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
 SOURCE = r"""

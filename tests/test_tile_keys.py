@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.programs import PROGRAMS
 from coda_jax.epilogue import trace
-from coda_jax.primitives.cost_model import Product
-from coda_jax.primitives.tile_table import SHIPPED, Problem, read
+from coda_jax.tiles.cost_model import Product
+from coda_jax.tiles.table import SHIPPED, Problem, read
 
 KEYS = pathlib.Path(__file__).with_name("tile_keys.json")
 SIZES = re.compile(r"(?P<batch>\d+)x(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+) (?P<a>[NT])(?P<b>[NT]) (?P<dtype>\w+) \w+")

@@ -9,8 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_layers.convert import from_hf, load_hf_folder, save_hf_folder, to_hf
-from flax_layers.hf_config import config_from_hf
+from flax_layers.checkpoints import config_from_hf, from_hf, load_hf_folder, save_hf_folder, to_hf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -16,9 +16,10 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from coda_jax.primitives import tile_table, tune
-from coda_jax.primitives.config import TILES, candidates
-from coda_jax.primitives.cost_model import constants_for, relative_power
+from coda_jax.tiles import table as tile_table
+from coda_jax.tiles.config import TILES, candidates
+from coda_jax.tiles.cost_model import constants_for, relative_power
+from coda_jax.tools import tune
 from tests.nvrtc import needs_nvrtc
 from tests.tuned import is_no_worse
 

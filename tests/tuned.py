@@ -1,6 +1,6 @@
 """What holds of all that coda.tune finds, on a device and by invented times."""
 
-from coda_jax.primitives.cost_model import constants_for, relative_power
+from coda_jax.tiles.cost_model import constants_for, relative_power
 
 
 def is_no_worse(one, work):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.finishing import finishing
 from coda_jax.epilogue.flatten import Atom
-from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width, needed_nodes
 from coda_jax.epilogue.simplify import simplify
 from coda_jax.epilogue.values import (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
-from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Axis, Finish, Kind, Reduction
 from coda_jax.epilogue.values import same_shape, same_size
 

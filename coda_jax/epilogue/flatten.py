@@ -14,8 +14,8 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.equations import bind
 from coda_jax.epilogue.rounding import round_to
-from coda_jax.equations import bind
 
 # The source line of an operation, in messages and in profiles, is the user's, not one of this package.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parents[1]) + os.sep)

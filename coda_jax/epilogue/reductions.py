@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Constants, Equation, Literal, flatten
-from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.program import Axis, Reduction, ReductionOp, Width
 from coda_jax.epilogue.values import (
     CHANNEL,

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
+from coda_jax.epilogue.axis_rules import RULES
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
-from coda_jax.epilogue.locality import Analysis
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
-from coda_jax.epilogue.structure import RULES
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
 

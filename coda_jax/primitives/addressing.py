@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Program
-from coda_jax.primitives.config import choose_tiling
-from coda_jax.primitives.cost_model import Product
+from coda_jax.tiles.config import choose_tiling
+from coda_jax.tiles.cost_model import Product
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
 

@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 from coda_jax.epilogue import Program, types_of
 from coda_jax.primitives.call_site import call_site
-from coda_jax.primitives.config import GemmConfig
+from coda_jax.tiles.config import GemmConfig
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")
 coda_gemm_p.multiple_results = True

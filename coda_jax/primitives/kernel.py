@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
-from coda_jax.primitives.config import THREADS, EpilogueTraffic, Tiling, keeps_tables, shared_bytes
-from coda_jax.primitives.cost_model import MULTIPROCESSORS
+from coda_jax.tiles.config import THREADS, EpilogueTraffic, Tiling, keeps_tables, shared_bytes
+from coda_jax.tiles.cost_model import MULTIPROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from benchmarks.programs import Program
 from coda_jax import ffi
 from coda_jax.epilogue import trace
 from coda_jax.primitives import kernel
-from coda_jax.primitives.config import GemmConfig, choose_tiling
-from coda_jax.primitives.cost_model import Product
+from coda_jax.tiles.config import GemmConfig, choose_tiling
+from coda_jax.tiles.cost_model import Product
 
 
 def poisoned_call(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import gemm_cuda
+from coda_jax.primitives import lowering as gemm_cuda
 from flax_layers import Llama, LlamaConfig
 from tests.nvrtc import kernels
 

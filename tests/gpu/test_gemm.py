@@ -13,7 +13,7 @@ import pytest
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 from coda_jax.epilogue import logsumexp
-from coda_jax.primitives.config import SPLIT_K_TILES, TILES
+from coda_jax.tiles.config import SPLIT_K_TILES, TILES
 from tests import tolerance
 
 CPU = jax.devices("cpu")[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 REPEATS = 1000

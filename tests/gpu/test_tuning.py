@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import coda_jax as coda
-from coda_jax.primitives import tile_table, tune
+from coda_jax.tiles import table as tile_table
+from coda_jax.tools import tune
 from tests.tuned import is_no_worse
 
 

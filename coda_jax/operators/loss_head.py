@@ -1,0 +1,236 @@
+"""Softmax cross-entropy of a projection, a chunk of tokens at a time: its sums over the vocabulary, and its gradient.
+
+z = h W,  capped: c tanh(z / c)        lse[m] = log(sum_v exp(z[m, v]))        target[m] = z[m, labels[m]]
+loss[m] = lse - (1 - s) target - s mean_v z + zeta lse^2
+dz[m, v] = weights[m] ((1 + 2 zeta lse) exp(z - lse) - (1 - s) [v == labels[m]] - s / V) (1 - (z / c)^2)
+dh = dz W^T;   dW = h^T dz
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue import logsumexp
+from coda_jax.epilogue.values import same_size
+from coda_jax.operators.deferred_norm import rms_rstd
+from coda_jax.primitives.gemm_primitive import kept_dtype
+from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.product import Options, product
+
+Norm = tuple[jax.Array, jax.Array] | None  # row sums of squares, and scale
+
+
+@dataclasses.dataclass(frozen=True)
+class LossHead:
+    """What a loss is beside its arrays.
+
+    Attributes:
+      vocabulary: V.
+      columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
+      chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
+      transpose_kernel: whether W is stored (V, D) and not (D, V).
+      epsilon: of the norm.
+      label_smoothing, z_loss, soft_cap: s, zeta, c above.
+      dtype: of the products' inputs; the chunk's logits are kept in its `kept_dtype`.
+      implementation: as in `gemm`.
+    """
+
+    vocabulary: int
+    columns: int
+    chunk_bytes: int
+    transpose_kernel: bool
+    epsilon: float
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    dtype: Any
+    implementation: str
+
+    def losses(self, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        """The loss of every token, (M,) float32, from x (M, D) and labels (M,) int32."""
+        w = self._padded(kernel)
+
+        def step(losses: jax.Array, start: Any, size: Any) -> jax.Array:
+            h = self._hidden(x, norm, start, size)
+            sums = self._sums(h, w, _rows(labels, start, size))
+            return _put(losses, self._loss(*sums), start)
+
+        return self._over_chunks(step, _zeros_like(x, x.shape[:1], jnp.float32))
+
+    def losses_and_gradients(
+        self, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`losses`, and the cotangents of the normalised x, in x's dtype, and of the kernel, float32, of
+        sum(weights * losses).
+        """
+        w = self._padded(kernel)
+        rows, width = x.shape
+        single = self._chunk(rows) is None
+        dkernel_shape = (self.columns, width) if self.transpose_kernel else (width, self.columns)
+
+        def step(state: tuple[jax.Array, jax.Array, Any], start: Any, size: Any) -> tuple[jax.Array, jax.Array, Any]:
+            losses, dh, dkernel = state
+            h, given = self._hidden(x, norm, start, size), _rows(labels, start, size)
+            *sums, z = self._sums(h, w, given, keep=True)
+            losses = _put(losses, self._loss(*sums), start)
+            dz = self._dlogits(z, sums[0], sums[1], given, _rows(weights, start, size))
+            (part,) = self._multiply(dz, w, out_dtypes=[x.dtype], transpose_b=not self.transpose_kernel)
+            a, b = (dz, h) if self.transpose_kernel else (h, dz)
+            if dkernel is None:
+                (dkernel,) = self._multiply(a, b, out_dtypes=[jnp.float32], transpose_a=True)
+            else:
+                (dkernel,) = self._multiply(
+                    a,
+                    b,
+                    dkernel,
+                    epilogue=accumulate,
+                    out_dtypes=[jnp.float32],
+                    transpose_a=True,
+                    input_output_aliases=((0, 0),),
+                )
+            return losses, _put(dh, part, start), dkernel
+
+        state = (
+            _zeros_like(x, (rows,), jnp.float32),
+            _zeros_like(x, x.shape, x.dtype),
+            None if single else _zeros_like(x, dkernel_shape, jnp.float32),
+        )
+        losses, dh, dkernel = self._over_chunks(step, state)
+        if self.columns > self.vocabulary:
+            dkernel = dkernel[: self.vocabulary] if self.transpose_kernel else dkernel[:, : self.vocabulary]
+        return losses, dh, dkernel
+
+    def normalize(self, x: jax.Array, norm: Norm) -> jax.Array:
+        """RMSNorm(x) in float32; x itself where there is no norm."""
+        if norm is None:
+            return x
+        sumsq, scale = norm
+        wide = x.astype(jnp.float32)
+        return rms_rstd(wide, sumsq, self.epsilon)[:, None] * wide * scale.astype(jnp.float32)[None, :]
+
+    def _hidden(self, x: jax.Array, norm: Norm, start: Any, size: Any) -> jax.Array:
+        if norm is not None:
+            norm = (_rows(norm[0], start, size), norm[1])
+        return self.normalize(_rows(x, start, size), norm).astype(self.dtype)
+
+    def _padded(self, kernel: jax.Array) -> jax.Array:
+        more = self.columns - self.vocabulary
+        w = kernel.astype(self.dtype)
+        return jnp.pad(w, ((0, more), (0, 0)) if self.transpose_kernel else ((0, 0), (0, more))) if more else w
+
+    def _sums(self, h: jax.Array, w: jax.Array, labels: jax.Array, *, keep: bool = False) -> list[jax.Array]:
+        """lse, target, with smoothing the sum over the vocabulary, and with `keep` the rounded h W."""
+
+        def loss_sums(acc: jax.Array, labels: jax.Array) -> list[jax.Array]:
+            z = self._capped(acc)
+            column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+            among = z if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, z, -jnp.inf)
+            outputs = [logsumexp(among, axis=1), jnp.sum(jnp.where(column == labels, z, 0.0), axis=1)]
+            if self.label_smoothing:
+                outputs.append(jnp.sum(z, axis=1))  # padding is 0
+            return [*outputs, acc] if keep else outputs
+
+        dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [kept_dtype(self.dtype)] * keep
+        return self._multiply(
+            h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_kernel
+        )
+
+    def _capped(self, z: jax.Array) -> jax.Array:
+        return z if self.soft_cap is None else self.soft_cap * jnp.tanh(z / self.soft_cap)
+
+    def _loss(self, lse: jax.Array, target: jax.Array, *total: jax.Array) -> jax.Array:
+        loss = lse - (1 - self.label_smoothing) * target
+        if self.z_loss:
+            loss += self.z_loss * lse * lse
+        return loss - self.label_smoothing / self.vocabulary * total[0] if total else loss
+
+    def _dlogits(
+        self, z: jax.Array, lse: jax.Array, target: jax.Array, labels: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """dz of the chunk, rounded. The label's own logit is the exact one: its cotangent is often a difference.
+
+        What depends on the row alone stays out of the pass over the chunk.
+        """
+        lse, target, labels, weights = (y[:, None] for y in (lse, target, labels, weights))
+        scale = weights * (1 + 2 * self.z_loss * lse)
+        smoothing = weights * (self.label_smoothing / self.vocabulary)
+
+        def cotangent(capped: jax.Array) -> jax.Array:  # of a logit that is not the label's
+            dz = scale * jnp.exp(capped - lse)
+            return dz - smoothing if self.label_smoothing else dz
+
+        def through_cap(dz: jax.Array, capped: jax.Array) -> jax.Array:
+            return dz if self.soft_cap is None else dz * (1 - jnp.square(capped / self.soft_cap))
+
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        capped = self._capped(z.astype(jnp.float32))
+        of_label = through_cap(cotangent(target) - weights * (1 - self.label_smoothing), target)
+        dz = jnp.where(column == labels, of_label, through_cap(cotangent(capped), capped))
+        if self.columns > self.vocabulary:
+            dz = jnp.where(column < self.vocabulary, dz, 0.0)
+        return dz.astype(self.dtype)
+
+    def _multiply(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        *operands: jax.Array,
+        epilogue: Callable[..., Any] | None = None,
+        out_dtypes: list[Any],
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        input_output_aliases: tuple[tuple[int, int], ...] = (),
+    ) -> list[jax.Array]:
+        options = Options(
+            transpose_a,
+            transpose_b,
+            implementation=self.implementation,
+            input_output_aliases=input_output_aliases,
+        )
+        dtypes = [np.dtype(dtype) for dtype in out_dtypes]
+        return product(a, b, operands, epilogue, lambda _: dtypes, options)[0]
+
+    def _over_chunks(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
+        """step(state, first row, number of rows) for all chunks, the last of which may be shorter."""
+        rows = jax.tree.leaves(state)[0].shape[0]
+        chunk = self._chunk(rows)
+        if chunk is None:
+            return step(state, 0, rows)
+        state = lax.fori_loop(0, rows // chunk, lambda i, state: step(state, i * chunk, chunk), state)
+        return step(state, rows // chunk * chunk, rows % chunk) if rows % chunk else state
+
+    def _chunk(self, rows: Any) -> int | None:
+        """Tokens of a chunk, a multiple of 128, chunks of about one size; None if all tokens are one chunk."""
+        most = max(self.chunk_bytes // (self.columns * kept_dtype(self.dtype).itemsize) // 128 * 128, 128)
+        if not isinstance(rows, int) or rows <= most:
+            return None
+        return round_up(-(-rows // -(-rows // most)), 128)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
+    return acc + total
+
+
+def _zeros_like(x: jax.Array, shape: tuple[Any, ...], dtype: Any) -> jax.Array:
+    """Zeros that vary over the mesh axes that x varies over, as what a loop puts in their place does."""
+    return vary(varying_axes(x), jnp.zeros(shape, dtype))[0]
+
+
+def _rows(x: jax.Array, start: Any, size: Any) -> jax.Array:
+    return x if same_size(size, x.shape[0]) else lax.dynamic_slice_in_dim(x, start, size)
+
+
+def _put(rows: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+    whole = same_size(part.shape[0], rows.shape[0])
+    return part if whole else lax.dynamic_update_slice_in_dim(rows, part, start, 0)

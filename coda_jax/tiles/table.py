@@ -1,0 +1,227 @@
+"""Tables of measured tiles: what `coda.tune` found for products on a device, and those that come with the library.
+
+A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, in the user's table
+`user_key` of it. An entry has the fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the
+epilogue's name, the median time in microseconds and that of the cost model's choice. The user's table comes first, then
+the library's, whose tiles are better by energy and by time, then the cost model.
+
+Environment, read when a product is lowered:
+
+* ``CODA_JAX_TUNED``: the user's table (default ``tuned.json`` in the folder where compiled kernels are kept, and none
+  in a job of several processes: all must lower the same program, whatever lies on their disks; empty: none).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from coda_jax import ffi
+from coda_jax.epilogue import Program
+from coda_jax.tiles.config import GemmConfig, Tiling, choose_tiling
+from coda_jax.tiles.cost_model import Product, constants_for, constants_in_use
+
+FORMAT = 1
+SHIPPED = pathlib.Path(__file__).resolve().parent / "tuned"
+
+_Devices = Mapping[str, Mapping[str, Any]]
+_reported: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A product as it is launched: all that its best tile depends on, but the device.
+
+    Attributes:
+      product: its sizes and b's layout.
+      program: its epilogue.
+      dtype: of a and b.
+      out_dtypes: of the program's stores.
+      transpose_a: whether a is stored as (K, M).
+      batched: flags for a, b and the operands.
+    """
+
+    product: Product
+    program: Program
+    dtype: np.dtype
+    out_dtypes: tuple[np.dtype, ...]
+    transpose_a: bool
+    batched: tuple[bool, ...]
+
+    @property
+    def key(self) -> str | None:
+        """Its name in tables, the same in every process; None where a size is symbolic."""
+        sizes = (self.product.m, self.product.n, self.product.k, self.product.batch)
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        m, n, k, batch = sizes
+        layout = "".join("NT"[transposed] for transposed in (self.transpose_a, self.product.transpose_b))
+        flags = "".join(str(int(flag)) for flag in self.batched)
+        names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
+        digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
+        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
+
+    def tiling(self, config: GemmConfig | None, device: str | None) -> Tiling:
+        """`config` completed, by the cost model of this kind of device what it leaves open."""
+        return choose_tiling(self.product, self.program, self.out_dtypes, config, device)
+
+
+def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) -> tuple[Tiling, str]:
+    """How a product is cut, and who says so: "config", "tuned", "tuned by coda_jax" or "cost model".
+
+    Args:
+      config: the user's, which wins.
+      device: kind of the device it runs on; None where that is not known: no table is looked at, and the cost model is
+        that of an H200.
+    """
+    if config is not None and config != GemmConfig():
+        return problem.tiling(config, device), "config"
+    key = problem.key
+    if device is not None and key is not None:
+        for path, name, origin in (
+            (user_path(), user_key(key, device), "tuned"),
+            (shipped_path(device), key, "tuned by coda_jax"),
+        ):
+            entry = _load(path).get(device, {}).get(name) if path else None
+            if entry is not None:
+                try:
+                    return problem.tiling(_config(entry), device), origin
+                except ValueError as error:
+                    _warn(f"{path}: the entry '{name}' of {device} is ignored: {error}")
+    return problem.tiling(None, device), "cost model"
+
+
+def attached_device() -> str | None:
+    """Kind of the GPUs attached, where there are any and all are of one kind."""
+    try:
+        kinds = {device.device_kind for device in jax.devices("cuda")}
+    except RuntimeError:
+        return None
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def user_path() -> pathlib.Path | None:
+    """The table that `coda.tune` writes; None where there is none."""
+    setting = os.environ.get("CODA_JAX_TUNED")
+    if setting is None and (folder := ffi.cache_directory()) and jax.process_count() == 1:
+        return pathlib.Path(folder, "tuned.json")
+    return pathlib.Path(setting) if setting else None
+
+
+def user_key(key: str, device: str) -> str:
+    """With "by time" where tiles are chosen so (``CODA_JAX_TILES_BY``) and that makes a difference on this device."""
+    return key if constants_in_use(device) == constants_for(device) else f"{key} by time"
+
+
+def shipped_path(device: str) -> pathlib.Path:
+    """The library's table for a kind of device, which need not exist."""
+    return SHIPPED / f"{device.replace(' ', '_').replace('/', '_').lower()}.json"
+
+
+def entry(tiling: Tiling, *, epilogue: str, us: float, cost_model_us: float) -> dict[str, Any]:
+    """What a table says about a product."""
+    times = {"us": round(us, 2), "cost_model_us": round(cost_model_us, 2)}
+    return {"config": dataclasses.asdict(tiling), "epilogue": epilogue, **times}
+
+
+def read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Device kind -> key -> entry, empty where there is no such file.
+
+    Raises:
+      ValueError: the file is no table of this format.
+      OSError: it cannot be read.
+    """
+    try:
+        table = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f'it is not a table of tiles with "format": {FORMAT}')
+    devices = table.get("devices")
+    if not isinstance(devices, dict) or not all(isinstance(entries, dict) for entries in devices.values()):
+        raise ValueError('its "devices" is not an object of objects')
+    return devices
+
+
+def update(path: pathlib.Path, device: str, entries: Mapping[str, Any]) -> None:
+    """Merges entries into a table. Readers see the old one or the new one; writers wait for each other.
+
+    Raises:
+      ValueError: the file is there and no table of this format; it is left as it is.
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(path.name + ".lock")):
+        devices = read(path)
+        devices[device] = dict(sorted({**devices.get(device, {}), **entries}.items()))
+        write(path, devices)
+
+
+def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replaces a table at once."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("w") as file:
+            json.dump({"format": FORMAT, "devices": devices}, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _load.cache_clear()
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    with path.open("a") as file:
+        # A file system without locks: two writers at once may lose the entries of one, and never the table.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache  # once a process: what a product is lowered to must not change between two steps
+def _load(path: pathlib.Path) -> _Devices:
+    """The table, empty where it cannot be used."""
+    try:
+        return read(path)
+    except (ValueError, OSError) as error:
+        _warn(f"the table of tuned tiles {path} is ignored: {error}")
+        return {}
+
+
+def _config(entry: Any) -> GemmConfig:
+    config = entry.get("config") if isinstance(entry, dict) else None
+    names = {field.name for field in dataclasses.fields(GemmConfig)}
+    if (
+        not isinstance(config, dict)
+        or not config.keys() <= names
+        or any(type(x) is not (bool if name == "split_k" else int) for name, x in config.items())
+    ):
+        raise ValueError(
+            f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k a boolean and the others "
+            "integers"
+        )
+    return GemmConfig(**{"split_k": False, **config})  # tables older than split-K measured none
+
+
+def _warn(message: str) -> None:
+    if message not in _reported:
+        _reported.add(message)
+        warnings.warn(message, stacklevel=2)

@@ -1,0 +1,128 @@
+"""What the products of a function are lowered to, and why."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.lowering import fallback_reason, problem_of
+from coda_jax.tiles.table import attached_device, tiling_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One kind of product in a function.
+
+    Attributes:
+      epilogue: its name, "gemm" for a bare product.
+      a, b: types of the factors, `^T` where they are stored transposed.
+      reason: why it takes XLA's form; None where it is the Hopper kernel.
+      tile: rows and columns of the kernel's tiles, and who chose them; None where it takes XLA's form.
+    """
+
+    epilogue: str
+    a: str
+    b: str
+    reason: str | None
+    tile: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The products of a function, printed as a table.
+
+    Attributes:
+      products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
+        once, as do all branches of a cond.
+      others: products that are not coda_jax's, as attention's are.
+    """
+
+    products: dict[Product, int]
+    others: int
+
+    @property
+    def kernels(self) -> int:
+        """How many of the products are Hopper kernels."""
+        return sum(count for product, count in self.products.items() if product.reason is None)
+
+    def __str__(self) -> str:
+        rows = [("count", "epilogue", "product", "lowered to")]
+        for product, count in self.products.items():
+            reason = product.reason and " ".join(product.reason.split())  # on one line of the table
+            target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
+            rows.append((str(count), product.epilogue, f"{product.a} @ {product.b}", target))
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
+        lines.append(f"{self.others:>{wide[0]}}  products that are not coda_jax's")
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """What each product of function(*args, **kwargs) is lowered to, and why. Nothing is compiled or run.
+
+    Args:
+      function: traceable by JAX; jitted or not.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses.
+
+    Raises:
+      ValueError: another platform.
+
+    Example: `print(coda.explain(jax.grad(loss), params, batch))`
+    """
+    if platform not in (None, "cpu", "gpu", "cuda"):
+        raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
+    platform = platform or jax.default_backend()
+    products, others = collections.Counter[Product](), 0
+    found, num_devices = program_of(function, *args, **kwargs)
+    for equation, times in found:
+        if equation.primitive is coda_gemm_p:
+            products[_product(equation, platform, num_devices)] += times
+        elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            others += times
+    return Explanation(dict(products), others)
+
+
+def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Product:
+    avals, params = [v.aval for v in equation.invars], equation.params
+    on_gpu = platform in ("gpu", "cuda")
+    reason = fallback_reason(avals, params, num_devices) if on_gpu else f"the platform is {platform}"
+    a, b = (
+        f"{aval.str_short()}{'^T' if transposed else ''}"
+        for aval, transposed in zip(avals, (params["transpose_a"], params["transpose_b"]), strict=False)
+    )
+    tile = None
+    if reason is None:
+        try:
+            tiling, origin = tiling_for(problem_of(avals, params), params["config"], attached_device())
+            tile = f"{tiling.name} ({origin})"
+        except ValueError as error:  # a config that does not fit, which the lowering raises
+            reason = str(error)
+    return Product(params["name"], a, b, reason, tile)
+
+
+def program_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
+    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
+    found = list(_equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1))
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+    shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
+    sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
+    return found, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
+
+
+def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
+    """All equations, those of nested jaxprs too, and how often each is executed."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        inner_times = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
+            if isinstance(inner, core.ClosedJaxpr):
+                yield from _equations(inner.jaxpr, inner_times)
+            elif isinstance(inner, core.Jaxpr):
+                yield from _equations(inner, inner_times)

@@ -1,0 +1,309 @@
+"""`coda.tune`: measures the tiles that a function's products can have, and keeps the best in the user's table."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax import ffi
+from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.lowering import CAPABILITY, fallback_reason, problem_of
+from coda_jax.tiles import table as tile_table
+from coda_jax.tiles.config import GemmConfig, Tiling, candidates
+from coda_jax.tiles.cost_model import Constants, Product, best_first, constants_in_use, relative_power
+from coda_jax.tiles.table import Problem
+from coda_jax.tools.explain import program_of
+
+_NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
+_SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
+_PROGRAM_SECONDS = 5e-4  # what a program should take at least: for a shorter one the device would wait for the host
+_FLOPS, _BYTES = 7e14, 4e12  # that a device can do in a second, and move
+_ROUNDS, _BURST_SECONDS = 7, 2e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A product to be tuned: what is launched, the primitive's argument and result types and parameters, the device's
+    kind.
+    """
+
+    problem: Problem
+    types: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+    params: dict[str, Any] = dataclasses.field(hash=False, compare=False)
+    device: str | None = None
+
+    @property
+    def tilings(self) -> list[Tiling]:
+        """First the cost model's choice."""
+        return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes, self.device)
+
+
+Measure = Callable[[Sequence[Work]], Iterable[dict[Tiling, float]]]  # seconds of each work's tilings
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one product.
+
+    Attributes:
+      epilogue: its name, "gemm" for a bare product.
+      key: its name in the table.
+      tiling: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice
+        where that is within 1 % of it in both.
+      us, cost_model_us: median time in microseconds, and that of the cost model's choice.
+    """
+
+    epilogue: str
+    key: str
+    tiling: Tiling
+    us: float
+    cost_model_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The products of a function that run on the kernel, printed as a table.
+
+    Attributes:
+      path: the table in which they were entered.
+      device: kind of device.
+    """
+
+    path: pathlib.Path
+    device: str
+    products: tuple[Tuned, ...]
+
+    def __str__(self) -> str:
+        if not self.products:
+            return "no product with known sizes is lowered to the Hopper kernel with a tile of coda_jax's choice"
+        rows = [("epilogue", "product", "tile", "us", "cost model's us")]
+        for one in self.products:
+            tile = f"{one.tiling.name}, cluster of {one.tiling.cluster_m}"
+            rows.append((one.epilogue, one.key, tile, f"{one.us:.1f}", f"{one.cost_model_us:.1f}"))
+        wide = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            f"{a:{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d:>{wide[3]}}  {e:>{wide[4]}}" for a, b, c, d, e in rows
+        ]
+        return "\n".join([*lines, f"{self.device}: {self.path}"])
+
+
+def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
+    """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
+
+    Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
+    that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
+    beside the compiled kernels. The best has the least energy times time, energy being the measured time times the
+    power that the tile is known to take; of those within 0.75 % it is the fastest. With ``CODA_JAX_TILES_BY=time`` it
+    is the fastest, in an entry of its own. An entry stays until its product is tuned again.
+
+    Functions that are jitted from then on, here or in later processes with the same setting, take their tiles from the
+    table. What is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several
+    processes, all of which must lower the same program.
+
+    Args:
+      function: traceable by JAX; jitted or not. It is not run.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      What was found, to be printed.
+
+    Raises:
+      RuntimeError: there is no Hopper GPU, or its kernels cannot be compiled; the job has several processes.
+      ValueError: there is no place for a table, it cannot be written, or the file there is not one.
+
+    Example: `print(coda.tune(train_step, state, batch))`
+    """
+    try:
+        device, *_ = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise RuntimeError(f"tune: it measures on a Hopper GPU; JAX runs on {jax.default_backend()} here") from None
+    if device.compute_capability != CAPABILITY:
+        raise RuntimeError(
+            f"tune: it measures on a Hopper GPU, of compute capability {CAPABILITY}; the {device.device_kind} has "
+            f"{device.compute_capability}"
+        )
+    if reason := ffi.unavailable_reason():
+        raise RuntimeError(f"tune: kernels cannot be compiled: {reason}")
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            f"tune: the job has {jax.process_count()} processes; tune in a job of one, and let CODA_JAX_TUNED name its "
+            "table in all"
+        )
+    measure = functools.partial(measure_on, device=device)
+    return tune_with(measure, device.device_kind, function, *args, **kwargs)
+
+
+def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
+    """`tune` with a measurement of one's own."""
+    path = tile_table.user_path()
+    if path is None:
+        raise ValueError("tune: there is no place for a table; CODA_JAX_TUNED or CODA_JAX_CACHE_DIR must not be empty")
+    try:
+        tile_table.read(path)
+    except ValueError as error:
+        raise ValueError(f"tune: {path} is not overwritten: {error}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"tune: {path} cannot be written")
+    works = [dataclasses.replace(work, device=device) for work in products_of(function, *args, **kwargs).values()]
+    found = []
+    for work, seconds in zip(works, measure(works), strict=True):
+        assert work.problem.key is not None
+        key, first = tile_table.user_key(work.problem.key, device), work.tilings[0]
+        energy = energies(work.problem.product, seconds, constants_in_use(device))
+        best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
+        if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
+            best = first
+        one = Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first])
+        entry = tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
+        tile_table.update(path, device, {key: entry})
+        found.append(one)
+    return Tuning(path, device, tuple(found))
+
+
+def energies(product: Product, times: Mapping[Tiling, float], constants: Constants) -> dict[Tiling, float]:
+    """Of each tiling, in the unit of its time and of the power of 128 x 128 tiles."""
+    return {tiling: time * relative_power(product, tiling.cut, constants) for tiling, time in times.items()}
+
+
+def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
+    """The products that the kernel would compute with a tile of the library's choice, each once, by their key."""
+    found: dict[str, Work] = {}
+    equations, num_devices = program_of(function, *args, **kwargs)
+    for equation, _ in equations:
+        if equation.primitive is not coda_gemm_p:
+            continue
+        avals: list[Any] = [v.aval for v in equation.invars]
+        params = equation.params
+        if params["config"] not in (None, GemmConfig()) or fallback_reason(avals, params, num_devices) is not None:
+            continue
+        problem = problem_of(avals, params)
+        if problem.key is not None and problem.key not in found:
+            outs: list[Any] = [v.aval for v in equation.outvars]
+            types, results = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of) for of in (avals, outs))
+            found[problem.key] = Work(problem, types, results, params)
+    return found
+
+
+def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[Tiling, float]]:
+    """Seconds of each work's tilings on a GPU. Programs are compiled side by side, and measured one work at a time."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A thread of its own has no mesh: what the caller's context says about arrays is not for these.
+        programs = [[pool.submit(compiled, work, tiling, device) for tiling in work.tilings] for work in works]
+        data = [pool.submit(random_sets, work, device) for work in works]
+        for work, of, make in zip(works, programs, data, strict=True):
+            sets = make.result()()
+            calls = [functools.partial(program.result(), *sets) for program in of]
+            yield dict(zip(work.tilings, [s / number_of_launches(work) for s in interleaved(calls)], strict=True))
+            del sets, calls  # before the next product's are made
+
+
+def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
+    """`program`, ready to run."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in work.types)
+    # A launch from a command buffer could run beside another one, as in a step it cannot.
+    options = {"xla_gpu_enable_command_buffer": ""}
+    return jax.jit(program(work, tiling)).lower(*[arguments] * number_of_sets(work)).compile(options)
+
+
+def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
+    """A function of sets of arguments that launches the kernel `number_of_launches` times: on each set, then on a of
+    one set and the rest of another, for of launches on the same arguments XLA makes one.
+    """
+    own = {
+        "config": GemmConfig(**dataclasses.asdict(tiling)),
+        "implementation": "cuda",
+        "input_output_aliases": (),  # XLA would copy what the caller keeps
+        "out_sharding": None,
+    }
+
+    def run(*sets: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
+        found = []
+        for launch in range(number_of_launches(work)):
+            shift, i = divmod(launch, len(sets))
+            arguments = sets[i][0], *sets[(i + shift) % len(sets)][1:]
+            found.append(coda_gemm_p.bind(*arguments, **{**work.params, **own}))
+        return found
+
+    return run
+
+
+def number_of_sets(work: Work) -> int:
+    return min(_SETS, math.ceil(_SETS_BYTES / _bytes(work.types)))
+
+
+def number_of_launches(work: Work) -> int:
+    """Of a program: each set once, or as many pairs of sets as make it long enough, or all."""
+    product, sets = work.problem.product, number_of_sets(work)
+    moved = _bytes(work.types) + _bytes(work.results)
+    seconds = max(2 * product.batch * product.m * product.n * product.k / _FLOPS, moved / _BYTES)
+    return max(sets, min(sets * sets, math.ceil(_PROGRAM_SECONDS / seconds)))
+
+
+def _bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+
+
+def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
+    """Normal numbers, integers 0 to 9, or booleans at random."""
+    if type_.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, shape=type_.shape)
+    if jnp.issubdtype(type_.dtype, jnp.integer):
+        return jax.random.randint(key, type_.shape, 0, 10, type_.dtype)
+    return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
+
+
+def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
+    """The program that makes the sets, at random, as power and with it the clock depend on the data."""
+
+    def make() -> list[tuple[jax.Array, ...]]:
+        # The generator that XLA compiles in no time.
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), (number_of_sets(work), len(work.types)))
+        return [tuple(map(random_array, keys_of_set, work.types)) for keys_of_set in keys]
+
+    return jax.jit(make, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower().compile()
+
+
+def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of each call, in bursts of asynchronous ones, in a fresh random order each round; `relative_medians`."""
+    bursts = []
+    for call in calls:
+        jax.block_until_ready(call())
+        bursts.append(max(2, min(100, math.ceil(_BURST_SECONDS / _burst(call, 2)))))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(_ROUNDS):
+        for i in random.sample(range(len(calls)), len(calls)):
+            seconds[i].append(_burst(calls[i], bursts[i]))
+    return relative_medians(seconds)
+
+
+def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
+    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
+
+    A round is over before the clock changes much, and another round finds another clock.
+    """
+    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    level = statistics.median(means)
+    return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
+
+
+def _burst(call: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count

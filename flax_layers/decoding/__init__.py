@@ -1,0 +1,6 @@
+"""Generation of text: the cache of keys and values, and the loop over tokens."""
+
+from flax_layers.decoding.generate import Decoder, Generated, generate
+from flax_layers.decoding.kv_cache import KVCache
+
+__all__ = ["Decoder", "Generated", "KVCache", "generate"]

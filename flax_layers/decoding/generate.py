@@ -1,0 +1,201 @@
+"""Generation of text: the prompt in one pass, then one step a token over a key and value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import ArrayLike
+
+from coda_jax.primitives.mesh_types import explicit_sharding
+from flax_layers.decoding.hoist import hoist
+
+
+class Decoder(Protocol):
+    """What `generate` wants of a model; `Llama` is one."""
+
+    def init_cache(self, batch_size: int, capacity: int) -> Any:
+        """An empty cache, any pytree; a ValueError where the model has no such many positions."""
+
+    def decode(self, tokens: jax.Array, cache: Any, *, lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Logits (B, V) of what follows tokens (B, T), of which a row has its first `lengths`, and the cache."""
+
+
+class Generated(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      tokens: (B, max_new_tokens) int32, without the prompt; a row that has ended repeats its end token.
+      lengths: (B,) int32, how many tokens of each row are its own, the end token among them.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+def generate(
+    model: Decoder,
+    tokens: ArrayLike,
+    *,
+    max_new_tokens: int,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token: int | Sequence[int] | None = None,
+    key: jax.Array | None = None,
+) -> Generated:
+    """Continues prompts: token t + 1 ~ softmax(logits_t / temperature), or argmax logits_t at temperature 0.
+
+    All of it is one jitted program, compiled once for the model's structure, the shapes and the options (not for each
+    temperature or top_p): the prompts in one pass that fills the cache, then a `lax.while_loop` whose body runs the
+    model on one token a row, until all rows have ended. The products there have B rows. What is made of parameters
+    alone, as their casts to the compute dtype, is made before the loop and held beside them while it runs.
+
+    Args:
+      model: a `Llama`, or any `Decoder` that is an nnx.Module.
+      tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token. Sharded over mesh
+        axes that are explicit they want an `nnx.shard_map` around this function, where each device has its own.
+      max_new_tokens: most tokens to make a row.
+      lengths: (B,) integers, the prompts' lengths, 1 to T; default T. Padding is neither seen nor counted in positions.
+      temperature: 0 for the likeliest token, else the logits' divisor.
+      top_k: samples from the k likeliest tokens.
+      top_p: samples from the fewest likeliest tokens whose probabilities sum to at least top_p; of those of top_k.
+      eos_token: a token that ends a row, or several; default none.
+      key: of jax.random; required unless temperature is 0.
+
+    Raises:
+      ValueError: an argument out of its range, no key for sampling, or T + max_new_tokens - 1 tokens, all but the
+        last, beyond the model's positions.
+    """
+    tokens = jnp.asarray(tokens)
+    if not isinstance(lengths, jax.Array | None):
+        lengths = np.asarray(lengths)
+    _check(tokens, max_new_tokens, lengths, temperature, top_k, top_p, key)
+    ends = np.asarray(() if eos_token is None else eos_token)
+    if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
+        raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
+    graphdef, state = nnx.split(model)
+    return _generate(
+        graphdef,
+        state,
+        tokens.astype(jnp.int32),
+        None if lengths is None else jnp.asarray(lengths).astype(jnp.int32),
+        None if temperature == 0 else key,
+        jnp.float32(temperature),
+        None if top_p is None else jnp.float32(top_p),
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        ends=tuple(map(int, ends.ravel())),
+    )
+
+
+def candidates(logits: jax.Array, top_k: int | None, top_p: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
+    """The tokens that may be drawn: the top_k likeliest, and of those the fewest whose probabilities reach top_p.
+
+    Args:
+      logits: (..., V).
+      top_k, top_p: as in `generate`.
+
+    Returns:
+      Logits (..., k) float32 in falling order, -inf where top_p excludes one, and their tokens (..., k); k = V without
+      top_k.
+    """
+    size = logits.shape[-1]
+    logits, tokens = lax.top_k(logits.astype(jnp.float32), size if top_k is None else min(top_k, size))
+    if top_p is not None:
+        probability = jax.nn.softmax(logits, axis=-1)
+        likelier = jnp.cumsum(probability, axis=-1) - probability  # the first one's is 0, so it always stays
+        logits = jnp.where(likelier < top_p, logits, -jnp.inf)
+    return logits, tokens
+
+
+@partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "top_k", "ends"))
+def _generate(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    prompts: jax.Array,
+    lengths: jax.Array | None,
+    key: jax.Array | None,
+    temperature: jax.Array,
+    top_p: jax.Array | None,
+    *,
+    max_new_tokens: int,
+    top_k: int | None,
+    ends: tuple[int, ...],
+) -> Generated:
+    model: Any = nnx.merge(graphdef, state)
+    batch, prompt = prompts.shape
+
+    def choose(logits: jax.Array, step: Any) -> jax.Array:
+        if key is None:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits, step_key = logits.astype(jnp.float32) / temperature, jax.random.fold_in(key, step)
+        if top_k is None and top_p is None:
+            return jax.random.categorical(step_key, logits).astype(jnp.int32)
+        logits, tokens = candidates(logits, top_k, top_p)
+        drawn = jax.random.categorical(step_key, logits)
+        return jnp.take_along_axis(tokens, drawn[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+    def ended(token: jax.Array) -> jax.Array:
+        return jnp.isin(token, jnp.array(ends, jnp.int32))
+
+    def running(carry: Any) -> jax.Array:
+        step, done = carry[0], carry[3]
+        return (step < max_new_tokens) & ~jnp.all(done)
+
+    def body(carry: Any) -> Any:
+        step, cache, token, done, out, count = carry
+        logits, cache = decode(weights, token[:, None], cache)
+        token = jnp.where(done, token, choose(logits, step))
+        return step + 1, cache, token, done | ended(token), out.at[:, step].set(token), count + ~done
+
+    cache = model.init_cache(batch, prompt + max_new_tokens - 1)  # the last token is not fed back
+    logits, cache = model.decode(prompts, cache, lengths=lengths)
+    token = choose(logits, 0)
+    weights, decode = hoist(
+        lambda state, tokens, cache: nnx.merge(graphdef, state).decode(tokens, cache), state, token[:, None], cache
+    )
+    out = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(token)
+    carry = (1, cache, token, ended(token), out, jnp.ones(batch, jnp.int32))
+    _, _, token, _, out, count = lax.while_loop(running, body, carry)
+    return Generated(jnp.where(jnp.arange(max_new_tokens) < count[:, None], out, token[:, None]), count)
+
+
+def _check(
+    tokens: jax.Array,
+    max_new_tokens: int,
+    lengths: jax.Array | np.ndarray | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    key: jax.Array | None,
+) -> None:
+    if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"prompts are integers (B, T), at least one of each; got {tokens.dtype}{tokens.shape}")
+    sharding = explicit_sharding(tokens)
+    if sharding is not None and any(axis is not None for axis in sharding.spec):
+        raise ValueError(f"prompts are sharded, {sharding.spec}, over explicit mesh axes: call it inside nnx.shard_map")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
+    if lengths is not None:
+        if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(f"lengths are integers ({tokens.shape[0]},) here, got {lengths.dtype}{lengths.shape}")
+        if not isinstance(lengths, jax.core.Tracer):  # of traced ones the values are not known
+            values = np.asarray(lengths)
+            if values.min() < 1 or values.max() > tokens.shape[1]:
+                raise ValueError(f"lengths must be 1 to {tokens.shape[1]}, got {values.tolist()}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"{temperature=} must be 0 or a positive number")
+    if temperature > 0 and key is None:
+        raise ValueError(f"sampling at {temperature=} needs a key")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"{top_k=} must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"{top_p=} must be above 0 and at most 1")

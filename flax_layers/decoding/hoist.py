@@ -1,0 +1,94 @@
+"""What a step of a loop computes from its invariant arguments alone, moved before the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from coda_jax.epilogue.equations import bind
+
+# Their equations are seen through: name -> parameter with the jaxpr.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Splits step(invariant, *args) into what depends on invariant alone, computed here, and the rest.
+
+    A step of generation casts every weight to the compute dtype and multiplies the norms' scales into it, which reads
+    and writes all weights where the products only read them. XLA moves such code before a loop on CPUs, not on GPUs.
+
+    Args:
+      step: traceable by JAX; traced once.
+      invariant: a pytree of arrays.
+      *args: pytrees of arrays or jax.ShapeDtypeStructs, as the rest will be called with.
+
+    Returns:
+      kept, rest: rest(kept, *args) = step(invariant, *args). Custom derivative rules inside of step are dropped.
+    """
+    closed, out_type = jax.make_jaxpr(step, return_shape=True)(invariant, *args)
+    flat = jax.make_jaxpr(lambda *leaves: _evaluate(closed.jaxpr, closed.consts, leaves))(*closed.in_avals)
+    known = jax.tree.leaves(invariant)
+    inputs, given = flat.jaxpr.invars[: len(known)], flat.jaxpr.invars[len(known) :]
+
+    constants: dict[Any, Any] = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    before, after, made = [], [], set(inputs)
+    varying = set(given)
+    for equation in flat.jaxpr.eqns:
+        read = {v for v in equation.invars if not isinstance(v, core.Literal)}
+        if equation.effects or read & varying:
+            after.append(equation)
+            varying.update(equation.outvars)
+        else:
+            before.append(equation)
+            if read & made:
+                made.update(equation.outvars)
+            else:  # of constants alone: cheaper to make again than to keep
+                after.append(equation)
+    wanted = [v for equation in after for v in equation.invars] + list(flat.jaxpr.outvars)
+    frontier = [v for v in dict.fromkeys(w for w in wanted if not isinstance(w, core.Literal)) if v in made]
+    environment = {**constants, **dict(zip(inputs, known, strict=True))}
+    _run(before, environment)
+
+    def rest(kept: list[jax.Array], *args: Any) -> Any:
+        environment = {
+            **constants,
+            **dict(zip(frontier, kept, strict=True)),
+            **dict(zip(given, jax.tree.leaves(args), strict=True)),
+        }
+        _run(after, environment)
+        outputs = [_read(environment, v) for v in flat.jaxpr.outvars]
+        return jax.tree.unflatten(jax.tree.structure(out_type), outputs)
+
+    return [environment[v] for v in frontier], rest
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    _run(jaxpr.eqns, environment)
+    return [_read(environment, v) for v in jaxpr.outvars]
+
+
+def _run(equations: Sequence[core.JaxprEqn], environment: dict[Any, Any]) -> None:
+    for equation in equations:
+        values = [_read(environment, v) for v in equation.invars]
+        if equation.primitive.name in _CALLS:
+            inner: Any = equation.params[_CALLS[equation.primitive.name]]
+            open_jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
+            outputs: Sequence[Any] = _evaluate(open_jaxpr, consts, values)
+        else:
+            outputs = bind(equation.primitive, values, equation.params)
+        environment.update(zip(equation.outvars, outputs, strict=True))
+
+
+def _read(environment: dict[Any, Any], v: Any) -> Any:
+    return v.val if isinstance(v, core.Literal) else environment[v]

@@ -1,0 +1,173 @@
+"""GPT-2: a decoder-only language model with learned positions, layer norms and biases."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_layers.attention import Attention
+from flax_layers.decoding.kv_cache import KVCache, decode_layers
+from flax_layers.embed import Embed
+from flax_layers.lm_head import LMHead
+from flax_layers.mlp import MLP
+from flax_layers.models.config_checks import check_counts, check_not_negative
+from flax_layers.models.language_model import LanguageModel
+from flax_layers.norm import LayerNorm
+from flax_layers.stream import Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2, with the names and defaults of Hugging Face's GPT2Config.
+
+    n_inner defaults to 4 n_embd. The head is tied to the token embedding. There is no dropout.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_counts(self, "vocab_size", "n_positions", "n_embd", "n_head", "n_inner")
+        check_counts(self, "n_layer", least=0)
+        check_not_negative(self, "layer_norm_epsilon", "initializer_range")
+
+
+class GPT2Block(nnx.Module):
+    """Pre-norm transformer block with layer norms and biases.
+
+    x1 = x + attention(norm(x));  y = x1 + mlp(norm(x1))
+
+    Args:
+      config: sizes.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of the parameters.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        width, epsilon = config.n_embd, config.layer_norm_epsilon
+        kernel_init = nnx.initializers.normal(config.initializer_range)
+        self.attention_norm = LayerNorm(width, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.attention = Attention(
+            width,
+            config.n_head,
+            rope_theta=None,
+            use_bias=True,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+        self.mlp_norm = LayerNorm(width, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.mlp = MLP(
+            width,
+            config.n_inner or 4 * width,
+            activation=config.activation_function,
+            use_bias=True,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Applies the block to x (B, T, D).
+
+        mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
+        """
+        # The residuals are plain arrays: nobody needs the row sums of their squares.
+        options: dict[str, Any] = {"residual": x, "mask": mask, "segment_ids": segment_ids}
+        if cache is None:
+            x = self.attention(self.attention_norm(Stream.of(x)), **options)
+        else:
+            x, cache = self.attention(self.attention_norm(Stream.of(x)), cache=cache, **options)
+        y = self.mlp(self.mlp_norm(Stream.of(x)), residual=x)
+        return y if cache is None else (y, cache)
+
+
+class GPT2(LanguageModel):
+    """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding.
+
+    Positions are below n_positions; those of packed sequences begin anew with each, which segment_ids alone do not
+    bring about.
+
+    Args:
+      config: sizes.
+      dtype: compute dtype, also of the logits; default that of the parameters.
+      param_dtype: storage dtype of the parameters.
+      rngs: source of keys.
+    """
+
+    max_length = "n_positions"
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        init = nnx.initializers.normal(config.initializer_range)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
+        self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
+        self.layers = nnx.List(GPT2Block(config, **options) for _ in range(config.n_layer))
+        self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
+        self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)
+        self.config = config
+
+    def _embedding(self) -> jax.Array:
+        return self.embed.embedding[...]
+
+    def decode(
+        self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, list[KVCache]]:
+        """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
+        x = self.embed(tokens) + self.position_embed(cache[0].positions(tokens.shape[1]))
+        x, longer = decode_layers(self.layers, x, cache, lengths)
+        return self.head(self.norm(x), embedding=self._embedding())[:, 0], longer
+
+    def _features(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | None,
+    ) -> jax.Array:
+        """What the head projects."""
+        if positions is None:
+            positions = jnp.arange(tokens.shape[-1])
+        x = self.embed(tokens) + self.position_embed(positions)
+        for layer in self.layers:
+            x = layer(x, mask=mask, segment_ids=segment_ids)
+        return self.norm(x)
