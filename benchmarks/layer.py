@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, plain_llama, results, timing
-from coda_jax.operators.deferred_norm import add_residual_sumsq
+from coda_jax.extend import add_residual_sumsq
 from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.
@@ -61,12 +61,13 @@ def parameters(config: LlamaConfig, dtype: Any) -> Params:
 def fused(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tuple[jax.Array, ...]:
     """The stream after the layer and the next q, k, v, from the stream x (B, T, D) and attention's y (B, T, H Dh)."""
     cos, sin = plain_llama.angles(x.shape[1], config)
-    x, sumsq = coda.gemm(y, p["out"], x, epilogue=add_residual_sumsq)
-    x, sumsq = coda.gated_mlp(x, sumsq, p["mlp_norm"], p["gate_up"], p["down"], epsilon=config.rms_norm_eps)
-    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.resolved_num_key_value_heads}
-    q, k, v, x = coda.qkv_projection(
-        x, sumsq, p["attention_norm"], p["qkv"], cos, sin, **heads, epsilon=config.rms_norm_eps
+    stream = coda.Stream(*coda.gemm(y, p["out"], x, epilogue=add_residual_sumsq))
+    norm = coda.rms_norm(stream, p["mlp_norm"], epsilon=config.rms_norm_eps)
+    norm = coda.rms_norm(
+        coda.gated_mlp(norm, p["gate_up"], p["down"]), p["attention_norm"], epsilon=config.rms_norm_eps
     )
+    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.resolved_num_key_value_heads}
+    q, k, v, x = coda.qkv_projection(norm, p["qkv"], cos, sin, **heads)
     return x, q, k, v
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
 from coda_jax.epilogue import trace
-from coda_jax.operators import deferred_norm
-from coda_jax.operators.gated_mlp import gated_backward, row_scale_gated
+from coda_jax.operators.feed_forward import activated, activation_backward, gated
+from coda_jax.operators.norm_products import norm_backward, weight_backward
 from coda_jax.primitives import kernel
 from coda_jax.tiles.config import GemmConfig, choose_tiling
 from coda_jax.tiles.cost_model import Product
@@ -29,9 +29,18 @@ class Program(EpilogueCase):
         return tuple(random_array(key, type_) for key, type_ in zip(keys, self.operand_types(m, n), strict=False))
 
 
+def swiglu(acc: jax.Array, rstd: jax.Array, *, keep: bool) -> Any:
+    """SwiGLU of rstd * acc, and that too if it is to be kept."""
+    return activated(acc * rstd, None, activation=gated(jax.nn.silu), keep=keep)
+
+
+def _norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
+    return norm_backward(acc, x, None, factor, None, dresidual, None)
+
+
 def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
     return Program(
-        functools.partial(gated_backward, activation=activation),
+        functools.partial(activation_backward, activation=gated(activation)),
         lambda m, n: (array((m, 2 * n)), array((m, 1), jnp.float32)),
         (jnp.bfloat16, jnp.bfloat16),
     )
@@ -39,17 +48,15 @@ def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
 
 PROGRAMS: dict[str, Program] = {name: Program(**vars(epilogue)) for name, epilogue in EPILOGUES.items()} | {
     "swiglu": Program(
-        functools.partial(row_scale_gated, activation=jax.nn.silu, keep=True),
+        functools.partial(swiglu, keep=True),
         lambda m, n: (array((m, 1), jnp.float32),),
         (jnp.bfloat16, jnp.bfloat16),
     ),
     "gated_backward": _back_through_gate(jax.nn.silu),
     "geglu_backward": _back_through_gate(jax.nn.gelu),
-    "norm_backward": Program(
-        deferred_norm.norm_backward, lambda m, n: (array((m, n)), array((m, 1), jnp.float32), array((m, n)))
-    ),
+    "norm_backward": Program(_norm_backward, lambda m, n: (array((m, n)), array((m, 1), jnp.float32), array((m, n)))),
     "scale_backward": Program(
-        deferred_norm.scale_backward,
+        weight_backward,
         lambda m, n: (array((m, n), jnp.float32), array((m, 1), jnp.float32)),
         (jnp.float32,),
     ),

@@ -2,12 +2,16 @@
 
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import logsumexp as logsumexp
+from coda_jax.operators import DeferredNorm as DeferredNorm
+from coda_jax.operators import Stream as Stream
+from coda_jax.operators import gated as gated
 from coda_jax.operators import gated_mlp as gated_mlp
-from coda_jax.operators import layer_statistics as layer_statistics
+from coda_jax.operators import layer_norm as layer_norm
 from coda_jax.operators import linear_cross_entropy as linear_cross_entropy
 from coda_jax.operators import mlp as mlp
 from coda_jax.operators import norm_projection as norm_projection
 from coda_jax.operators import qkv_projection as qkv_projection
+from coda_jax.operators import rms_norm as rms_norm
 from coda_jax.operators import rotary as rotary
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm

@@ -1,18 +1,18 @@
 """Flax modules whose norms, gates and residuals run inside the products of `coda_jax`."""
 
+from coda_jax import DeferredNorm, Stream
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
-from flax_layers.block import TransformerBlock
+from flax_layers.block import LlamaBlock, TransformerBlock
 from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
 from flax_layers.linear import Linear, project
 from flax_layers.lm_head import LMHead
 from flax_layers.mlp import MLP, GatedMLP
-from flax_layers.models import GPT2, GPT2Block, GPT2Config, Llama, LlamaConfig
+from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.stream import LayerNormalized, Normalized, Stream
 
 __all__ = [
     "ACTIVATIONS",
@@ -20,19 +20,18 @@ __all__ = [
     "MLP",
     "Attention",
     "Decoder",
+    "DeferredNorm",
     "Embed",
-    "GPT2Block",
     "GPT2Config",
     "GatedMLP",
     "Generated",
     "KVCache",
     "LMHead",
     "LayerNorm",
-    "LayerNormalized",
     "Linear",
     "Llama",
+    "LlamaBlock",
     "LlamaConfig",
-    "Normalized",
     "RMSNorm",
     "RopeScaling",
     "Stream",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from flax_layers.attend import Implementation, attend
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.linear import Linear, default_kernel_init, is_linear, joined, mapped
+from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, is_linear, joined, mapped
 from flax_layers.norm import RMSNorm
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.stream import Deferred, Normalized, Stream, in_place_of
 
 
 def rotary_angles(
@@ -121,9 +121,9 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Deferred,
+        x: jax.Array | Stream | DeferredNorm,
         *,
-        residual: Stream,
+        residual: Stream | Literal[True],
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Deferred,
+        x: jax.Array | Stream | DeferredNorm,
         *,
         residual: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -143,9 +143,9 @@ class Attention(nnx.Module):
     @overload
     def __call__(
         self,
-        x: jax.Array | Stream | Deferred,
+        x: jax.Array | Stream | DeferredNorm,
         *,
-        residual: jax.Array | Stream | None = None,
+        residual: Residual = None,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
@@ -153,9 +153,9 @@ class Attention(nnx.Module):
     ) -> tuple[Any, KVCache]: ...
     def __call__(
         self,
-        x: jax.Array | Stream | Deferred,
+        x: jax.Array | Stream | DeferredNorm,
         *,
-        residual: jax.Array | Stream | None = None,
+        residual: Residual = None,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
@@ -188,36 +188,8 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
-        takes_chain = is_linear(self.qkv) and self.qkv.bias is None
-        if takes_chain and isinstance(x, Normalized) and self.rope_theta is not None:
-            norms: dict[str, Any] = {}
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
-                norms["qk_epsilon"] = self.q_norm.epsilon
-            q, k, v, passed = coda.qkv_projection(
-                x.x,
-                x.sumsq,
-                x.scale,
-                self.qkv.kernel[...],
-                *rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling),
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                epsilon=x.epsilon,
-                dtype=self.qkv.dtype,
-                **norms,
-            )
-            residual = in_place_of(residual, x, passed)
-        else:
-            z, residual = self.qkv.beside(x, residual) if is_linear(self.qkv) else (mapped(self.qkv, x), residual)
-            heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-            q, k, v = (
-                y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(self._split(z), heads, strict=True)
-            )
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if self.rope_theta is not None:
-                cos, sin = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
-                q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+        q, k, v, passed = self._query_key_value(x, positions)
+        target = Sum.of(residual, x, passed)
         y, cache = attend(
             q,
             k,
@@ -229,8 +201,41 @@ class Attention(nnx.Module):
             cache=cache,
             implementation=self.implementation,
         )
-        out = joined(self.out, y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), residual)
+        out = joined(self.out, y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), target)
         return out if cache is None else (out, cache)
+
+    def _query_key_value(
+        self, x: jax.Array | Stream | DeferredNorm, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """q (..., T, H, Dh), k and v (..., T, Hkv, Dh), and what a norm normalises as its operator passed it on."""
+        tables = None
+        if self.rope_theta is not None:
+            tables = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
+        norm = x if isinstance(x, DeferredNorm) and is_linear(self.qkv) else None
+        if norm is not None and norm.mean is None and self.qkv.bias is None and tables is not None:
+            norms: dict[str, Any] = {}
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
+                norms["qk_epsilon"] = self.q_norm.epsilon
+            return coda.qkv_projection(
+                norm,
+                self.qkv.kernel[...],
+                *tables,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                dtype=self.qkv.dtype,
+                **norms,
+            )
+        z, passed = self.qkv.beside(norm) if norm is not None else (mapped(self.qkv, x), None)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (
+            y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(self._split(z), heads, strict=True)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if tables is not None:
+            q, k = rotary(q, *tables), rotary(k, *tables)
+        return q, k, v, passed
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""

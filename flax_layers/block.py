@@ -9,84 +9,42 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from coda_jax import Stream
+from coda_jax.extend import array
 from flax_layers.activation import Activation
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import default_kernel_init
-from flax_layers.mlp import GatedMLP
-from flax_layers.norm import RMSNorm
+from flax_layers.mlp import MLP, GatedMLP
+from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.stream import Stream, array
 
 
 class TransformerBlock(nnx.Module):
-    """Pre-norm transformer block, the residual stream and its norm statistic flowing through.
+    """Pre-norm transformer block of the modules that it is given; the residual stream flows through.
 
-    x1 = x + attention(norm(x));  y = x1 + mlp(norm(x1))
+    x1 = x + attention(attention_norm(x));  y = x1 + mlp(mlp_norm(x1))
+
+    `LlamaBlock` makes one from its sizes.
 
     Args:
-      in_features: D.
-      hidden_features: F of the gated feed-forward layer.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; default num_heads.
-      head_dim: default D / num_heads.
-      rope_theta, rope_scaling, qk_norm, use_bias, sliding_window: as in Attention.
-      activation: of GatedMLP.
-      epsilon: of all norms.
-      dtype: compute dtype; default the promotion of input and kernels.
-      param_dtype: storage dtype of the parameters.
-      kernel_init: initialiser of the kernels.
-      rngs: source of keys.
+      attention_norm, mlp_norm: RMSNorm or LayerNorm, or what returns a `coda_jax.DeferredNorm` of a Stream.
+      attention: called as attention(norm, residual=True, positions=, mask=, segment_ids=[, cache=]), as Attention.
+      mlp: called as mlp(norm, residual=True), as GatedMLP and MLP.
     """
 
     def __init__(
         self,
-        in_features: int,
-        hidden_features: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        rope_theta: float | None = 10000.0,
-        rope_scaling: RopeScaling | None = None,
-        qk_norm: bool = False,
-        use_bias: bool = False,
-        activation: str | Activation = "silu",
-        sliding_window: int | None = None,
-        epsilon: float = 1e-6,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        kernel_init: nnx.Initializer = default_kernel_init,
-        rngs: nnx.Rngs,
+        attention_norm: RMSNorm | LayerNorm,
+        attention: Attention,
+        mlp_norm: RMSNorm | LayerNorm,
+        mlp: GatedMLP | MLP,
     ):
-        self.attention_norm = RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.attention = Attention(
-            in_features,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            qk_norm=qk_norm,
-            epsilon=epsilon,
-            use_bias=use_bias,
-            sliding_window=sliding_window,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
-        self.mlp_norm = RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.mlp = GatedMLP(
-            in_features,
-            hidden_features,
-            activation=activation,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp: Any = mlp
 
     @overload
     def __call__(
@@ -128,10 +86,69 @@ class TransformerBlock(nnx.Module):
         stream = named(Stream.of(x), LAYER_INPUT)
         options: dict[str, Any] = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         if cache is None:
-            stream = self.attention(self.attention_norm(stream), residual=stream, **options)
+            stream = self.attention(self.attention_norm(stream), residual=True, **options)
         else:
-            stream, cache = self.attention(self.attention_norm(stream), residual=stream, cache=cache, **options)
+            stream, cache = self.attention(self.attention_norm(stream), residual=True, cache=cache, **options)
         stream = named(stream, ATTENTION_OUTPUT)
-        stream = named(self.mlp(self.mlp_norm(stream), residual=stream), LAYER_OUTPUT)
+        stream = named(self.mlp(self.mlp_norm(stream), residual=True), LAYER_OUTPUT)
         y = stream if isinstance(x, Stream) else array(stream)
         return y if cache is None else (y, cache)
+
+
+class LlamaBlock(TransformerBlock):
+    """The block of Llama, Mistral and Qwen3: RMSNorms, attention with rotary embedding, a gated feed-forward layer.
+
+    Args:
+      in_features: D.
+      hidden_features: F of the gated feed-forward layer.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; default num_heads.
+      head_dim: default D / num_heads.
+      rope_theta, rope_scaling, qk_norm, use_bias, sliding_window: as in Attention.
+      activation: of GatedMLP.
+      epsilon: of all norms.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of the parameters.
+      kernel_init: initialiser of the kernels.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float | None = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: bool = False,
+        use_bias: bool = False,
+        activation: str | Activation = "silu",
+        sliding_window: int | None = None,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        super().__init__(
+            RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
+            Attention(
+                in_features,
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                rope_theta=rope_theta,
+                rope_scaling=rope_scaling,
+                qk_norm=qk_norm,
+                epsilon=epsilon,
+                use_bias=use_bias,
+                sliding_window=sliding_window,
+                **options,
+            ),
+            RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
+            GatedMLP(in_features, hidden_features, activation=activation, **options),
+        )

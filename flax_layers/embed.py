@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.extend import explicit_sharding, vary, varying_axes
 
 
 class Embed(nnx.Embed):

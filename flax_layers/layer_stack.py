@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from coda_jax import Stream
 from flax_layers.remat import Remat, policy_of
-from flax_layers.stream import Stream
 
 
 def stack(layers: Sequence[nnx.Module]) -> Any:

@@ -1,9 +1,9 @@
-"""The product under every module: its input may be a norm not yet applied, its result may join the residual stream."""
+"""The product under every module: its input may be a norm that is not applied yet, its result may join the stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import flax
 import jax
@@ -12,12 +12,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax.operators.deferred_norm import add_residual_sumsq
-from coda_jax.primitives import call_site
-from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream, array, in_place_of, layer_norm_arguments
+from coda_jax import DeferredNorm, Stream
+from coda_jax.extend import add_residual_sumsq, array, hide_frames, noted
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
-    call_site.hide(library)
+    hide_frames(library)
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
@@ -33,7 +32,7 @@ def add_bias(acc: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def project(
-    x: jax.Array | Stream | Deferred,
+    x: jax.Array | Stream | DeferredNorm,
     kernel: jax.Array,
     *operands: jax.Array,
     epilogue: Callable[..., Any] | None = None,
@@ -41,11 +40,11 @@ def project(
     out_dtype: DTypeLike | None = None,
     transpose_b: bool = False,
 ) -> Any:
-    """epilogue(x @ kernel, *operands), with the norm of a Normalized x applied on the way.
+    """epilogue(x @ kernel, *operands), with an RMSNorm that x is applied on the way.
 
-    For a Normalized x the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into
-    the kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway.
-    A LayerNormalized x is formed; `Linear` and the chains of `coda_jax` apply it in their epilogues.
+    For an RMSNorm the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into the
+    kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway. A
+    LayerNorm is formed; `Linear` and the operators of `coda_jax` apply it in their epilogues.
 
     Args:
       x: (..., M, K).
@@ -62,17 +61,18 @@ def project(
     Raises:
       ValueError: x has no rows, or not K features.
     """
-    source = x.x if isinstance(x, Normalized) else array(x)
+    norm = x if isinstance(x, DeferredNorm) and x.mean is None else None
+    source = array(x) if norm is None else norm.x
     features = kernel.shape[1 if transpose_b else 0]
     if jnp.ndim(source) < 2 or source.shape[-1] != features:
         raise ValueError(
             f"a product over {features} features wants (..., M, {features}), got shape {jnp.shape(source)}"
         )
     dtype = dtype or jnp.result_type(source, kernel)
-    if isinstance(x, Normalized):
-        scale = x.scale.astype(jnp.float32)
+    if norm is not None:
+        scale = norm.scale.astype(jnp.float32)
         kernel = kernel.astype(jnp.float32) * (scale if transpose_b else scale[:, None])
-        operands, epilogue = (x.rstd()[..., None], *operands), _after_row_scale(epilogue)
+        operands, epilogue = (norm.rstd()[..., None], *operands), _after_row_scale(epilogue)
     return coda.gemm(
         source.astype(dtype),
         kernel.astype(dtype),
@@ -98,27 +98,84 @@ def is_linear(*layers: Any) -> bool:
     return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
-def mapped(layer: Callable[..., Any], x: jax.Array | Stream | Deferred) -> jax.Array:
+def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm) -> jax.Array:
     """layer(x), of a Linear or of what stands in its place, which is given an array."""
-    return layer(x if isinstance(layer, Linear) else array(x))
-
-
-def check_residual(residual: Any, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless the residual has the shape of what it is added to."""
-    if jnp.shape(array(residual)) != shape:
-        raise ValueError(f"a residual of shape {jnp.shape(array(residual))} is added to an output of shape {shape}")
-
-
-def joined(layer: Callable[..., Any], x: jax.Array, residual: jax.Array | Stream | None) -> Any:
-    """layer(x) [+ residual], as `Linear` returns it, of a Linear or of what stands in its place."""
     if isinstance(layer, Linear):
-        return layer(x, residual=residual)
-    y = layer(x)
+        return layer(x)
+    return layer(unchained(array(x), layer) if isinstance(x, DeferredNorm) else array(x))
+
+
+def unchained(x: jax.Array, layer: Any) -> jax.Array:
+    """x, with a note for GPUs and `coda.explain` that the layer in the place of a Linear takes no part in a chain."""
+    reason = (
+        f"a {type(layer).__name__} stands in the place of a Linear, which disables the fused chain of its sub-layer: "
+        "norm, activation or their backward passes are passes of their own there"
+    )
+    return noted(x, "flax_layers", reason)
+
+
+Residual = jax.Array | Stream | Literal[True] | None
+
+
+class Sum(NamedTuple):
+    """What a result is added to.
+
+    Attributes:
+      array: the residual itself.
+      is_stream: whether the sum is a Stream,
+      has_sums: and that with the row sums of its squares.
+    """
+
+    array: jax.Array
+    is_stream: bool
+    has_sums: bool
+
+    @classmethod
+    def of(cls, residual: Residual, x: Any, passed: jax.Array | None = None) -> Sum | None:
+        """What `residual=` of a module says, beside its input x.
+
+        Args:
+          residual: True for what x, a DeferredNorm, normalises; an array or a Stream; None for no residual.
+          x: the module's input.
+          passed: x's array as an operator passed it on, to add its cotangent in the operator's epilogue.
+        """
+        if residual is None:
+            return None
+        if residual is True:
+            if not isinstance(x, DeferredNorm):
+                raise ValueError(
+                    "residual=True adds what a norm that is not applied yet normalises; the input is "
+                    f"{type(x).__name__}. Give the norm a Stream, or give the residual itself"
+                )
+            return cls(x.x if passed is None else passed, True, x.mean is None)
+        if passed is not None:
+            reason = (
+                "residual is an array of its own beside a norm. If it is what the norm normalises, residual=True adds "
+                "its cotangent in a product's epilogue; here that is a pass of its own over the stream"
+            )
+            plain = noted(array(residual), "flax_layers", reason)
+            return cls(plain, isinstance(residual, Stream), isinstance(residual, Stream))
+        return cls(array(residual), isinstance(residual, Stream), isinstance(residual, Stream))
+
+
+def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
+    """layer(x) [+ residual], of a Linear or of what stands in its place."""
     if residual is None:
-        return y
-    check_residual(residual, y.shape)
-    total = (array(residual) + y).astype(residual.dtype)
-    return Stream(total).with_statistic() if isinstance(residual, Stream) else total
+        return layer(x)
+    if is_linear(layer):
+        return _added(layer, x, residual)  # type: ignore[arg-type]
+    y = layer(x)
+    _check_residual(residual, y.shape)
+    total = (residual.array + y).astype(residual.array.dtype)
+    if not residual.is_stream:
+        return total
+    return Stream(total).with_statistic() if residual.has_sums else Stream(total)
+
+
+def _check_residual(residual: Sum, shape: tuple[int, ...]) -> None:
+    given = jnp.shape(residual.array)
+    if given != shape:
+        raise ValueError(f"a residual of shape {given} is added to an output of shape {shape}")
 
 
 class Linear(nnx.Module):
@@ -155,56 +212,56 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(
-        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
-    ) -> jax.Array | Stream:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
         """Applies the map.
 
         Args:
           x: (..., K).
-          residual: (..., N) to add before the one rounding. Given a Stream, the result is a Stream with its statistic.
+          residual: (..., N) to add before the one rounding; True for what x, a norm that is not applied yet,
+            normalises. Given a Stream or True, the result is a Stream, with its statistic unless x is a LayerNorm.
 
         Returns:
           (..., N), in the residual's dtype if there is one, else in the compute dtype.
 
         Raises:
-          ValueError: x or residual of another shape.
+          ValueError: x or residual of another shape, or True beside an x that is no DeferredNorm.
         """
-        kernel, biases = self.kernel[...], () if self.bias is None else (self.bias[...],)
-        if residual is None:
-            if isinstance(x, LayerNormalized):
-                return self.beside(x, None)[0]
-            return project(x, kernel, *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
-        check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
-        add = add_residual_sumsq if isinstance(residual, Stream) else add_residual
+        target = Sum.of(residual, x)
+        if target is not None:
+            return _added(self, x, target)
+        if isinstance(x, DeferredNorm) and x.mean is not None:
+            return self.beside(x)[0]
+        biases = () if self.bias is None else (self.bias[...],)
+        y: jax.Array = project(x, self.kernel[...], *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
+        return y
 
-        def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:
-            return add(acc + bias, residual)
+    def beside(self, x: DeferredNorm) -> tuple[jax.Array, jax.Array]:
+        """The map of x, and the array that x normalises, for the residual: `coda_jax.norm_projection`."""
+        bias = None if self.bias is None else self.bias[...]
+        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype)
 
-        epilogue = add_bias_residual if biases else add
-        out = project(
-            x, kernel, array(residual), *biases, epilogue=epilogue, dtype=self.dtype, out_dtype=residual.dtype
-        )
-        return Stream(*out) if isinstance(residual, Stream) else out
 
-    def beside(self, x: jax.Array | Stream | Deferred, residual: Any) -> tuple[jax.Array, Any]:
-        """The map of x, and the residual that a later product of the sub-layer adds.
+def _added(layer: Linear, x: jax.Array | Stream | DeferredNorm, residual: Sum) -> jax.Array | Stream:
+    """The map of x added to the residual, in one product."""
+    kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
+    _check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
+    add = add_residual_sumsq if residual.has_sums else add_residual
 
-        Where x is the norm of the residual, both are results of `coda_jax.norm_projection`: use the returned residual.
-        """
-        if not isinstance(x, Deferred):
-            return self(x), residual
-        z, passed = coda.norm_projection(
-            x.x,
-            x.sumsq,
-            x.scale,
-            self.kernel[...],
-            None if self.bias is None else self.bias[...],
-            **layer_norm_arguments(x),
-            epsilon=x.epsilon,
-            dtype=self.dtype,
-        )
-        return z, in_place_of(residual, x, passed)
+    def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:
+        return add(acc + bias, residual)
+
+    out = project(
+        x,
+        kernel,
+        residual.array,
+        *biases,
+        epilogue=add_bias_residual if biases else add,
+        dtype=layer.dtype,
+        out_dtype=residual.array.dtype,
+    )
+    if not residual.is_stream:
+        return out
+    return Stream(*out) if residual.has_sums else Stream(out)

@@ -6,15 +6,14 @@
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = layers.TransformerBlock(in_features=512, hidden_features=1408, num_heads=8, dtype=jnp.bfloat16)(x)
+            x = layers.LlamaBlock(in_features=512, hidden_features=1408, num_heads=8, dtype=jnp.bfloat16)(x)
             return layers.RMSNorm(num_features=512)(x)
 
 Arguments are those of the nnx module, all by keyword, without `rngs`; parameters have its names and shapes, so
 `nnx.update(module, variables["params"])` gives them to the nnx module, whose `generate` wants them there. What the
 modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as do caches.
 Other methods of the nnx module are called by name: `model.apply(variables, tokens, labels, nnx_method="loss")`.
-`init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen module. Remat whole blocks: around one
-`GatedMLP` it hides that norm and residual are the same array, and the fused chain with it. The blocks of a `Llama` are
+`init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen module. The blocks of a `Llama` are
 numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.
 """
 
@@ -28,7 +27,7 @@ from flax.nnx.bridge.wrappers import ToLinen, to_linen_class
 
 import flax_layers
 
-__all__ = ["Attention", "GatedMLP", "LMHead", "Linear", "Llama", "RMSNorm", "TransformerBlock"]
+__all__ = ["Attention", "GatedMLP", "LMHead", "Linear", "Llama", "LlamaBlock", "RMSNorm"]
 
 
 class _ByKeyword:
@@ -59,4 +58,4 @@ LMHead = _adapter(flax_layers.LMHead)
 Linear = _adapter(flax_layers.Linear)
 Llama = _adapter(flax_layers.Llama)
 RMSNorm = _adapter(flax_layers.RMSNorm)
-TransformerBlock = _adapter(flax_layers.TransformerBlock)
+LlamaBlock = _adapter(flax_layers.LlamaBlock)

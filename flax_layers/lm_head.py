@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coda_jax import linear_cross_entropy
+from coda_jax import DeferredNorm, Stream, linear_cross_entropy
+from coda_jax.extend import array
 from flax_layers.linear import default_kernel_init, project
-from flax_layers.stream import Normalized, Stream, array
 
 
 class LMHead(nnx.Module):
@@ -49,7 +49,7 @@ class LMHead(nnx.Module):
         self.vocab_size = vocab_size
         self.dtype = dtype
 
-    def __call__(self, x: jax.Array | Stream | Normalized, *, embedding: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, embedding: jax.Array | None = None) -> jax.Array:
         """Logits (..., V) of x (..., D).
 
         Args:
@@ -63,7 +63,7 @@ class LMHead(nnx.Module):
 
     def loss(
         self,
-        x: jax.Array | Stream | Normalized,
+        x: jax.Array | Stream | DeferredNorm,
         labels: jax.Array,
         *,
         weights: jax.Array | None = None,
@@ -85,21 +85,13 @@ class LMHead(nnx.Module):
 
         Raises:
           ValueError: as `__call__`, or a shape or option that `coda_jax.linear_cross_entropy` refuses.
-          TypeError: epsilon, which the norm has.
         """
-        if "epsilon" in options:
-            raise TypeError(f"loss: epsilon={options['epsilon']!r}; the final norm has its own, it is no option here")
-        norm: tuple[jax.Array | None, jax.Array | None] = (None, None)
-        if isinstance(x, Normalized):
-            norm = (x.sumsq, x.scale)
-            options |= {"epsilon": x.epsilon}
         return linear_cross_entropy(
-            x.x if isinstance(x, Normalized) else array(x),
-            *norm,
+            x if isinstance(x, DeferredNorm) else array(x),
             self._weight(embedding),
             labels,
             weights=weights,
-            transpose_kernel=self.kernel is None,
+            transpose_w=self.kernel is None,
             dtype=self.dtype,
             **options,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from coda_jax import DeferredNorm, Stream
 from flax_layers.activation import Activation, activation_of
-from flax_layers.linear import Linear, default_kernel_init, is_linear, joined, mapped, project
-from flax_layers.stream import Deferred, Normalized, Stream, array, layer_norm_arguments
+from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, is_linear, joined, mapped, project, unchained
 
 
 class GatedMLP(nnx.Module):
@@ -69,41 +69,20 @@ class GatedMLP(nnx.Module):
         return self._gate_up()[:, 1]
 
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(
-        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
-    ) -> jax.Array | Stream:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
-        Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.gated_mlp`.
+        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
         """
         if isinstance(self.gate_up, nnx.Module):
             gate, up = jnp.split(mapped(self.gate_up, x), 2, axis=-1)
-            return joined(self.down, self.activation(gate) * up, residual)
-        takes_chain = is_linear(self.down) and self.down.bias is None
-        if takes_chain and isinstance(x, Normalized) and residual is not None and array(residual) is x.x:
-            gate_up = self.gate_up[...]
-            y, sumsq = coda.gated_mlp(
-                x.x,
-                x.sumsq,
-                x.scale,
-                gate_up.reshape(gate_up.shape[0], -1),
-                self.down.kernel[...],
-                epsilon=x.epsilon,
-                activation=self.activation,
-                dtype=self.dtype,
-            )
-            return Stream(y, sumsq) if isinstance(residual, Stream) else y
-
-        def gated(acc: jax.Array) -> jax.Array:
-            gate, up = jnp.split(acc, 2, axis=1)
-            return self.activation(gate) * up
-
+            return joined(self.down, self.activation(gate) * up, Sum.of(residual, x))
         gate_up = self.gate_up[...]
-        hidden = project(x, gate_up.reshape(gate_up.shape[0], -1), epilogue=gated, dtype=self.dtype)
-        return joined(self.down, hidden, residual)
+        w_gate_up, activation = gate_up.reshape(gate_up.shape[0], -1), coda.gated(self.activation)
+        return feed_forward(x, w_gate_up, None, self.down, residual, activation=activation, dtype=self.dtype)
 
     def _gate_up(self) -> jax.Array:
         if isinstance(self.gate_up, nnx.Module):
@@ -149,41 +128,53 @@ class MLP(nnx.Module):
         self.dtype = dtype
 
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: Stream) -> Stream: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
     @overload
-    def __call__(self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(
-        self, x: jax.Array | Stream | Deferred, *, residual: jax.Array | Stream | None = None
-    ) -> jax.Array | Stream:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
-        Where x is the norm of the residual, as in a pre-norm block, all of it is the chain `coda_jax.mlp`.
+        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
         """
-        if not is_linear(self.up, self.down):
-            return joined(self.down, self.activation(mapped(self.up, x)), residual)
-        up_bias, down_bias = (None if layer.bias is None else layer.bias[...] for layer in (self.up, self.down))
-        if isinstance(x, Deferred) and residual is not None and array(residual) is x.x:
-            y, sumsq = coda.mlp(
-                x.x,
-                x.sumsq,
-                x.scale,
-                self.up.kernel[...],
-                self.down.kernel[...],
-                **layer_norm_arguments(x),
-                up_bias=up_bias,
-                down_bias=down_bias,
-                epsilon=x.epsilon,
-                activation=self.activation,
-                dtype=self.dtype,
-            )
-            return Stream(y, sumsq) if isinstance(residual, Stream) else y
+        if not is_linear(self.up):
+            return joined(self.down, self.activation(mapped(self.up, x)), Sum.of(residual, x))
+        up_bias = None if self.up.bias is None else self.up.bias[...]
+        up = self.up.kernel[...]
+        return feed_forward(x, up, up_bias, self.down, residual, activation=self.activation, dtype=self.dtype)
 
-        def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
-            return self.activation(acc + bias[0] if bias else acc)
 
-        biases = () if up_bias is None else (up_bias,)
-        hidden = project(x, self.up.kernel[...], *biases, epilogue=activated, dtype=self.dtype)
-        return self.down(hidden, residual=residual)
+def feed_forward(
+    x: jax.Array | Stream | DeferredNorm,
+    up: jax.Array,
+    up_bias: jax.Array | None,
+    down: Any,
+    residual: Residual,
+    *,
+    activation: Activation,
+    dtype: DTypeLike | None,
+) -> Any:
+    """down(activation(x @ up + up_bias)) [+ residual], one chain where x is a norm and down a Linear."""
+    target = Sum.of(residual, x)
+    if isinstance(x, DeferredNorm) and is_linear(down):
+        y = coda.mlp(
+            x,
+            up,
+            down.kernel[...],
+            up_bias=up_bias,
+            down_bias=None if down.bias is None else down.bias[...],
+            activation=activation,
+            residual=True if residual is True else False if target is None else target.array,
+            dtype=dtype,
+        )
+        return y if target is not None and target.is_stream else y.x
+
+    def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
+        return activation(acc + bias[0] if bias else acc)
+
+    hidden = project(x, up, *(() if up_bias is None else (up_bias,)), epilogue=activated, dtype=dtype)
+    if isinstance(x, DeferredNorm):
+        hidden = unchained(hidden, down)
+    return joined(down, hidden, target)
 
 
 def _paired(kernel: Any) -> Any:

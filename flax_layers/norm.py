@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coda_jax import layer_statistics
-from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream
+import coda_jax as coda
+from coda_jax import DeferredNorm, Stream
 
 
 class RMSNorm(nnx.Module):
@@ -18,7 +18,7 @@ class RMSNorm(nnx.Module):
 
     y = x * rsqrt(mean(x * x, -1) + epsilon) * (scale_offset + scale)
 
-    Given a Stream it returns a Normalized, which the next module's product applies in its epilogue; given an array it
+    Given a Stream it returns a DeferredNorm, which the next module's product applies in its epilogue; given an array it
     returns the normalised array. The statistic and the multiplications are float32, the result is rounded once.
 
     Args:
@@ -56,10 +56,10 @@ class RMSNorm(nnx.Module):
         return scale.astype(jnp.float32) + self.scale_offset if self.scale_offset else scale
 
     @overload
-    def __call__(self, x: Stream) -> Normalized: ...
+    def __call__(self, x: Stream) -> DeferredNorm: ...
     @overload
     def __call__(self, x: jax.Array) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream) -> jax.Array | Normalized:
+    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
         """Normalises the rows of x (..., D).
 
         Raises:
@@ -67,9 +67,7 @@ class RMSNorm(nnx.Module):
           ValueError: x of another width.
         """
         _check("RMSNorm", x, self.num_features)
-        stream = Stream.of(x).with_statistic()
-        assert stream.sumsq is not None
-        y = Normalized(stream.x, stream.sumsq, self.whole_scale, self.epsilon)
+        y = coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)
@@ -80,7 +78,7 @@ class LayerNorm(nnx.Module):
 
     y = (x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias
 
-    Given a Stream it returns a LayerNormalized, which the next module's product applies in its epilogue; given an array
+    Given a Stream it returns a DeferredNorm, which the next module's product applies in its epilogue; given an array
     it returns the normalised array. The variance is that of centred values. The statistics are one pass over x: the
     product that makes x sees no whole row of it.
 
@@ -113,10 +111,10 @@ class LayerNorm(nnx.Module):
         self.dtype = dtype
 
     @overload
-    def __call__(self, x: Stream) -> LayerNormalized: ...
+    def __call__(self, x: Stream) -> DeferredNorm: ...
     @overload
     def __call__(self, x: jax.Array) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream) -> jax.Array | LayerNormalized:
+    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
         """Normalises the rows of x (..., D).
 
         Raises:
@@ -124,16 +122,15 @@ class LayerNorm(nnx.Module):
           ValueError: x of another width.
         """
         _check("LayerNorm", x, self.num_features)
-        stream = Stream.of(x)
         bias = None if self.bias is None else self.bias[...]
-        y = LayerNormalized(stream.x, *layer_statistics(stream.x), self.scale[...], bias, self.epsilon)
+        y = coda.layer_norm(x, self.scale[...], bias, epsilon=self.epsilon)
         if isinstance(x, Stream):
             return y
         return y.array().astype(self.dtype or x.dtype)
 
 
-def _check(name: str, x: jax.Array | Stream | Deferred, num_features: int) -> None:
-    if isinstance(x, Deferred):
-        raise TypeError(f"{name} got a {type(x).__name__}: it is normalised already; x.array() forms it")
+def _check(name: str, x: jax.Array | Stream | DeferredNorm, num_features: int) -> None:
+    if isinstance(x, DeferredNorm):
+        raise TypeError(f"{name} got a DeferredNorm: it is normalised already; x.array() forms it")
     if x.shape[-1] != num_features:
         raise ValueError(f"{name} over {num_features} features got an input of shape {x.shape}")

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from flax_layers.stream import Stream
+from coda_jax import Stream
 
 Remat = str | Iterable[str] | Callable[..., Any] | None
 

@@ -43,7 +43,7 @@ def plain_mlp(x, scale, gate_up, down, activation=jax.nn.silu):
 
 
 def mlp(x, scale, gate_up, down, **options):
-    return coda.gated_mlp(x, squares(x), scale, gate_up, down, epsilon=EPS, **options)[0]
+    return coda.gated_mlp(coda.rms_norm(x, scale, epsilon=EPS), gate_up, down, **options).x
 
 
 def angles(x, kernel, dtype=jnp.float32):
@@ -73,7 +73,8 @@ def plain_qkv(x, scale, kernel, q_scale=None, k_scale=None):
 
 def qkv(x, scale, kernel, q_scale=None, k_scale=None, **options):
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "q_scale": q_scale, "k_scale": k_scale}
-    return coda.qkv_projection(x, squares(x), scale, kernel, *angles(x, kernel), **heads, epsilon=EPS, **options)
+    norm = coda.rms_norm(x, scale, epsilon=EPS)
+    return coda.qkv_projection(norm, kernel, *angles(x, kernel), **heads, **options)
 
 
 def compare(chain, plain, arguments):

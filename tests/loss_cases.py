@@ -8,13 +8,13 @@ import numpy as np
 
 import coda_jax as coda
 from tests import tolerance
-from tests.chain_cases import EPS, normal, rms_norm, squares
+from tests.chain_cases import EPS, normal, rms_norm
 from tests.gemm_cases import as_float64, jit, pullback
 
 TOKENS, WIDTH, VOCABULARY = 300, 40, 136  # with the smallest chunks: 128, 128 and 44 tokens
 
 
-def arguments(dtype, lead=(TOKENS,), width=WIDTH, vocabulary=VOCABULARY, transpose_kernel=False):
+def arguments(dtype, lead=(TOKENS,), width=WIDTH, vocabulary=VOCABULARY, transpose_w=False):
     """x, scale, kernel, labels with some of them -100, weights with some of them 0."""
     x, scale = normal(0, *lead, width), 1 + 0.3 * normal(1, width)
     kernel = 2 * normal(2, width, vocabulary) / width**0.5
@@ -22,14 +22,13 @@ def arguments(dtype, lead=(TOKENS,), width=WIDTH, vocabulary=VOCABULARY, transpo
     labels = np.where(rng.random(lead) < 0.1, -100, rng.integers(0, vocabulary, lead))
     labels.flat[-2:] = vocabulary - 1, 0
     weights = jnp.asarray(np.where(rng.random(lead) < 0.1, 0, rng.random(lead)), jnp.float32)
-    kernel = kernel.T if transpose_kernel else kernel
+    kernel = kernel.T if transpose_w else kernel
     return [x.astype(dtype), scale.astype(dtype), kernel.astype(dtype), jnp.asarray(labels, jnp.int32), weights]
 
 
 def loss(x, scale, kernel, labels, weights, **options):
-    sumsq = None if scale is None else squares(x)
-    options = {"chunk_bytes": 1, "epsilon": EPS, **options}
-    return coda.linear_cross_entropy(x, sumsq, scale, kernel, labels, weights=weights, **options)
+    h = x if scale is None else coda.rms_norm(x, scale, epsilon=EPS)
+    return coda.linear_cross_entropy(h, kernel, labels, weights=weights, **{"chunk_bytes": 1, **options})
 
 
 def plain(
@@ -44,11 +43,11 @@ def plain(
     label_smoothing=0.0,
     z_loss=0.0,
     soft_cap=None,
-    transpose_kernel=False,
+    transpose_w=False,
 ):
     """In float32, or float64 where the arguments are, but for the norm's result and the logits, in x's dtype."""
     h = x if scale is None else rms_norm(x, scale)
-    z = h @ (kernel.T if transpose_kernel else kernel)
+    z = h @ (kernel.T if transpose_w else kernel)
     z = z.astype(jnp.promote_types(x.dtype, jnp.float32))
     if soft_cap is not None:
         z = soft_cap * jnp.tanh(z / soft_cap)

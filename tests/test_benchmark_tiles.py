@@ -124,8 +124,8 @@ def test_the_grids_epilogues_are_those_of_a_models_products():
     x, *parameters = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     sumsq = jax.ShapeDtypeStruct((rows,), jnp.float32)
 
-    def loss(x, sumsq, *parameters):
-        return jnp.sum(coda.gated_mlp(x, sumsq, *parameters, epsilon=1e-6)[0].astype(jnp.float32))
+    def loss(x, sumsq, scale, *weights):
+        return jnp.sum(coda.gated_mlp(coda.DeferredNorm(x, sumsq, scale), *weights).x.astype(jnp.float32))
 
     gradient = jax.grad(loss, argnums=(0, 2, 3, 4))
     found = tune.products_of(gradient, x, sumsq, *parameters)

@@ -19,9 +19,7 @@ def found(call):
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
     dtype = jnp.bfloat16
-    block = layers.TransformerBlock(
-        64, 96, 2, num_kv_heads=1, head_dim=64, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
-    )
+    block = layers.LlamaBlock(64, 96, 2, num_kv_heads=1, head_dim=64, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
     passes = between_kernels.block_passes(call, block, BATCH, LENGTH, dtype)
     wrong = between_kernels.not_allowed(passes, between_kernels.BLOCK)
     return [one for one in passes if one not in wrong], wrong
@@ -32,8 +30,8 @@ def scaled(stream):
 
 
 def inside(block, stream):
-    stream = scaled(block.attention(block.attention_norm(stream), residual=stream))
-    return block.mlp(block.mlp_norm(stream), residual=stream)
+    stream = scaled(block.attention(block.attention_norm(stream), residual=True))
+    return block.mlp(block.mlp_norm(stream), residual=True)
 
 
 def before_the_out_projection(block, stream):

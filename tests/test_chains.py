@@ -66,9 +66,10 @@ def _inner(equation):
 
 def test_the_statistic_of_the_result():
     x, *rest = mlp_arguments(jnp.bfloat16, (2, 5))
-    y, sumsq = coda.gated_mlp(x, squares(x), *rest, epsilon=EPS)
-    assert y.shape == x.shape and sumsq.shape == (2, 5) and sumsq.dtype == jnp.float32
-    np.testing.assert_allclose(sumsq, squares(y), rtol=1e-2)  # of the values before they are rounded
+    scale, gate_up, down = rest
+    y = coda.gated_mlp(coda.rms_norm(x, scale, epsilon=EPS), gate_up, down)
+    assert y.shape == x.shape and y.sumsq.shape == (2, 5) and y.sumsq.dtype == jnp.float32
+    np.testing.assert_allclose(y.sumsq, squares(y.x), rtol=1e-2)  # of the values before they are rounded
 
 
 def test_parameters_and_stream_keep_their_dtypes():
@@ -149,22 +150,26 @@ def test_explicit_mesh(chain, plain, arguments):
     assert_close(got, want, rtol=1e-4)
 
 
+def norm(x, sumsq):
+    return coda.DeferredNorm(jnp.ones(x), jnp.ones(sumsq), jnp.ones(x[-1:]), epsilon=EPS)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
         (
-            lambda: coda.gated_mlp(*map(jnp.ones, [(4, 8), (5,), (8,), (8, 16), (8, 8)]), epsilon=EPS),
-            r"gated_mlp: sumsq has shape \(5,\); beside x \(4, 8\) it must be \(4,\)",
+            lambda: coda.gated_mlp(norm((4, 8), (5,)), jnp.ones((8, 16)), jnp.ones((8, 8))),
+            r"mlp: sumsq has shape \(5,\); beside x \(4, 8\) it must be \(4,\)",
         ),
         (
-            lambda: coda.gated_mlp(*map(jnp.ones, [(4, 8), (4,), (8,), (8, 12), (8, 8)]), epsilon=EPS),
-            r"gate_up has shape \(8, 12\); .* it must be \(8, 16\)",
+            lambda: coda.gated_mlp(norm((4, 8), (4,)), jnp.ones((8, 12)), jnp.ones((8, 8))),
+            r"w_up has shape \(8, 12\); .* it must be \(8, 16\)",
         ),
         (
             lambda: coda.qkv_projection(
-                *map(jnp.ones, [(4, 8), (4,), (8,), (8, 13), (4, 2), (4, 2)]), num_heads=1, num_kv_heads=1, epsilon=EPS
+                norm((4, 8), (4,)), *map(jnp.ones, [(8, 13), (4, 2), (4, 2)]), num_heads=1, num_kv_heads=1
             ),
-            r"qkv_projection: kernel has shape \(8, 13\); .* it must be \(8, 12\)",
+            r"qkv_projection: w has shape \(8, 13\); .* it must be \(8, 12\)",
         ),
         (
             lambda: qkv(*qk_norm_arguments(jnp.float32)[:4]),

@@ -218,8 +218,8 @@ def test_qkv_projection_passes_its_tables_as_they_are(monkeypatch):
     dtypes = (jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 2, *[jnp.float32] * 2)
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    def project(*arguments):
-        return coda.qkv_projection(*arguments, num_heads=1, num_kv_heads=1, epsilon=1e-5)
+    def project(x, sumsq, scale, *arguments):
+        return coda.qkv_projection(coda.DeferredNorm(x, sumsq, scale), *arguments, num_heads=1, num_kv_heads=1)
 
     (call,) = calls(text(project, *types))
     assert operands_and_results(call)[0] == ["48x64xbf16", "64x96xbf16", "48x1xf32", "24x16xf32", "24x16xf32"]

@@ -40,7 +40,7 @@ OPERATORS = {
     "norm_projection": of_first(test_norm_chains.projection, test_norm_chains.projection_arguments),
     "qkv_projection": of_first(chain_cases.qkv, chain_cases.qkv_arguments),
     "linear_cross_entropy": of_first(loss_cases.loss, loss_cases.arguments),
-    "the deferred norm": (lambda x: coda.primitives.deferred_norm.rms_rstd(x, jnp.ones(12), EPS), A),
+    "the deferred norm": (lambda x: coda.DeferredNorm(x, jnp.ones(12), jnp.ones(x.shape[1]), epsilon=EPS).rstd(), A),
 }
 MODES = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),

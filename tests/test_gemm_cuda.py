@@ -12,6 +12,7 @@ from flax import nnx
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.primitives import lowering as gemm_cuda
+from coda_jax.primitives import notes
 from flax_layers import GatedMLP
 from tests.gemm_cases import residual_sumsq, swiglu
 from tests.nvrtc import needs_nvrtc
@@ -30,7 +31,7 @@ def no_gpu(monkeypatch):
         return jax.local_devices()
 
     monkeypatch.setattr(gemm_cuda.jax, "devices", devices)
-    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    monkeypatch.setattr(notes, "_reported", set())
 
 
 def typed(*shapes, dtype=jnp.bfloat16):
@@ -268,7 +269,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("multiply, types, reason", FALLBACKS.values(), ids=FALLBACKS)
 def test_fallback_is_said_once(multiply, types, reason, monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    monkeypatch.setattr(notes, "_reported", set())
 
     def twice(a, b):
         return multiply(a, b), multiply(-a, b)
@@ -296,7 +297,7 @@ def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
         return layer(a)
 
     def chain(a, b):
-        return coda.gated_mlp(a, a[:, 0], a[0], b, b[:, :128].T, epsilon=1e-5)
+        return coda.gated_mlp(coda.DeferredNorm(a, a[:, 0], a[0]), b, b[:, :128].T).x
 
     def loop(a, b):
         return jax.lax.fori_loop(0, 3, lambda _, y: y + multiply(a, b), jnp.zeros((M, N)))
@@ -312,7 +313,7 @@ def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
         in_flax: in_flax,
         chain: chain,
     }.items():
-        monkeypatch.setattr(gemm_cuda, "_reported", set())
+        monkeypatch.setattr(notes, "_reported", set())
         traced = jax.jit(f).trace(*typed((M, K), (K, N), dtype=jnp.float32))
         with pytest.warns(coda.FallbackWarning) as caught:
             traced.lower(lowering_platforms=("cuda",))

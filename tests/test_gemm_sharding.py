@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.primitives import lowering as gemm_cuda
+from coda_jax.primitives import notes
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
 
@@ -155,7 +155,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 )
 def test_what_xla_partitions_takes_its_form(kind, rows, manual, reason, monkeypatch):
     """A kernel would have all of its arguments gathered on every device."""
-    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    monkeypatch.setattr(notes, "_reported", set())
 
     def multiply(a, b, **options):
         def product(a, b):
@@ -181,7 +181,7 @@ def test_what_xla_partitions_takes_its_form(kind, rows, manual, reason, monkeypa
 
 @needs_nvrtc
 def test_shardings_that_no_type_has_are_seen_too(mesh, monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    monkeypatch.setattr(notes, "_reported", set())
     types = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (A, B)]
     shardings = (NamedSharding(mesh, P("x")), NamedSharding(mesh, P()))
     multiply = jax.jit(coda.gemm, in_shardings=shardings)

@@ -11,8 +11,8 @@ from flax import nnx
 from layer_checks import apply, check_module, state_dict
 
 import flax_layers as layers
+from coda_jax.extend import array
 from flax_layers.activation import activation_of
-from flax_layers.stream import array
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -42,7 +42,7 @@ class NormThen(nnx.Module):
 
 def through_stream(module, x):
     stream = layers.Stream.of(x)
-    return array(module.then(module.norm(stream), residual=stream))
+    return array(module.then(module.norm(stream), residual=True))
 
 
 def beside_an_array(module, x):
@@ -230,7 +230,7 @@ def test_activations_by_name(name):
         (
             lambda: make_norm(8)(make_norm(8)(layers.Stream.of(jnp.ones((2, 8))))),
             TypeError,
-            "LayerNorm got a LayerNormalized: it is normalised already",
+            "LayerNorm got a DeferredNorm: it is normalised already",
         ),
         (
             lambda: nnx.eval_shape(

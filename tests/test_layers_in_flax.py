@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 import flax_layers as layers
+from coda_jax.extend import array
+from flax_layers.models import gpt2_block
 from tests.tiny_models import GPT2, LLAMA
 
 TOKENS = jnp.zeros((2, 8), int)
@@ -32,11 +34,10 @@ def layer_normalized():
 
 # name -> module, positional arguments, keywords
 CALLS = {
-    "Attention": lambda: (layers.Attention(16, 2, rngs=rngs()), [normalized()], {"residual": STREAM}),
+    "Attention": lambda: (layers.Attention(16, 2, rngs=rngs()), [normalized()], {"residual": True}),
     "Embed": lambda: (layers.Embed(64, 16, rngs=rngs()), [TOKENS], {}),
     "GPT2": lambda: (layers.GPT2(GPT2, rngs=rngs()), [TOKENS], {}),
-    "GPT2Block": lambda: (layers.GPT2Block(GPT2, rngs=rngs()), [jnp.ones((2, 8, 32))], {}),
-    "GatedMLP": lambda: (layers.GatedMLP(16, 24, rngs=rngs()), [normalized()], {"residual": STREAM}),
+    "GatedMLP": lambda: (layers.GatedMLP(16, 24, rngs=rngs()), [normalized()], {"residual": True}),
     "LMHead": lambda: (
         layers.LMHead(16, 64, tied=True, rngs=rngs()),
         [normalized()],
@@ -47,8 +48,9 @@ CALLS = {
     "Llama": lambda: (layers.Llama(LLAMA, rngs=rngs()), [TOKENS], {}),
     "MLP": lambda: (layers.MLP(16, 24, use_bias=True, rngs=rngs()), [layer_normalized()], {"residual": X}),
     "RMSNorm": lambda: (layers.RMSNorm(16, rngs=rngs()), [STREAM], {}),
-    "TransformerBlock": lambda: (
-        layers.TransformerBlock(16, 24, 2, rngs=rngs()),
+    "TransformerBlock": lambda: (gpt2_block(GPT2, rngs=rngs()), [jnp.ones((2, 8, 32))], {}),
+    "LlamaBlock": lambda: (
+        layers.LlamaBlock(16, 24, 2, rngs=rngs()),
         [STREAM.with_statistic()],
         {"positions": jnp.arange(8)},
     ),
@@ -82,7 +84,7 @@ def test_tabulate(name):
     assert type(module).__call__ is call
     assert f" {type(module).__name__} " in table
     if name in ("Llama", "GPT2"):
-        assert "layers/1/mlp/down " in table
+        assert "layers/1/mlp " in table
 
 
 def test_what_a_table_says_of_streams():
@@ -100,7 +102,7 @@ def test_pytrees(value):
     np.testing.assert_array_equal(doubled.x, 2 * X)
     assert getattr(doubled, "epsilon", None) == getattr(value, "epsilon", None)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(value)]
-    assert paths == [f".{n}" for n in ("x", "mean", "sumsq", "scale", "bias") if getattr(value, n, None) is not None]
+    assert paths == [f".{n}" for n in ("x", "sumsq", "scale", "mean", "bias") if getattr(value, n, None) is not None]
     assert len(leaves) == len(paths)
     assert jax.tree.structure(pickle.loads(pickle.dumps(value))) == structure
     assert jax.jit(lambda x: x)(value).array().shape == X.shape
@@ -150,6 +152,6 @@ def test_a_carry_without_statistic(loop):
 def test_a_residual_of_another_shape(cls, residual):
     mlp = layers.MLP(16, 4, rngs=rngs())
     mlp.down = cls(4, 4, rngs=rngs())
-    message = f"a residual of shape {jnp.shape(layers.stream.array(residual))} is added to an output of shape (2, 8, 4)"
+    message = f"a residual of shape {jnp.shape(array(residual))} is added to an output of shape (2, 8, 4)"
     with pytest.raises(ValueError, match=re.escape(message)):
         mlp(X, residual=residual)

@@ -10,7 +10,7 @@ from flax import nnx
 from layer_checks import apply, check_module, state_dict
 
 import flax_layers as layers
-from flax_layers.stream import array
+from coda_jax.extend import array
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -37,7 +37,7 @@ class NormThen(nnx.Module):
 
 def through_stream(module, x):
     stream = layers.Stream.of(x)
-    return array(module.then(module.norm(stream), residual=stream))
+    return array(module.then(module.norm(stream), residual=True))
 
 
 def through_arrays(module, x):
@@ -152,7 +152,7 @@ def test_attention_mask(dtype):
 
 
 def test_block(dtype=jnp.bfloat16):
-    module = layers.TransformerBlock(32, 48, 4, num_kv_heads=2, epsilon=EPS, dtype=dtype, rngs=nnx.Rngs(1))
+    module = layers.LlamaBlock(32, 48, 4, num_kv_heads=2, epsilon=EPS, dtype=dtype, rngs=nnx.Rngs(1))
     check_module(
         module,
         lambda m, x: m(x),

@@ -20,19 +20,19 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # Three chunks, the last of which is shorter. 16-bit logits of 131 columns are padded.
 CASES = {
     "mean": (BF16, 131, {}),
-    "mean_float32": (F32, 131, {"transpose_kernel": True}),
-    "mean_tied": (F16, 131, {"transpose_kernel": True}),
+    "mean_float32": (F32, 131, {"transpose_w": True}),
+    "mean_tied": (F16, 131, {"transpose_w": True}),
     "none": (BF16, 136, {"reduction": "none", "soft_cap": 3.0}),
-    "none_tied": (F32, 131, {"reduction": "none", "z_loss": 1e-2, "transpose_kernel": True}),
+    "none_tied": (F32, 131, {"reduction": "none", "z_loss": 1e-2, "transpose_w": True}),
     "sum": (F16, 136, {"reduction": "sum", "label_smoothing": 0.1}),
-    "everything": (BF16, 131, {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 5.0, "transpose_kernel": True}),
+    "everything": (BF16, 131, {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 5.0, "transpose_w": True}),
     "everything_float32": (F32, 136, {"label_smoothing": 0.2, "z_loss": 1e-2, "soft_cap": 5.0}),
 }
 
 
 @pytest.mark.parametrize("dtype, vocabulary, options", CASES.values(), ids=CASES)
 def test_against_the_textbook(dtype, vocabulary, options):
-    args = arguments(dtype, vocabulary=vocabulary, transpose_kernel=options.get("transpose_kernel", False))
+    args = arguments(dtype, vocabulary=vocabulary, transpose_w=options.get("transpose_w", False))
     compare(functools.partial(loss, **options), args, **{"reduction": "mean", **options})
 
 
@@ -207,9 +207,9 @@ def test_products():
     [
         ({"labels": jnp.zeros((5,), int)}, r"labels has shape \(5,\); beside x \(4, 8\) it must be \(4,\)"),
         ({"labels": jnp.zeros((4,))}, "labels have dtype float32; they must be integers"),
-        ({"kernel": jnp.ones((9, 7))}, r"kernel has shape \(9, 7\); beside x \(4, 8\) it must be \(8, V\)"),
-        ({"transpose_kernel": True}, r"kernel has shape \(8, 7\); .* it must be \(V, 8\) with transpose_kernel"),
-        ({"sumsq": None}, "sumsq is None; sumsq and scale come together"),
+        ({"w": jnp.ones((9, 7))}, r"w has shape \(9, 7\); beside x \(4, 8\) it must be \(8, V\)"),
+        ({"transpose_w": True}, r"w has shape \(8, 7\); .* it must be \(V, 8\) with transpose_w"),
+        ({"sumsq": jnp.ones(5)}, r"sumsq has shape \(5,\); beside x \(4, 8\) it must be \(4,\)"),
         ({"scale": jnp.ones(4)}, r"scale has shape \(4,\); .* it must be \(8,\)"),
         ({"weights": jnp.ones((4, 1))}, r"weights has shape \(4, 1\)"),
         ({"reduction": "avg"}, "reduction = 'avg'; it must be one of 'mean', 'sum', 'none'"),
@@ -220,8 +220,8 @@ def test_products():
     ],
 )
 def test_errors_name_the_value_and_the_rule(change, message):
-    given = {"x": jnp.ones((4, 8)), "sumsq": jnp.ones(4), "scale": jnp.ones(8), "kernel": jnp.ones((8, 7))}
+    given = {"x": jnp.ones((4, 8)), "sumsq": jnp.ones(4), "scale": jnp.ones(8), "w": jnp.ones((8, 7))}
     given |= {"labels": jnp.zeros(4, int)} | change
-    arrays = [given.pop(name) for name in ("x", "sumsq", "scale", "kernel", "labels")]
+    norm = coda.DeferredNorm(*(given.pop(name) for name in ("x", "sumsq", "scale")))
     with pytest.raises((ValueError, TypeError), match=f"linear_cross_entropy: {message}"):
-        coda.linear_cross_entropy(*arrays, **given)
+        coda.linear_cross_entropy(norm, **given)

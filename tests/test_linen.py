@@ -38,7 +38,7 @@ def of_nnx(name, options, variables):
         ("RMSNorm", {"num_features": 16}, normal(0, 2, 5, 16)),
         ("GatedMLP", {"in_features": 16, "hidden_features": 24, "activation": jax.nn.gelu}, normal(0, 2, 5, 16)),
         ("Attention", {"in_features": 16, "num_heads": 2, "sliding_window": 2}, normal(0, 2, 5, 16)),
-        ("TransformerBlock", SIZES, normal(0, 2, 5, 16)),
+        ("LlamaBlock", SIZES, normal(0, 2, 5, 16)),
         ("LMHead", {"in_features": 16, "vocab_size": 24}, normal(0, 2, 5, 16)),
     ],
 )
@@ -66,18 +66,18 @@ class Block(nn.Module):
     def __call__(self, x):
         stream = flax_layers.Stream.of(x)
         normalized = layers.RMSNorm(num_features=16, name="attention_norm")(stream)
-        assert isinstance(normalized, flax_layers.Normalized)
-        stream = layers.Attention(in_features=16, num_heads=2, name="attention")(normalized, residual=stream)
+        assert isinstance(normalized, flax_layers.DeferredNorm)
+        stream = layers.Attention(in_features=16, num_heads=2, name="attention")(normalized, residual=True)
         assert isinstance(stream, flax_layers.Stream) and stream.sumsq is not None
         normalized = layers.RMSNorm(num_features=16, name="mlp_norm")(stream)
-        return layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized, residual=stream)
+        return layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized, residual=True)
 
 
 def test_streams_between_linen_modules():
     """They are the block of the nnx modules: the same values and gradients, from as many products."""
     x = normal(0, 2, 5, 16)
     variables = jax.jit(Block().init)(jax.random.key(1), x)
-    block = of_nnx("TransformerBlock", SIZES, variables)
+    block = of_nnx("LlamaBlock", SIZES, variables)
     graphdef, params = nnx.split(block)
 
     def of_linen(variables, x):
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         class Body(nn.Module):
             @nn.compact
             def __call__(self, stream, _):
-                return nn.remat(layers.TransformerBlock)(**SIZES, name="block")(stream), None
+                return nn.remat(layers.LlamaBlock)(**SIZES, name="block")(stream), None
 
         blocks = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
         stream, _ = blocks(name="layers")(stream, None)

@@ -47,21 +47,19 @@ def plain_rms(x, scale, up, up_bias, down, down_bias, activation=jax.nn.gelu):
 
 
 def layer(x, scale, norm_bias, up, up_bias, down, down_bias, **options):
-    mean, sumsq = coda.layer_statistics(x)
-    biases = {"norm_bias": norm_bias, "up_bias": up_bias, "down_bias": down_bias}
-    y, none = coda.mlp(x, sumsq, scale, up, down, mean=mean, **biases, epsilon=EPS, **options)
-    assert none is None
-    return y
+    norm = coda.layer_norm(x, scale, norm_bias, epsilon=EPS)
+    y = coda.mlp(norm, up, down, up_bias=up_bias, down_bias=down_bias, **options)
+    assert y.sumsq is None
+    return y.x
 
 
 def rms(x, scale, up, up_bias, down, down_bias, **options):
-    return coda.mlp(x, squares(x), scale, up, down, up_bias=up_bias, down_bias=down_bias, epsilon=EPS, **options)[0]
+    norm = coda.rms_norm(x, scale, epsilon=EPS)
+    return coda.mlp(norm, up, down, up_bias=up_bias, down_bias=down_bias, **options).x
 
 
 def projection(x, scale, norm_bias, kernel, bias, **options):
-    mean, sumsq = coda.layer_statistics(x)
-    options |= {"mean": mean, "norm_bias": norm_bias}
-    return coda.norm_projection(x, sumsq, scale, kernel, bias, **options, epsilon=EPS)
+    return coda.norm_projection(coda.layer_norm(x, scale, norm_bias, epsilon=EPS), kernel, bias, **options)
 
 
 def plain_projection(x, scale, norm_bias, kernel, bias):
@@ -126,8 +124,7 @@ def test_optional_arrays(dtype=jnp.bfloat16):
     x, scale, _, up, _, down, _ = arguments(dtype)
 
     def bare(x, scale, up, down):
-        mean, sumsq = coda.layer_statistics(x)
-        return coda.mlp(x, sumsq, scale, up, down, mean=mean, epsilon=EPS)[0]
+        return coda.mlp(coda.layer_norm(x, scale, epsilon=EPS), up, down).x
 
     compare(
         bare,
@@ -135,7 +132,7 @@ def test_optional_arrays(dtype=jnp.bfloat16):
         [x, scale, up, down],
     )
     compare(
-        lambda x, scale, up, bias: coda.norm_projection(x, squares(x), scale, up, bias, epsilon=EPS)[0],
+        lambda x, scale, up, bias: coda.norm_projection(coda.rms_norm(x, scale, epsilon=EPS), up, bias)[0],
         lambda x, scale, up, bias: rms_norm(x, scale) @ up + bias,
         [x, scale, up, normal(5, HIDDEN).astype(dtype)],
     )
@@ -143,9 +140,9 @@ def test_optional_arrays(dtype=jnp.bfloat16):
 
 def test_the_statistic_of_the_result():
     x, scale, up, _, down, _ = arguments(jnp.bfloat16, (2, 5), layer=False)
-    y, sumsq = coda.mlp(x, squares(x), scale, up, down, epsilon=EPS)
-    assert y.shape == x.shape and sumsq.shape == (2, 5) and sumsq.dtype == jnp.float32
-    np.testing.assert_allclose(sumsq, squares(y), rtol=1e-2)  # of the values before they are rounded
+    y = coda.mlp(coda.rms_norm(x, scale, epsilon=EPS), up, down)
+    assert y.shape == x.shape and y.sumsq.shape == (2, 5) and y.sumsq.dtype == jnp.float32
+    np.testing.assert_allclose(y.sumsq, squares(y.x), rtol=1e-2)  # of the values before they are rounded
 
 
 @chains
@@ -226,13 +223,13 @@ def test_no_pass_over_activations_between_the_kernels(monkeypatch):
     def gradient(cotangent, mean, sumsq, x, scale, norm_bias, up, up_bias, down, down_bias):
         def chain(x, *rest):
             scale, norm_bias, up, up_bias, down = rest
-            biases = {"norm_bias": norm_bias, "up_bias": up_bias}
-            return coda.mlp(x, sumsq, scale, up, down, mean=mean, **biases, epsilon=EPS)[0]
+            return coda.mlp(coda.DeferredNorm(x, sumsq, scale, mean, norm_bias, EPS), up, down, up_bias=up_bias).x
 
         y, pullback = jax.vjp(chain, x, scale, norm_bias, up, up_bias, down)
         return y, pullback(cotangent)
 
-    traced = jit(gradient).trace(arrays[0], *coda.layer_statistics(arrays[0]), *arrays)
+    norm = coda.layer_norm(arrays[0], arrays[1])
+    traced = jit(gradient).trace(arrays[0], norm.mean, norm.sumsq, *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     made = [line for line in text.splitlines() if any(f"-> tensor<33x{n}x" in line for n in (WIDTH, HIDDEN))]
     assert not made or all("custom_call" in line for line in made)
@@ -248,10 +245,12 @@ def test_no_pass_over_activations_between_the_kernels(monkeypatch):
     [
         ({"mean": (5,)}, r"mlp: mean has shape \(5,\); beside x \(4, 8\) it must be \(4,\)"),
         ({"up_bias": (8,)}, r"mlp: up_bias has shape \(8,\); .* it must be \(16,\)"),
-        ({"norm_bias": (8,)}, r"norm_bias is LayerNorm's, which also needs mean="),
+        ({"bias": (8,)}, r"mlp: the norm has a bias, which is LayerNorm's, and no mean"),
     ],
 )
 def test_errors_name_the_value_and_the_rule(options, message):
-    arrays = map(jnp.ones, [(4, 8), (4,), (8,), (8, 16), (16, 8)])
+    x, sumsq, scale, up, down = map(jnp.ones, [(4, 8), (4,), (8,), (8, 16), (16, 8)])
+    options = {name: jnp.ones(shape) for name, shape in options.items()}
+    of_norm = {name: options.pop(name) for name in ("mean", "bias") if name in options}
     with pytest.raises(ValueError, match=message):
-        coda.mlp(*arrays, **{name: jnp.ones(shape) for name, shape in options.items()}, epsilon=EPS)
+        coda.mlp(coda.DeferredNorm(x, sumsq, scale, **of_norm), up, down, **options)

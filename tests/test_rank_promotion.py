@@ -11,10 +11,6 @@ from tests.nvrtc import needs_nvrtc
 LEAD, HIDDEN, HEAD_DIM = (3, 11), 64, 32
 
 
-def _sums(x):
-    return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
-
-
 def _gemm(epilogue, *shapes, residuals="preactivation"):
     def run(x, b, *operands):
         return coda.gemm(x, b, *operands, epilogue=epilogue, residuals=residuals)
@@ -38,35 +34,32 @@ def _heads(acc, scale, table):
     return (y * table[:, None, :]).reshape(acc.shape)
 
 
-def _mlp(x, scale, up, down, up_bias, down_bias, norm_bias=None, mean=None):
-    biases = {"up_bias": up_bias, "down_bias": down_bias, "norm_bias": norm_bias, "mean": mean}
-    return coda.mlp(x, _sums(x), scale, up, down, epsilon=EPS, **biases)
+def _mlp(x, scale, up, down, up_bias, down_bias):
+    return coda.mlp(coda.rms_norm(x, scale, epsilon=EPS), up, down, up_bias=up_bias, down_bias=down_bias)
 
 
 def _layer_norm_mlp(x, scale, norm_bias, *arrays):
-    mean, sumsq = coda.layer_statistics(x)
-    biases = {"up_bias": arrays[2], "down_bias": arrays[3], "norm_bias": norm_bias, "mean": mean}
-    return coda.mlp(x, sumsq, scale, *arrays[:2], epsilon=EPS, **biases)
+    norm = coda.layer_norm(x, scale, norm_bias, epsilon=EPS)
+    return coda.mlp(norm, *arrays[:2], up_bias=arrays[2], down_bias=arrays[3])
 
 
 def _projection(x, scale, kernel, bias):
-    return coda.norm_projection(x, _sums(x), scale, kernel, bias, epsilon=EPS)
+    return coda.norm_projection(coda.rms_norm(x, scale, epsilon=EPS), kernel, bias)
 
 
 def _layer_norm_projection(x, scale, norm_bias, kernel, bias):
-    mean, sumsq = coda.layer_statistics(x)
-    return coda.norm_projection(x, sumsq, scale, kernel, bias, mean=mean, norm_bias=norm_bias, epsilon=EPS)
+    return coda.norm_projection(coda.layer_norm(x, scale, norm_bias, epsilon=EPS), kernel, bias)
 
 
 def _qkv(x, scale, kernel, cos, sin, q_scale=None, k_scale=None):
     heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "q_scale": q_scale, "k_scale": k_scale}
-    return coda.qkv_projection(x, _sums(x), scale, kernel, cos, sin, epsilon=EPS, **heads)
+    return coda.qkv_projection(coda.rms_norm(x, scale, epsilon=EPS), kernel, cos, sin, **heads)
 
 
 def _loss(x, scale, kernel, **options):
     labels = jnp.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]) % kernel.shape[1]
-    sumsq = None if scale is None else _sums(x)
-    return coda.linear_cross_entropy(x, sumsq, scale, kernel, labels, epsilon=EPS, chunk_bytes=1, **options)
+    h = x if scale is None else coda.rms_norm(x, scale, epsilon=EPS)
+    return coda.linear_cross_entropy(h, kernel, labels, chunk_bytes=1, **options)
 
 
 QKV = [(*LEAD, WIDTH), (WIDTH,), (WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), *[(LEAD[1], HEAD_DIM // 2)] * 2]
@@ -78,7 +71,7 @@ CASES = {
     "gemm_recompute": _gemm(_row_and_sums, (1, HIDDEN), (*LEAD, 1), residuals="recompute"),
     "gemm_of_heads_recompute": _gemm(_heads, (32,), (*LEAD, 32), residuals="recompute"),
     "gated_mlp": (
-        lambda x, *arrays: coda.gated_mlp(x, _sums(x), *arrays, epsilon=EPS),
+        lambda x, scale, *weights: coda.gated_mlp(coda.rms_norm(x, scale, epsilon=EPS), *weights),
         [(*LEAD, WIDTH), (WIDTH,), (WIDTH, 2 * HIDDEN), (HIDDEN, WIDTH)],
     ),
     "mlp": (_mlp, [(*LEAD, WIDTH), (WIDTH,), *MLP]),

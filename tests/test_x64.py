@@ -11,7 +11,7 @@ import coda_jax as coda
 from tests.chain_cases import EPS, HEADS, KV_HEADS, angles, mlp_arguments, normal, qk_norm_arguments, squares
 from tests.loss_cases import arguments as loss_arguments
 
-OPTIONS = {"epsilon": np.float64(EPS)}  # what a configuration read by NumPy gives: a strong float64 under x64
+EPSILON = np.float64(EPS)  # what a configuration read by NumPy gives: a strong float64 under x64
 
 
 def gemm_case(dtype):
@@ -27,46 +27,63 @@ def gemm_case(dtype):
 
 
 def gated_mlp_case(dtype):
-    names = ("x", "scale", "gate_up", "down")
+    names = ("x", "scale", "w_gate_up", "w_down")
     x, *_ = arrays = mlp_arguments(dtype)
 
-    return functools.partial(coda.gated_mlp, **OPTIONS), dict(zip(names, arrays, strict=True)) | {"sumsq": squares(x)}
+    def run(x, sumsq, scale, **weights):
+        return coda.gated_mlp(coda.DeferredNorm(x, sumsq, scale, epsilon=EPSILON), **weights)
+
+    return run, dict(zip(names, arrays, strict=True)) | {"sumsq": squares(x)}
 
 
 def mlp_case(dtype, layer):
     x, scale, gate_up, down = mlp_arguments(dtype)
-    mean, sumsq = coda.layer_statistics(x) if layer else (None, squares(x))
-    given = {"x": x, "scale": scale, "up": gate_up[:, : down.shape[0]], "down": down, "sumsq": sumsq}
+    norm = coda.layer_norm(x, scale) if layer else coda.rms_norm(x, scale)
+    given = {"x": x, "sumsq": norm.sumsq, "scale": scale, "w_up": gate_up[:, : down.shape[0]], "w_down": down}
     given |= {"up_bias": normal(8, down.shape[0]).astype(dtype), "down_bias": scale}
-    given |= {"mean": mean, "norm_bias": scale} if layer else {}
-    return functools.partial(coda.mlp, **OPTIONS), given
+
+    def run(x, sumsq, scale, **weights):
+        bias = scale if layer else None
+        return coda.mlp(coda.DeferredNorm(x, sumsq, scale, norm.mean, bias, EPSILON), **weights)
+
+    return run, given
 
 
 def norm_projection_case(dtype):
     x, scale, kernel, _ = mlp_arguments(dtype)
-    mean, sumsq = coda.layer_statistics(x)
-    given = {"x": x, "scale": scale, "kernel": kernel, "sumsq": sumsq, "mean": mean, "norm_bias": scale}
+    norm = coda.layer_norm(x, scale)
+    given = {"x": x, "scale": scale, "w": kernel, "sumsq": norm.sumsq, "mean": norm.mean, "bias of the norm": scale}
     given["bias"] = normal(8, kernel.shape[1]).astype(dtype)
-    return functools.partial(coda.norm_projection, **OPTIONS), given
+
+    def run(x, sumsq, scale, mean, w, bias, dtype=None, **of_norm):
+        norm = coda.DeferredNorm(x, sumsq, scale, mean, of_norm["bias of the norm"], EPSILON)
+        return coda.norm_projection(norm, w, bias, dtype=dtype)
+
+    return run, given
 
 
 def qkv_projection_case(dtype, head_dim):
     x, scale, kernel, q_scale, k_scale = qk_norm_arguments(dtype, head_dim=head_dim)
     cos, sin = angles(x, kernel)
-    given = {"x": x, "sumsq": squares(x), "scale": scale, "kernel": kernel, "cos": cos, "sin": sin}
-    options = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, **OPTIONS}
-    return functools.partial(coda.qkv_projection, **options), {**given, "q_scale": q_scale, "k_scale": k_scale}
+    given = {"x": x, "sumsq": squares(x), "scale": scale, "w": kernel, "cos": cos, "sin": sin}
+
+    def run(x, sumsq, scale, **arrays):
+        norm = coda.DeferredNorm(x, sumsq, scale, epsilon=EPSILON)
+        return coda.qkv_projection(norm, num_heads=HEADS, num_kv_heads=KV_HEADS, **arrays)
+
+    return run, {**given, "q_scale": q_scale, "k_scale": k_scale}
 
 
 def linear_cross_entropy_case(dtype, reduction):
     x, scale, kernel, labels, weights = loss_arguments(dtype, (200,))
-    given = {"x": x, "sumsq": squares(x), "scale": scale, "kernel": kernel, "weights": weights}
+    given = {"x": x, "sumsq": squares(x), "scale": scale, "w": kernel, "weights": weights}
     options = {name: np.float64(value) for name, value in (("label_smoothing", 0.1), ("z_loss", 1e-3), ("soft_cap", 9))}
-    options |= {"reduction": reduction, "chunk_bytes": 1, **OPTIONS}
+    options |= {"reduction": reduction, "chunk_bytes": 1}
 
-    def run(**given):
+    def run(x, sumsq, scale, **given):
         wide = np.asarray(labels, np.int64)  # as NumPy's loaders give them
-        return coda.linear_cross_entropy(**given, labels=jnp.asarray(wide), **options)
+        norm = coda.DeferredNorm(x, sumsq, scale, epsilon=EPSILON)
+        return coda.linear_cross_entropy(norm, **given, labels=jnp.asarray(wide), **options)
 
     return run, given
 
@@ -81,7 +98,8 @@ CASES = {
     "qkv_projection_in_epilogue": functools.partial(qkv_projection_case, head_dim=32),
     "linear_cross_entropy": functools.partial(linear_cross_entropy_case, reduction="mean"),
     "linear_cross_entropy_each": functools.partial(linear_cross_entropy_case, reduction="none"),
-    "layer_statistics": lambda dtype: (coda.layer_statistics, {"x": normal(0, 7, 16).astype(dtype)}),
+    "rms_norm": lambda dtype: (coda.rms_norm, {"x": normal(0, 7, 16).astype(dtype), "scale": normal(1, 16)}),
+    "layer_norm": lambda dtype: (coda.layer_norm, {"x": normal(0, 7, 16).astype(dtype), "scale": normal(1, 16)}),
     "rotary": lambda dtype: (
         coda.rotary,
         {"x": normal(0, 2, 7, 3, 8).astype(dtype), "cos": normal(1, 7, 4), "sin": normal(2, 7, 4)},
@@ -136,5 +154,5 @@ def test_a_label_beyond_int32_is_no_other():
     x, kernel = jnp.ones((2, 8)), jnp.ones((8, 16))
     with jax.enable_x64(True):
         labels = jnp.array([3, 2**32 + 3])
-        losses, _ = coda.linear_cross_entropy(x, None, None, kernel, labels, reduction="none")
+        losses, _ = coda.linear_cross_entropy(x, kernel, labels, reduction="none")
     np.testing.assert_allclose(losses, [np.log(16), np.nan], rtol=1e-6)

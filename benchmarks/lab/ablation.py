@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from benchmarks import cases, results, timing
 from benchmarks.lab.energy import extra_bytes
 from benchmarks.lab.tile_losses import Shape
-from benchmarks.programs import PROGRAMS, Program
-from coda_jax.operators.gated_mlp import gated_backward, row_scale_gated
+from benchmarks.programs import PROGRAMS, Program, swiglu
+from coda_jax.operators.feed_forward import activation_backward, gated
 from coda_jax.tiles.config import GemmConfig
 from coda_jax.tiles.table import attached_device, tiling_for
 
@@ -31,7 +31,7 @@ JOULES_OF_BYTE, WATTS = 116e-12, 690.0
 
 
 def _backward(outputs: Sequence[int], acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
-    whole = gated_backward(acc, z, rstd, activation=jax.nn.silu)
+    whole = activation_backward(acc, z, rstd, activation=gated(jax.nn.silu))
     return tuple(whole[i] for i in outputs)
 
 
@@ -63,7 +63,7 @@ PARTS: dict[str, dict[str, Program]] = {
     },
     "swiglu": {
         "z": _part("swiglu", lambda acc, rstd: acc * rstd, 1),
-        "y": _part("swiglu", functools.partial(row_scale_gated, activation=jax.nn.silu, keep=False), 1),
+        "y": _part("swiglu", functools.partial(swiglu, keep=False), 1),
     },
     "gated_backward": {
         "dz": _part("gated_backward", functools.partial(_backward, [0]), 2),

@@ -81,7 +81,7 @@ def allowed(
     return Allowed(why, *places, only)
 
 
-NORM_BACKWARD = "norm_backward scale_backward"  # dx and dW of a product that a norm went into
+NORM_BACKWARD = "norm_backward weight_backward"  # dx and dW of a product that a norm went into
 BLOCK = (
     allowed(
         "rotary embedding's backward pass, the packing of dq, dk, dv, and the row sums of q dq + k dk + v dv",

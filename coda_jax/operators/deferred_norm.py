@@ -1,202 +1,181 @@
-"""The products around a deferred RMSNorm, forward and backward; after CODA (arXiv 2605.19269).
-
-    rstd[m] = rsqrt(sumsq[m] / D + epsilon)
-    z = norm(x) W = rstd * (x W'),    W' = scale[:, None] * W, folded where W is cast
-
-Backward, from dz, with t = rstd * dz and s[m] = sum_n dz[m, n] z[m, n], which the maker of dz has at hand:
-
-    dx = t W'^T - x * (rstd^2 s / D)  [+ the residual stream's own cotangent]
-    G = x^T t;   dW = scale[:, None] * G;   dscale[j] = sum_n W[j, n] G[j, n]
-
-The pass over rows that the norm's gradient is known for happens in the epilogues: of what makes t, and of t W'^T.
-
-In float16 rstd, 5e-5 for a stream of 2e4, would take t out of the range where it has all its digits, and the kernel's
-gradient with it. There t = dz, as in the formula written in float16, dx = rstd * t W'^T - ..., and G = norm(x)^T t with
-the normalised x formed in a pass of its own.
-
-What of it is float16 and may overflow, beyond 65504: x itself, the cotangents as in any float16 program, and z, whose
-absolute value is below sqrt(D) times the norm of a column of W'.
-"""
+"""A norm that has not been applied: what it normalises, its statistics, scale and bias."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from coda_jax.operators import pytree
+from coda_jax.operators.stream import NotAnArray, Stream
 from coda_jax.primitives.arguments import check_floats
-from coda_jax.primitives.mesh_types import explicit_sharding
-from coda_jax.primitives.product import Options, product
 from coda_jax.primitives.reverse_mode import differentiable
 
 
-def rms_rstd(x: jax.Array, sumsq: jax.Array, eps: float) -> jax.Array:
-    """Reciprocal root mean square of the rows of x, from their known sums of squares.
+@pytree.register(meta_fields=("epsilon",))
+@dataclasses.dataclass(frozen=True, repr=False)
+class DeferredNorm(NotAnArray):
+    """A norm of x that has not been applied: RMSNorm, or LayerNorm where there is a mean; a pytree.
 
-    rstd = rsqrt(sumsq / D + eps)
+        RMSNorm(x) = rstd * x * scale                            rstd = rsqrt(sumsq / D + epsilon)
+        LayerNorm(x) = rstd * (x - mean) * scale + bias
 
-    Args:
-      x: (..., D). Only its shape is used going forward; the gradient goes to it.
-      sumsq: (...,) float32, the row sums of x * x. It is a cache of a function of x and so receives no gradient.
-      eps: added to the mean of squares.
+    `rms_norm` and `layer_norm` make one. The operator that is given it applies the norm in its products' epilogues, and
+    adds x, where it is the residual too, by value: no operator asks where an array came from. x is multiplied as it is,
+    in the product's compute dtype: float16 overflows where x does, beyond 65504.
 
-    Returns:
-      (...,) float32. The cotangent of x is -x * drstd * rstd**3 / D.
-    """
-
-    def run(x: jax.Array, sumsq: jax.Array) -> jax.Array:
-        return lax.rsqrt(sumsq / x.shape[-1] + float(eps))
-
-    def forward(x: jax.Array, sumsq: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        rstd = rms_rstd(x, sumsq, eps)
-        return rstd, (x, rstd)
-
-    return differentiable("the deferred norm", run, forward, _rms_rstd_backward)(x, sumsq)
-
-
-def _rms_rstd_backward(saved: tuple[jax.Array, jax.Array], drstd: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, rstd = saved
-    factor = -drstd * rstd**3 / x.shape[-1]
-    return (factor[..., None] * x.astype(jnp.float32)).astype(x.dtype), jnp.zeros_like(rstd)
-
-
-def check_arrays(name: str, x: jax.Array, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
-    """Raises where an array that is given has another shape than the one beside it, or it or x a dtype not taken."""
-    check_floats(name, x=x, **{argument: array for argument, (array, _) in arrays.items()})
-    for argument, (array, shape) in arrays.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {x.shape} it must be {shape}")
-
-
-def fold(scale: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    """W' (D, N) in the compute dtype; multiplied in float32 and rounded once."""
-    return (scale.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)).astype(dtype)
-
-
-def fold_again(scale: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    """The same for a backward pass, made anew: XLA would keep the forward's alive, a copy of all weights."""
-    scale, kernel = lax.optimization_barrier((scale, kernel))
-    return fold(scale, kernel, dtype)
-
-
-def multiply(
-    a: jax.Array,
-    b: jax.Array,
-    *operands: jax.Array,
-    epilogue: Callable[..., Any] | None = None,
-    out_dtypes: Sequence[Any],
-    implementation: str,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    like: jax.Array | None = None,
-) -> list[jax.Array]:
-    """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes."""
-    options = Options(
-        transpose_a,
-        transpose_b,
-        implementation=implementation,
-        out_sharding=None if like is None else explicit_sharding(like),
-    )
-    dtypes = [np.dtype(dtype) for dtype in out_dtypes]
-    return product(a, b, operands, epilogue, lambda _: dtypes, options)[0]
-
-
-def row_scale(acc: jax.Array, rstd: jax.Array) -> jax.Array:
-    """Epilogue: the deferred norm's row factor."""
-    return acc * rstd
-
-
-def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: y = acc + x and the row sums of y * y."""
-    y = acc + x
-    # The norm that reads the sums differentiates through y; with the gradient stopped here the epilogue is linear in
-    # acc, and so keeps nothing for the backward pass.
-    z = jax.lax.stop_gradient(y)
-    return y, jnp.sum(z * z, axis=1)
-
-
-def cotangent_factor(rstd: jax.Array, dtype: Any) -> jax.Array:
-    """What dz is multiplied with to make t: rstd, but 1 in float16."""
-    return jnp.ones_like(rstd, shape=()) if dtype == jnp.float16 else rstd
-
-
-def accumulator_factor(rstd: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
-    """The rest of rstd, for t W'^T: nothing, but rstd in float16."""
-    return (rstd,) if dtype == jnp.float16 else ()
-
-
-def factored_input(x: jax.Array, rstd: jax.Array, dtype: Any, mean: jax.Array | None = None) -> jax.Array:
-    """What is multiplied with t to make G: x, but in float16 normalised, and where it has a mean without that."""
-    if dtype != jnp.float16:
-        return x.astype(dtype)
-    wide = x.astype(jnp.float32)
-    return (rstd * (wide if mean is None else wide - mean)).astype(dtype)
-
-
-def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array, *rstd: jax.Array) -> jax.Array:
-    """Epilogue of t W'^T: the norm's own term and the residual's cotangent, added before the one rounding."""
-    return scaled(acc, *rstd) - x * factor + dresidual
-
-
-def scaled(acc: jax.Array, *rstd: jax.Array) -> jax.Array:
-    """acc times what `accumulator_factor` gives."""
-    return acc * rstd[0] if rstd else acc
-
-
-def scale_backward(acc: jax.Array, kernel: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Epilogue of x^T t: the cotangents of the kernel, and of the scale as row sums."""
-    return acc * scale, jnp.sum(acc * kernel, axis=1)
-
-
-def backward(
-    t: jax.Array,
-    s: jax.Array,
-    x: jax.Array,
-    rstd: jax.Array,
-    scale: jax.Array,
-    kernel: jax.Array,
-    dresidual: jax.Array,
-    *,
-    implementation: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cotangents of x, scale and kernel through z = norm(x) kernel, and through x itself where dresidual is.
-
-    Args:
-      t: (M, N) in the compute dtype, `cotangent_factor` times dz.
-      s: (M,) float32, row sums of dz * z.
-      x: (M, D).
-      rstd: (M, 1) float32.
+    Attributes:
+      x: (..., D), what is normalised.
+      sumsq: (...,) float32, row sums of x * x, or of (x - mean)^2. Like mean it is a cache of a function of x:
+        gradients go to x.
       scale: (D,).
-      kernel: (D, N).
-      dresidual: (M, D), added to dx.
+      mean: (...,) float32, the means of the rows of x; None for RMSNorm.
+      bias: (D,) or None; only beside a mean.
+      epsilon: added to the mean of squares, or to the variance.
     """
-    factor = jnp.square(rstd) * (s[:, None] / x.shape[1])
-    (dx,) = multiply(
-        t,
-        fold_again(scale, kernel, t.dtype),
-        x,
-        factor,
-        dresidual,
-        *accumulator_factor(rstd, t.dtype),
-        epilogue=norm_backward,
-        out_dtypes=[x.dtype],
-        implementation=implementation,
-        transpose_b=True,
-        like=x,
-    )
-    dkernel, dscale = multiply(
-        factored_input(x, rstd, t.dtype),
-        t,
-        kernel,
-        scale[:, None],
-        epilogue=scale_backward,
-        out_dtypes=[kernel.dtype, jnp.float32],
-        implementation=implementation,
-        transpose_a=True,
-        like=kernel,
-    )
-    return dx, dscale.astype(scale.dtype), dkernel
+
+    x: jax.Array
+    sumsq: jax.Array
+    scale: jax.Array
+    mean: jax.Array | None = None
+    bias: jax.Array | None = None
+    epsilon: float = 1e-6
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        """What all functions of JAX ask for; of a Stream array + stream would, before it asks for __radd__."""
+        self._refuse()
+
+    def rstd(self) -> jax.Array:
+        """rsqrt(sumsq / D + epsilon), (...,) float32; its gradient goes to x."""
+        return _known(self.x, self.mean, self.sumsq, self.epsilon)[1]
+
+    def array(self) -> jax.Array:
+        """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
+        x = self.x.astype(jnp.float32)
+
+        def row(parameter: jax.Array) -> jax.Array:
+            return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
+
+        if self.mean is None:
+            y = self.rstd()[..., None] * x * row(self.scale)
+        else:  # not from the cached statistics: from x XLA makes statistics and result in one pass
+            centred = x - jnp.mean(x, axis=-1, keepdims=True)
+            rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + float(self.epsilon))
+            y = centred * rstd * row(self.scale)
+        return (y if self.bias is None else y + row(self.bias)).astype(self.x.dtype)
+
+
+def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = 1e-6) -> DeferredNorm:
+    """x * rsqrt(mean(x * x, -1) + epsilon) * scale, left to the product behind it.
+
+    Args:
+      x: (..., D); a Stream brings its statistic, that of an array is computed.
+      scale: (D,).
+      epsilon: added to the mean of squares.
+
+    Raises:
+      TypeError: an array that is not bfloat16, float16 or float32.
+      ValueError: shapes that do not fit.
+    """
+    stream = Stream.of(x).with_statistic()
+    assert stream.sumsq is not None
+    norm = DeferredNorm(stream.x, stream.sumsq, scale, epsilon=epsilon)
+    check_arrays("rms_norm", norm)
+    return norm
+
+
+def layer_norm(
+    x: jax.Array | Stream, scale: jax.Array, bias: jax.Array | None = None, *, epsilon: float = 1e-6
+) -> DeferredNorm:
+    """(x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias, left to the product behind it.
+
+    Args:
+      x: (..., D). The statistics are one pass over it; the variance is that of centred values.
+      scale, bias: (D,).
+      epsilon: added to the variance.
+
+    Raises:
+      TypeError: an array that is not bfloat16, float16 or float32.
+      ValueError: shapes that do not fit.
+    """
+    x = Stream.of(x).x
+    check_floats("layer_norm", x=x)
+    wide = lax.stop_gradient(x).astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1)
+    sumsq = jnp.sum(jnp.square(wide - mean[..., None]), axis=-1)
+    norm = DeferredNorm(x, sumsq, scale, mean, bias, epsilon)
+    check_arrays("layer_norm", norm)
+    return norm
+
+
+def check_arrays(
+    name: str, norm: DeferredNorm, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]] | None = None
+) -> None:
+    """Raises where an array of the norm, or one given beside its shape, has another shape or a dtype not taken."""
+    if not isinstance(norm, DeferredNorm):
+        raise TypeError(f"{name}: norm is {type(norm).__name__}; it must be a DeferredNorm, as coda.rms_norm makes one")
+    rows, width = norm.x.shape[:-1], norm.x.shape[-1:]
+    expected = {
+        "sumsq": (norm.sumsq, rows),
+        "mean": (norm.mean, rows),
+        "scale": (norm.scale, width),
+        "bias of the norm": (norm.bias, width),
+        **(arrays or {}),
+    }
+    check_floats(name, x=norm.x, **{argument: array for argument, (array, _) in expected.items()})
+    for argument, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {norm.x.shape} it must be {shape}")
+    if norm.mean is None and norm.bias is not None:
+        raise ValueError(f"{name}: the norm has a bias, which is LayerNorm's, and no mean; without it it is an RMSNorm")
+
+
+def _known(
+    x: jax.Array, mean: jax.Array | None, sumsq: jax.Array, epsilon: float
+) -> tuple[jax.Array | None, jax.Array]:
+    """mean and rsqrt(sumsq / D + epsilon), known, as the functions of x (..., D) that they are.
+
+    The cotangent of x is (dmean - (x - mean) * drstd * rstd**3) / D. Both have the shape of sumsq, (...,) or (..., 1).
+    """
+
+    def run(x: jax.Array, mean: jax.Array | None, sumsq: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        return mean, lax.rsqrt(sumsq / x.shape[-1] + float(epsilon))
+
+    def forward(x: jax.Array, mean: jax.Array | None, sumsq: jax.Array) -> tuple[Any, Any]:
+        mean, rstd = _known(x, mean, sumsq, epsilon)
+        return (mean, rstd), (x, mean, rstd)
+
+    return differentiable("the deferred norm", run, forward, _known_backward)(x, mean, sumsq)
+
+
+def _known_backward(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[jax.Array | None, ...]:
+    (x, mean, rstd), (dmean, drstd) = kept, cotangents
+
+    def column(rows: jax.Array) -> jax.Array:
+        return rows if rows.ndim == x.ndim else rows[..., None]
+
+    centred = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - column(mean)
+    dx = -centred * column(drstd * rstd**3)
+    if mean is not None:
+        dx += column(dmean)
+    dx = (dx / x.shape[-1]).astype(x.dtype)
+    return dx, None if mean is None else jnp.zeros_like(mean), jnp.zeros_like(rstd)
+
+
+def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
+    """Of the M rows of x, each (M, 1) float32, the mean None for RMSNorm; their gradients go to x."""
+    if norm.mean is None:
+        return None, norm.rstd().reshape(-1)[:, None]
+    return _known(norm.x, norm.mean.reshape(-1)[:, None], norm.sumsq.reshape(-1)[:, None], norm.epsilon)
+
+
+def of_rows(norm: DeferredNorm) -> DeferredNorm:
+    """The norm of x as (M, D), its statistics as (M,)."""
+    mean = None if norm.mean is None else norm.mean.reshape(-1)
+    x, sumsq = norm.x.reshape(-1, norm.x.shape[-1]), norm.sumsq.reshape(-1)
+    return dataclasses.replace(norm, x=x, sumsq=sumsq, mean=mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coda_jax.operators.loss_head import LossHead, Norm, round_up
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
+from coda_jax.operators.loss_head import Hidden, LossHead, round_up
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
@@ -18,10 +20,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear_cross_entropy(
-    x: jax.Array,
-    sumsq: jax.Array | None,
-    scale: jax.Array | None,
-    kernel: jax.Array,
+    x: jax.Array | DeferredNorm,
+    w: jax.Array,
     labels: jax.Array,
     *,
     weights: jax.Array | None = None,
@@ -30,36 +30,32 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
-    transpose_kernel: bool = False,
-    epsilon: float = 1e-6,
+    transpose_w: bool = False,
     chunk_bytes: int | None = None,
     dtype: Any = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of softmax(RMSNorm(x) kernel) with integer labels, without an array of all logits.
+    """Cross-entropy of softmax(x w) with integer labels, without an array of all logits; x may be a norm.
 
-        z = RMSNorm(x) kernel,  or soft_cap * tanh(that / soft_cap)        lse[m] = log(sum_v exp(z[m, v]))
+        z = x w,  or soft_cap * tanh(that / soft_cap)        lse[m] = log(sum_v exp(z[m, v]))
         loss[m] = lse - (1 - label_smoothing) z[m, labels[m]] - label_smoothing mean_v z[m, v] + z_loss lse^2
 
     Tokens are worked on in chunks. Where no gradient is asked for, one product a chunk gives the three sums over the
     vocabulary in its epilogue, and logits never exist. Where one is, the chunk's logits are kept for a moment, rounded;
-    one elementwise pass turns them into their cotangent, and two products make the chunk's dx and add to dkernel in
+    one elementwise pass turns them into their cotangent, and two products make the chunk's dx and add to dw in
     place, in float32. So the gradients are formed in the forward pass, with the weights; the backward pass scales
     them by the loss's cotangent. That of reduction="none" is not known in the forward pass: there the backward
     pass computes the logits again, four products instead of three.
 
-    The norm is applied to x on its way into the product, not in the epilogue as elsewhere: with V > D a pass over
-    (M, D) is cheaper than one over the kernel, where the scale would be folded, and as accurate.
+    A norm is applied on its way into the product, not in the epilogue as elsewhere: with V > D a pass over (M, D) is
+    cheaper than one over w, where the scale would be folded, and as accurate.
 
     Tokens that are sharded over explicit mesh axes, or inside `jax.shard_map`, are chunked on their own shard, with the
-    whole kernel; over automatic axes a chunk would be the tokens of a few devices: use `jax.shard_map` there.
+    whole w; over automatic axes a chunk would be the tokens of a few devices: use `jax.shard_map` there.
 
     Args:
-      x: (..., D), the residual stream, or whatever is projected.
-      sumsq: (...) float32, the row sums of x * x. It is a cache of a function of x and receives no gradient. None
-        together with scale: x is projected as it is.
-      scale: (D,), the norm's, or None.
-      kernel: (D, V); with transpose_kernel (V, D), as of a tied embedding.
+      x: (..., D), what is projected, or a DeferredNorm of it.
+      w: (D, V); with transpose_w (V, D), as of a tied embedding.
       labels: (...) integers from 0 to V - 1, or ignore_index. For any other label, loss and gradient are NaN.
       weights: (...), of the tokens; default 1. They receive their gradient.
       reduction: "mean": sum(weights * loss) / sum(weights), and 0 where nothing has weight; "sum": sum(weights * loss);
@@ -68,13 +64,12 @@ def linear_cross_entropy(
       label_smoothing: in [0, 1), the part of the target distribution that is spread over all of the vocabulary.
       z_loss: coefficient of lse^2, which keeps the logits from drifting.
       soft_cap: bound of the logits, as in Gemma 2; None: none.
-      epsilon: added to the mean of squares.
       chunk_bytes: the most that a chunk's logits take; they are those of a multiple of 128 tokens, at least 128. The
-        default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of the kernel in the
-        compute dtype stands beside them. Adding to dkernel costs 5 % of its product with 2048 tokens and 40 % with
+        default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of w in the
+        compute dtype stands beside them. Adding to dw costs 5 % of its product with 2048 tokens and 40 % with
         1024 (H200). A symbolic number of tokens is one chunk.
       dtype: compute dtype, of the products' inputs and the chunk's logits, but that these are float32 where it is
-        float16, beyond whose range, 65504, logits without a norm may be; default the promotion of x and kernel.
+        float16, beyond whose range, 65504, logits without a norm may be; default the promotion of x and w.
       implementation: as in `gemm`.
 
     Returns:
@@ -86,34 +81,34 @@ def linear_cross_entropy(
       ValueError: shapes that do not fit, or an option out of its range.
 
     Numerics: lse and the label's logit come from the float32 accumulator, the other logits of the gradient are rounded:
-    in bfloat16 a probability whose logit is 20 is off by up to 6 %. dx and dkernel leave it in float32 where x
-    or kernel are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of the
-    kernel. Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
+    in bfloat16 a probability whose logit is 20 is off by up to 6 %. dx and dw leave it in float32 where x
+    or w are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
+    Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).
     """
-    _check_arrays(x, sumsq, scale, kernel, labels, weights, transpose_kernel)
-    dtype = compute_dtype("linear_cross_entropy", dtype, x, kernel)
+    _check_arrays(x, w, labels, weights, transpose_w)
+    array = x.x if isinstance(x, DeferredNorm) else x
+    dtype = compute_dtype("linear_cross_entropy", dtype, array, w)
     _check_options(reduction, label_smoothing, z_loss, soft_cap, chunk_bytes)
-    vocabulary = kernel.shape[0 if transpose_kernel else 1]
-    lead, width = x.shape[:-1], x.shape[-1]
-    x, labels = x.reshape(-1, width), labels.reshape(-1).astype(jnp.promote_types(labels.dtype, jnp.int32))
+    vocabulary = w.shape[0 if transpose_w else 1]
+    lead, width = array.shape[:-1], array.shape[-1]
+    h = of_rows(x) if isinstance(x, DeferredNorm) else x.reshape(-1, width)
+    labels = labels.reshape(-1).astype(jnp.promote_types(labels.dtype, jnp.int32))
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
     ignored = jnp.zeros_like(labels, bool) if ignore_index is None else labels == ignore_index
     known = ignored | (labels >= 0) & (labels < vocabulary)
     weights = jnp.where(known, jnp.where(ignored, 0.0, weights), jnp.nan)
     labels = labels.astype(jnp.int32)  # not before: a label beyond int32 is not to become another
 
-    norm = None if sumsq is None or scale is None else (sumsq.reshape(-1), scale)
     total = jnp.sum(weights)
     columns = vocabulary if dtype.itemsize > 2 or vocabulary % 8 == 0 else round_up(vocabulary, 128)
     if chunk_bytes is None:
-        chunk_bytes = 2**29 if kernel.dtype == dtype and columns == vocabulary else 2**28
+        chunk_bytes = 2**29 if w.dtype == dtype and columns == vocabulary else 2**28
     head = LossHead(
         vocabulary=vocabulary,
         columns=columns,
         chunk_bytes=chunk_bytes,
-        transpose_kernel=transpose_kernel,
-        epsilon=epsilon,
+        transpose_w=transpose_w,
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
         soft_cap=None if soft_cap is None else float(soft_cap),
@@ -121,15 +116,13 @@ def linear_cross_entropy(
         implementation=implementation,
     )
     if reduction == "none":
-        return (weights * _on_shards(head, _each, x, norm, kernel, labels)).reshape(lead), total
-    loss = jnp.sum(_on_shards(head, _summed, x, norm, kernel, labels, weights))
+        return (weights * _on_shards(head, _each, h, w, labels)).reshape(lead), total
+    loss = jnp.sum(_on_shards(head, _summed, h, w, labels, weights))
     return loss / jnp.where(total == 0, 1.0, total) if reduction == "mean" else loss, total
 
 
-def _on_shards(
-    head: LossHead, f: Callable[..., jax.Array], x: jax.Array, norm: Norm, kernel: jax.Array, *others: jax.Array
-) -> jax.Array:
-    """f(head, x, norm, kernel, *others), on each shard where tokens are sharded over explicit mesh axes.
+def _on_shards(head: LossHead, f: Callable[..., jax.Array], h: Hidden, w: jax.Array, *others: jax.Array) -> jax.Array:
+    """f(head, h, w, *others), on each shard where tokens are sharded over explicit mesh axes.
 
     A chunk of all tokens would be the tokens of a few devices. The other explicit axes have copies of everything.
     """
@@ -138,13 +131,17 @@ def _on_shards(
         axes = varying_axes(*jax.tree.leaves(arguments))
         return f(head, *jax.tree.map(lambda a: vary(axes, a)[0], arguments))
 
-    arguments = (x, norm, kernel, *others)
-    sharding = explicit_sharding(x)
+    arguments = (h, w, *others)
+    sharding = explicit_sharding(h.x if isinstance(h, DeferredNorm) else h)
     names = None if sharding is None else sharding.spec[0]
     if sharding is None or names is None:
         return run(*arguments)
     mesh, rows = sharding.mesh, jax.P(names)
-    specs = (rows, None if norm is None else (rows, jax.P()), jax.P(), *(rows for _ in others))
+    of_h: Any = rows
+    if isinstance(h, DeferredNorm):
+        none = jax.P()
+        of_h = dataclasses.replace(jax.tree.map(lambda _: rows, h), scale=none, bias=None if h.bias is None else none)
+    specs = (of_h, jax.P(), *(rows for _ in others))
     on_shards = jax.shard_map(
         run,
         mesh=mesh,
@@ -168,24 +165,22 @@ def _summed(head: LossHead, *arguments: Any) -> jax.Array:
     return _differentiable(head, _summed_value, _summed_forward, _summed_backward)(*arguments)
 
 
-def _summed_value(
-    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
-) -> jax.Array:
-    return jnp.sum(weights * head.losses(x, norm, kernel, labels), keepdims=True)
+def _summed_value(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights * head.losses(h, w, labels), keepdims=True)
 
 
 def _summed_forward(
-    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
+    head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
-    losses, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, weights)
-    return jnp.sum(weights * losses, keepdims=True), (x, norm, kernel, losses, dh, dkernel)
+    losses, dh, dw = head.losses_and_gradients(h, w, labels, weights)
+    return jnp.sum(weights * losses, keepdims=True), (h, w, losses, dh, dw)
 
 
 def _summed_backward(head: LossHead, kept: Any, dloss: jax.Array) -> tuple[Any, ...]:
-    x, norm, kernel, losses, dh, dkernel = kept
+    h, w, losses, dh, dw = kept
     of_matrices = dloss[:, None]
-    dx, dnorm = _through_norm(head, x, norm, of_matrices * dh.astype(jnp.float32))
-    return dx, dnorm, (of_matrices * dkernel).astype(kernel.dtype), None, dloss * losses
+    dh = _through_norm(head, h, of_matrices * dh.astype(jnp.float32))
+    return dh, (of_matrices * dw).astype(w.dtype), None, dloss * losses
 
 
 def _each(head: LossHead, *arguments: Any) -> jax.Array:
@@ -193,60 +188,47 @@ def _each(head: LossHead, *arguments: Any) -> jax.Array:
     return _differentiable(head, _each_value, _each_forward, _each_backward)(*arguments)
 
 
-def _each_value(head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    return head.losses(x, norm, kernel, labels)
+def _each_value(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
+    return head.losses(h, w, labels)
 
 
-def _each_forward(
-    head: LossHead, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _each(head, x, norm, kernel, labels), (x, norm, kernel, labels)
+def _each_forward(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+    return _each(head, h, w, labels), (h, w, labels)
 
 
 def _each_backward(head: LossHead, kept: Any, dlosses: jax.Array) -> tuple[Any, ...]:
-    x, norm, kernel, labels = kept
-    _, dh, dkernel = head.losses_and_gradients(x, norm, kernel, labels, dlosses)
-    dx, dnorm = _through_norm(head, x, norm, dh.astype(jnp.float32))
-    return dx, dnorm, dkernel.astype(kernel.dtype), None
+    h, w, labels = kept
+    _, dh, dw = head.losses_and_gradients(h, w, labels, dlosses)
+    return _through_norm(head, h, dh.astype(jnp.float32)), dw.astype(w.dtype), None
 
 
-def _through_norm(head: LossHead, x: jax.Array, norm: Norm, dh: jax.Array) -> tuple[jax.Array, Norm]:
-    """Cotangents of x and of the norm's arrays."""
-    h, pullback = jax.vjp(head.normalize, x, norm)
-    return pullback(dh.astype(h.dtype))
+def _through_norm(head: LossHead, h: Hidden, dh: jax.Array) -> Hidden:
+    """The cotangent of h from that of what is projected."""
+    formed, pullback = jax.vjp(head.normalize, h)
+    (cotangent,) = pullback(dh.astype(formed.dtype))
+    return cotangent
 
 
 def _check_arrays(
-    x: jax.Array,
-    sumsq: jax.Array | None,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    transpose_kernel: bool,
+    x: jax.Array | DeferredNorm, w: jax.Array, labels: jax.Array, weights: jax.Array | None, transpose_w: bool
 ) -> None:
-    check_floats("linear_cross_entropy", x=x, sumsq=sumsq, scale=scale, kernel=kernel)
+    if isinstance(x, DeferredNorm):
+        check_arrays("linear_cross_entropy", x)
+        x = x.x
+    check_floats("linear_cross_entropy", x=x, w=w)
     if weights is not None and jnp.issubdtype(weights.dtype, jnp.floating):
         check_floats("linear_cross_entropy", weights=weights)
-    if (sumsq is None) != (scale is None):
-        missing = "sumsq" if sumsq is None else "scale"
-        raise ValueError(f"linear_cross_entropy: {missing} is None; sumsq and scale come together, or neither does")
     width = x.shape[-1]
-    for name, array, shape in (
-        ("sumsq", sumsq, x.shape[:-1]),
-        ("scale", scale, (width,)),
-        ("labels", labels, x.shape[:-1]),
-        ("weights", weights, x.shape[:-1]),
-    ):
-        if array is not None and array.shape != shape:
+    for name, array in (("labels", labels), ("weights", weights)):
+        if array is not None and array.shape != x.shape[:-1]:
             raise ValueError(
-                f"linear_cross_entropy: {name} has shape {array.shape}; beside x {x.shape} it must be {shape}"
+                f"linear_cross_entropy: {name} has shape {array.shape}; beside x {x.shape} it must be {x.shape[:-1]}"
             )
-    if kernel.ndim != 2 or kernel.shape[1 if transpose_kernel else 0] != width or 0 in kernel.shape:
-        must = f"(V, {width})" if transpose_kernel else f"({width}, V)"
+    if w.ndim != 2 or w.shape[1 if transpose_w else 0] != width or 0 in w.shape:
+        must = f"(V, {width})" if transpose_w else f"({width}, V)"
         raise ValueError(
-            f"linear_cross_entropy: kernel has shape {kernel.shape}; beside x {x.shape} it must be {must}"
-            + (" with transpose_kernel" if transpose_kernel else "")
+            f"linear_cross_entropy: w has shape {w.shape}; beside x {x.shape} it must be {must}"
+            + (" with transpose_w" if transpose_w else "")
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"linear_cross_entropy: labels have dtype {labels.dtype}; they must be integers")

@@ -14,17 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import logsumexp
 from coda_jax.epilogue.values import same_size
-from coda_jax.operators.deferred_norm import rms_rstd
+from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.operators.norm_products import multiply
 from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
-from coda_jax.primitives.product import Options, product
 
-Norm = tuple[jax.Array, jax.Array] | None  # row sums of squares, and scale
+Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,7 @@ class LossHead:
       vocabulary: V.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
-      transpose_kernel: whether W is stored (V, D) and not (D, V).
-      epsilon: of the norm.
+      transpose_w: whether W is stored (V, D) and not (D, V).
       label_smoothing, z_loss, soft_cap: s, zeta, c above.
       dtype: of the products' inputs; the chunk's logits are kept in its `kept_dtype`.
       implementation: as in `gemm`.
@@ -45,85 +43,81 @@ class LossHead:
     vocabulary: int
     columns: int
     chunk_bytes: int
-    transpose_kernel: bool
-    epsilon: float
+    transpose_w: bool
     label_smoothing: float
     z_loss: float
     soft_cap: float | None
     dtype: Any
     implementation: str
 
-    def losses(self, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-        """The loss of every token, (M,) float32, from x (M, D) and labels (M,) int32."""
-        w = self._padded(kernel)
+    def losses(self, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
+        """The loss of every token, (M,) float32, from h (M, D) and labels (M,) int32."""
+        w = self._padded(w)
 
         def step(losses: jax.Array, start: Any, size: Any) -> jax.Array:
-            h = self._hidden(x, norm, start, size)
-            sums = self._sums(h, w, _rows(labels, start, size))
+            sums = self._sums(self._formed(h, start, size), w, _rows(labels, start, size))
             return _put(losses, self._loss(*sums), start)
 
-        return self._over_chunks(step, _zeros_like(x, x.shape[:1], jnp.float32))
+        return self._over_chunks(step, _zeros_like(_array(h), h.shape[:1], jnp.float32))
 
     def losses_and_gradients(
-        self, x: jax.Array, norm: Norm, kernel: jax.Array, labels: jax.Array, weights: jax.Array
+        self, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`losses`, and the cotangents of the normalised x, in x's dtype, and of the kernel, float32, of
-        sum(weights * losses).
-        """
-        w = self._padded(kernel)
+        """`losses`, and the cotangents of what is projected, in x's dtype, and of w, float32."""
+        w, x = self._padded(w), _array(h)
         rows, width = x.shape
         single = self._chunk(rows) is None
-        dkernel_shape = (self.columns, width) if self.transpose_kernel else (width, self.columns)
+        dw_shape = (self.columns, width) if self.transpose_w else (width, self.columns)
 
         def step(state: tuple[jax.Array, jax.Array, Any], start: Any, size: Any) -> tuple[jax.Array, jax.Array, Any]:
-            losses, dh, dkernel = state
-            h, given = self._hidden(x, norm, start, size), _rows(labels, start, size)
-            *sums, z = self._sums(h, w, given, keep=True)
+            losses, dh, dw = state
+            formed, given = self._formed(h, start, size), _rows(labels, start, size)
+            *sums, z = self._sums(formed, w, given, keep=True)
             losses = _put(losses, self._loss(*sums), start)
             dz = self._dlogits(z, sums[0], sums[1], given, _rows(weights, start, size))
-            (part,) = self._multiply(dz, w, out_dtypes=[x.dtype], transpose_b=not self.transpose_kernel)
-            a, b = (dz, h) if self.transpose_kernel else (h, dz)
-            if dkernel is None:
-                (dkernel,) = self._multiply(a, b, out_dtypes=[jnp.float32], transpose_a=True)
+            (part,) = self._multiply(dz, w, out_dtypes=[x.dtype], transpose_b=not self.transpose_w)
+            a, b = (dz, formed) if self.transpose_w else (formed, dz)
+            if dw is None:
+                (dw,) = self._multiply(a, b, out_dtypes=[jnp.float32], transpose_a=True)
             else:
-                (dkernel,) = self._multiply(
+                (dw,) = self._multiply(
                     a,
                     b,
-                    dkernel,
+                    dw,
                     epilogue=accumulate,
                     out_dtypes=[jnp.float32],
                     transpose_a=True,
                     input_output_aliases=((0, 0),),
                 )
-            return losses, _put(dh, part, start), dkernel
+            return losses, _put(dh, part, start), dw
 
         state = (
             _zeros_like(x, (rows,), jnp.float32),
             _zeros_like(x, x.shape, x.dtype),
-            None if single else _zeros_like(x, dkernel_shape, jnp.float32),
+            None if single else _zeros_like(x, dw_shape, jnp.float32),
         )
-        losses, dh, dkernel = self._over_chunks(step, state)
+        losses, dh, dw = self._over_chunks(step, state)
         if self.columns > self.vocabulary:
-            dkernel = dkernel[: self.vocabulary] if self.transpose_kernel else dkernel[:, : self.vocabulary]
-        return losses, dh, dkernel
+            dw = dw[: self.vocabulary] if self.transpose_w else dw[:, : self.vocabulary]
+        return losses, dh, dw
 
-    def normalize(self, x: jax.Array, norm: Norm) -> jax.Array:
-        """RMSNorm(x) in float32; x itself where there is no norm."""
-        if norm is None:
-            return x
-        sumsq, scale = norm
-        wide = x.astype(jnp.float32)
-        return rms_rstd(wide, sumsq, self.epsilon)[:, None] * wide * scale.astype(jnp.float32)[None, :]
+    def normalize(self, h: Hidden) -> jax.Array:
+        """The norm of x in float32; x itself where there is no norm."""
+        return dataclasses.replace(h, x=h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
-    def _hidden(self, x: jax.Array, norm: Norm, start: Any, size: Any) -> jax.Array:
-        if norm is not None:
-            norm = (_rows(norm[0], start, size), norm[1])
-        return self.normalize(_rows(x, start, size), norm).astype(self.dtype)
+    def _formed(self, h: Hidden, start: Any, size: Any) -> jax.Array:
+        """What is projected of the chunk's tokens."""
+        if isinstance(h, DeferredNorm):
+            mean = None if h.mean is None else _rows(h.mean, start, size)
+            h = dataclasses.replace(h, x=_rows(h.x, start, size), sumsq=_rows(h.sumsq, start, size), mean=mean)
+        else:
+            h = _rows(h, start, size)
+        return self.normalize(h).astype(self.dtype)
 
-    def _padded(self, kernel: jax.Array) -> jax.Array:
+    def _padded(self, w: jax.Array) -> jax.Array:
         more = self.columns - self.vocabulary
-        w = kernel.astype(self.dtype)
-        return jnp.pad(w, ((0, more), (0, 0)) if self.transpose_kernel else ((0, 0), (0, more))) if more else w
+        w = w.astype(self.dtype)
+        return jnp.pad(w, ((0, more), (0, 0)) if self.transpose_w else ((0, 0), (0, more))) if more else w
 
     def _sums(self, h: jax.Array, w: jax.Array, labels: jax.Array, *, keep: bool = False) -> list[jax.Array]:
         """lse, target, with smoothing the sum over the vocabulary, and with `keep` the rounded h W."""
@@ -139,7 +133,7 @@ class LossHead:
 
         dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [kept_dtype(self.dtype)] * keep
         return self._multiply(
-            h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_kernel
+            h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_w
         )
 
     def _capped(self, z: jax.Array) -> jax.Array:
@@ -177,25 +171,8 @@ class LossHead:
             dz = jnp.where(column < self.vocabulary, dz, 0.0)
         return dz.astype(self.dtype)
 
-    def _multiply(
-        self,
-        a: jax.Array,
-        b: jax.Array,
-        *operands: jax.Array,
-        epilogue: Callable[..., Any] | None = None,
-        out_dtypes: list[Any],
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        input_output_aliases: tuple[tuple[int, int], ...] = (),
-    ) -> list[jax.Array]:
-        options = Options(
-            transpose_a,
-            transpose_b,
-            implementation=self.implementation,
-            input_output_aliases=input_output_aliases,
-        )
-        dtypes = [np.dtype(dtype) for dtype in out_dtypes]
-        return product(a, b, operands, epilogue, lambda _: dtypes, options)[0]
+    def _multiply(self, *arrays: jax.Array, **options: Any) -> list[jax.Array]:
+        return multiply(*arrays, implementation=self.implementation, **options)
 
     def _over_chunks(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
         """step(state, first row, number of rows) for all chunks, the last of which may be shorter."""
@@ -220,6 +197,10 @@ def round_up(value: int, multiple: int) -> int:
 
 def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
     return acc + total
+
+
+def _array(h: Hidden) -> jax.Array:
+    return h.x if isinstance(h, DeferredNorm) else h
 
 
 def _zeros_like(x: jax.Array, shape: tuple[Any, ...], dtype: Any) -> jax.Array:

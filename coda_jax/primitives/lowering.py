@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,17 +17,11 @@ from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import partitioned_axes, vary, varying_axes
+from coda_jax.primitives.notes import warn_once
 from coda_jax.tiles.cost_model import Product
 from coda_jax.tiles.table import Problem, attached_device, tiling_for
 
 CAPABILITY = "9.0"
-
-
-class FallbackWarning(UserWarning):
-    """A product on a GPU takes its XLA form; the message names the rule and the value."""
-
-
-_reported: set[str] = set()
 
 
 def fallback_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: int) -> str | None:
@@ -89,10 +82,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any
         return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)
     if params["implementation"] == "cuda":
         raise NotImplementedError(f"gemm '{params['name']}': implementation='cuda' was asked for, but {reason}")
-    if params["implementation"] == "auto" and reason not in _reported:
-        _reported.add(reason)
-        message, site = f"gemm '{params['name']}' takes its XLA form: {reason}", params["site"]
-        warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
+    if params["implementation"] == "auto":
+        warn_once(f"gemm '{params['name']}' takes its XLA form: {reason}", reason, params["site"])
     return lower_xla(ctx, *arguments, **params)
 
 

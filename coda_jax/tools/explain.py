@@ -12,6 +12,7 @@ from jax.extend import core
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.lowering import fallback_reason, problem_of
+from coda_jax.primitives.notes import coda_note_p
 from coda_jax.tiles.table import attached_device, tiling_for
 
 
@@ -41,10 +42,12 @@ class Explanation:
       products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
       others: products that are not coda_jax's, as attention's are.
+      notes: what operators and layers say of themselves, as why a chain is lost, and how often.
     """
 
     products: dict[Product, int]
     others: int
+    notes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> int:
@@ -60,6 +63,7 @@ class Explanation:
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
         lines.append(f"{self.others:>{wide[0]}}  products that are not coda_jax's")
+        lines += [f"{count:>{wide[0]}}  {note}" for note, count in self.notes.items()]
         return "\n".join(lines)
 
 
@@ -79,14 +83,16 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
     platform = platform or jax.default_backend()
-    products, others = collections.Counter[Product](), 0
+    products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
     found, num_devices = program_of(function, *args, **kwargs)
     for equation, times in found:
         if equation.primitive is coda_gemm_p:
             products[_product(equation, platform, num_devices)] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
-    return Explanation(dict(products), others)
+        elif equation.primitive is coda_note_p:
+            notes[equation.params["message"]] += times
+    return Explanation(dict(products), others, dict(notes))
 
 
 def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Product:

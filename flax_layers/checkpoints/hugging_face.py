@@ -13,10 +13,10 @@ from typing import Any, overload
 import numpy as np
 from flax import nnx
 
-from flax_layers.checkpoints.table import arrays_of, check, fill
-from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.checkpoints.hf_config import config_from_hf, config_to_hf
 from flax_layers.checkpoints.hf_names import entries
+from flax_layers.checkpoints.table import arrays_of, check, fill
+from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama, LlamaConfig
 
 # What checkpoints hold beside parameters: rotary frequencies, causal masks.

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
-from coda_jax.primitives.mesh_types import explicit_sharding
+from coda_jax.extend import explicit_sharding
 from flax_layers.decoding.hoist import hoist
 
 

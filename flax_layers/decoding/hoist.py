@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.epilogue.equations import bind
+from coda_jax.extend import bind_equation
 
 # Their equations are seen through: name -> parameter with the jaxpr.
 _CALLS = {
@@ -86,7 +86,7 @@ def _run(equations: Sequence[core.JaxprEqn], environment: dict[Any, Any]) -> Non
             open_jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
             outputs: Sequence[Any] = _evaluate(open_jaxpr, consts, values)
         else:
-            outputs = bind(equation.primitive, values, equation.params)
+            outputs = bind_equation(equation.primitive, values, equation.params)
         environment.update(zip(equation.outvars, outputs, strict=True))
 
 

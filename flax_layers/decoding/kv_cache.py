@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from flax_layers import pytree
+from coda_jax.extend import register_pytree
 
 
-@pytree.register()
+@register_pytree()
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of one attention layer, a pytree: `Attention` takes one and returns the next.

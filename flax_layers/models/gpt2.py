@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.attention import Attention
+from flax_layers.block import TransformerBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.lm_head import LMHead
@@ -18,7 +20,6 @@ from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import LayerNorm
-from flax_layers.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,10 @@ class GPT2Config:
         check_not_negative(self, "layer_norm_epsilon", "initializer_range")
 
 
-class GPT2Block(nnx.Module):
-    """Pre-norm transformer block with layer norms and biases.
-
-    x1 = x + attention(norm(x));  y = x1 + mlp(norm(x1))
+def gpt2_block(
+    config: GPT2Config, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+) -> TransformerBlock:
+    """The block of GPT-2: LayerNorms, attention without rotary embedding, an MLP, all with biases.
 
     Args:
       config: sizes.
@@ -58,60 +59,21 @@ class GPT2Block(nnx.Module):
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
     """
-
-    def __init__(
-        self,
-        config: GPT2Config,
-        *,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        width, epsilon = config.n_embd, config.layer_norm_epsilon
-        kernel_init = nnx.initializers.normal(config.initializer_range)
-        self.attention_norm = LayerNorm(width, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.attention = Attention(
-            width,
-            config.n_head,
-            rope_theta=None,
-            use_bias=True,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
-        self.mlp_norm = LayerNorm(width, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.mlp = MLP(
-            width,
-            config.n_inner or 4 * width,
-            activation=config.activation_function,
-            use_bias=True,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: KVCache | None = None,
-    ) -> Any:
-        """Applies the block to x (B, T, D).
-
-        mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
-        """
-        # The residuals are plain arrays: nobody needs the row sums of their squares.
-        options: dict[str, Any] = {"residual": x, "mask": mask, "segment_ids": segment_ids}
-        if cache is None:
-            x = self.attention(self.attention_norm(Stream.of(x)), **options)
-        else:
-            x, cache = self.attention(self.attention_norm(Stream.of(x)), cache=cache, **options)
-        y = self.mlp(self.mlp_norm(Stream.of(x)), residual=x)
-        return y if cache is None else (y, cache)
+    width = config.n_embd
+    norm = partial(LayerNorm, width, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
+    options: dict[str, Any] = {
+        "use_bias": True,
+        "dtype": dtype,
+        "param_dtype": param_dtype,
+        "kernel_init": nnx.initializers.normal(config.initializer_range),
+        "rngs": rngs,
+    }
+    return TransformerBlock(
+        norm(),
+        Attention(width, config.n_head, rope_theta=None, **options),
+        norm(),
+        MLP(width, config.n_inner or 4 * width, activation=config.activation_function, **options),
+    )
 
 
 class GPT2(LanguageModel):
@@ -141,7 +103,7 @@ class GPT2(LanguageModel):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
         self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
-        self.layers = nnx.List(GPT2Block(config, **options) for _ in range(config.n_layer))
+        self.layers = nnx.List(gpt2_block(config, **options) for _ in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)
         self.config = config

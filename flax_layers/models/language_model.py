@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.lm_head import LMHead
-from flax_layers.stream import Normalized
 
 
 class LanguageModel(nnx.Module):
@@ -30,7 +30,7 @@ class LanguageModel(nnx.Module):
         positions: jax.Array | None,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
-    ) -> jax.Array | Normalized:
+    ) -> jax.Array | DeferredNorm:
         """What the head projects."""
         raise NotImplementedError
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from flax_layers.block import TransformerBlock
+from coda_jax import DeferredNorm, Stream
+from flax_layers.block import LlamaBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.layer_stack import run_layers, stack, unstack
@@ -20,7 +21,6 @@ from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.stream import Normalized, Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Llama(LanguageModel):
             config.vocab_size, width, dtype=dtype, param_dtype=param_dtype, embedding_init=kernel_init, rngs=rngs
         )
         blocks = [
-            TransformerBlock(
+            LlamaBlock(
                 width,
                 config.intermediate_size,
                 config.num_attention_heads,
@@ -222,7 +222,7 @@ class Llama(LanguageModel):
         positions: jax.Array | None,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
-    ) -> Normalized:
+    ) -> DeferredNorm:
         """What the head projects."""
         stream = Stream.of(self.embed(tokens))
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import lowering as gemm_cuda
+from coda_jax.primitives import notes
 from flax_layers import Llama, LlamaConfig
 from tests.nvrtc import kernels
 
@@ -68,7 +68,7 @@ def test_a_model_in_shard_map(mesh):
 
 
 def test_what_xla_partitions_takes_its_form(mesh, monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_reported", set())
+    monkeypatch.setattr(notes, "_reported", set())
     a = jax.device_put(jnp.ones((1024, 256), jnp.bfloat16), NamedSharding(mesh, P("data")))
     b = jax.device_put(jnp.ones((256, 512), jnp.bfloat16), NamedSharding(mesh, P()))
     with pytest.warns(coda.FallbackWarning, match="mesh axes data; inside a jax.shard_map"):

@@ -42,12 +42,12 @@ def test_layer_norm_and_biases(chain, plain, make, lead, dtype):
     [
         {"reduction": "mean"},
         {"reduction": "none", "soft_cap": 3.0},
-        {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2, "transpose_kernel": True},
+        {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2, "transpose_w": True},
     ],
     ids=lambda options: options["reduction"],
 )
 def test_linear_cross_entropy(options, tokens, width, vocabulary, dtype):
-    transposed = options.get("transpose_kernel", False)
+    transposed = options.get("transpose_w", False)
     args = loss_cases.arguments(dtype, (tokens,), width, vocabulary, transposed)
     loss_cases.compare(functools.partial(loss_cases.loss, implementation="cuda", **options), args, **options)
 

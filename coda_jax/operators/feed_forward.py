@@ -1,0 +1,316 @@
+"""The feed-forward sub-layer of a pre-norm block, gated or not, as one chain of products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from coda_jax.operators import norm_products
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows
+from coda_jax.operators.norm_products import Cotangents, bias_cotangent, cotangents, multiply
+from coda_jax.operators.stream import Stream, array
+from coda_jax.primitives.arguments import compute_dtype
+from coda_jax.primitives.notes import noted
+from coda_jax.primitives.reverse_mode import differentiable
+
+PREACTIVATION_NAME = "mlpwi"  # MaxText's
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class gated:
+    """activation(gate) * up of z (M, 2F), gate in its first half of the columns and up in its second: SwiGLU of silu.
+
+    Args:
+      activation: a function, elementwise, of float32 arrays.
+    """
+
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        if not callable(self.activation):
+            raise TypeError(f"gated: activation = {self.activation!r}; it must be a function")
+
+    def __call__(self, z: jax.Array) -> jax.Array:
+        gate, up = jnp.split(z, 2, axis=1)
+        return self.activation(gate) * up
+
+
+class Weights(NamedTuple):
+    up: jax.Array
+    down: jax.Array
+    up_bias: jax.Array | None
+    down_bias: jax.Array | None
+
+
+def activated(z: jax.Array, shift: jax.Array | None, *, activation: Activation, keep: bool) -> Any:
+    """Epilogue: the activation of z + shift, and z before it if it is to be kept."""
+    hidden = activation(z if shift is None else z + shift[None, :])
+    return (z, hidden) if keep else hidden
+
+
+def activation_backward(
+    acc: jax.Array,
+    z: jax.Array,
+    factor: jax.Array,
+    mean: Any = None,
+    column_sums: Any = None,
+    shift: Any = None,
+    *,
+    activation: Activation,
+    dtype: Any = None,
+) -> list[jax.Array]:
+    """Epilogue of the hidden activation's cotangent: t, the activation again, and the sums of `Cotangents` and dz."""
+    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), z)
+    (dz,) = pullback(acc)
+    t, *sums = cotangents(dz, z, factor, mean, column_sums, lambda t: t.astype(dtype).astype(jnp.float32))
+    return [t, hidden, *(x for x in sums if x is not None), *([] if shift is None else [jnp.sum(dz, axis=0)])]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """`mlp` of a norm of x (M, D), forward and backward: what it is beside its arrays."""
+
+    activation: Activation
+    adds_x: bool
+    dtype: Any
+    out_dtype: Any
+    implementation: str
+
+    @property
+    def kind(self) -> str:
+        return "gated" if isinstance(self.activation, gated) else "activation"
+
+    def up(self, norm: DeferredNorm, weights: Weights, *, keep: bool) -> tuple[list[jax.Array], norm_products.Folded]:
+        """The hidden activation, after z before it if that is to be kept."""
+        return norm_products.multiply_normalized(
+            norm,
+            weights.up,
+            weights.up_bias,
+            epilogue=_named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep),
+            dtype=self.dtype,
+            out_dtypes=[self.dtype] * (1 + keep),
+            implementation=self.implementation,
+        )
+
+    def down(self, hidden: jax.Array, norm: DeferredNorm, weights: Weights, other: jax.Array | None) -> list[jax.Array]:
+        """y, and for RMSNorm the row sums of its squares."""
+        sums = norm.mean is None
+
+        def add_residual(acc: jax.Array, residual: Any, bias: Any) -> Any:
+            y = acc if bias is None else acc + bias[None, :]
+            y = y if residual is None else y + residual
+            return with_sumsq(y) if sums else y
+
+        return multiply(
+            hidden,
+            weights.down.astype(self.dtype),
+            norm.x if self.adds_x else other,
+            weights.down_bias,
+            epilogue=_named("add_residual_sumsq" if sums else "add_residual", add_residual),
+            out_dtypes=[self.out_dtype, jnp.float32] if sums else [self.out_dtype],
+            implementation=self.implementation,
+            like=norm.x,
+        )
+
+    def run(self, norm: DeferredNorm, weights: Weights, other: jax.Array | None) -> list[jax.Array]:
+        (hidden,), _ = self.up(norm, weights, keep=False)
+        return self.down(hidden, norm, weights, other)
+
+    def forward(
+        self, norm: DeferredNorm, weights: Weights, other: jax.Array | None
+    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
+        (z, hidden), made = self.up(norm, weights, keep=True)
+        z = checkpoint_name(z, PREACTIVATION_NAME)
+        return self.down(hidden, norm, weights, other), (norm, weights, z, made.column_sums, made.shift, other is None)
+
+    def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[DeferredNorm, Weights, jax.Array | None]:
+        norm, weights, z, column_sums, shift, has_no_other = kept
+        dy = dys[0]
+        mean, rstd = mean_and_rstd(norm)
+        mean = norm_products.multiplied_mean(mean, self.dtype)
+        dout = dy.astype(self.dtype)
+        options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
+        t, hidden, *sums = multiply(
+            dout,
+            weights.down.astype(self.dtype),
+            z,
+            norm_products.cotangent_factor(rstd, self.dtype),
+            mean,
+            column_sums,
+            shift,
+            epilogue=_named(f"{self.kind}_backward", activation_backward, **options),
+            out_dtypes=[self.dtype] * 2 + [jnp.float32] * (1 + sum(x is not None for x in (column_sums, mean, shift))),
+            implementation=self.implementation,
+            transpose_b=True,
+        )
+        dshift = None if shift is None else sums.pop()
+        (ddown,) = multiply(
+            hidden,
+            dout,
+            out_dtypes=[weights.down.dtype],
+            implementation=self.implementation,
+            transpose_a=True,
+            like=weights.down,
+        )
+        dnorm, dup = norm_products.backward(
+            Cotangents(t, *sums),
+            norm,
+            weights.up,
+            dshift,
+            dy if self.adds_x else None,
+            implementation=self.implementation,
+        )
+        dweights = Weights(
+            dup,
+            ddown,
+            bias_cotangent(dshift, weights.up_bias),
+            # A pass over dy: the product that made it belongs to someone else.
+            bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=0), weights.down_bias),
+        )
+        return dnorm, dweights, None if has_no_other else dy
+
+
+def _named(name: str, function: Callable[..., Any], **options: Any) -> Any:
+    """function(..., **options) under a name that messages and tables show."""
+    named = functools.partial(function, **options)
+    named.__name__ = name  # type: ignore[attr-defined]
+    return named
+
+
+def mlp(
+    norm: DeferredNorm,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: Activation = jax.nn.gelu,
+    residual: jax.Array | Stream | bool = True,
+    dtype: Any = None,
+    implementation: str = "auto",
+) -> Stream:
+    """x + activation(norm(x) w_up + up_bias) w_down + down_bias, with the row sums of its squares for an RMSNorm.
+
+        z = norm(x) w_up + up_bias                            one product
+        y = x + activation(z) w_down + down_bias              one product, which for RMSNorm also sums y * y
+
+    The backward pass is four products. The one that makes the cotangent of the hidden activation computes that
+    activation again from z, and goes on to t = rstd * dz and all sums of it in its epilogue; norm_products.py has the
+    others. Kept for it are x, its statistics, and z without what the biases add (named "mlpwi" for `jax.checkpoint`
+    policies), rounded to the compute dtype.
+
+    Args:
+      norm: of x (..., D), the residual stream.
+      w_up: (D, F), or (D, 2F) with a `gated` activation: gate in the first half, up in the second.
+      w_down: (F, D), F a multiple of 8 for the kernel.
+      up_bias: (F,) or (2F,), as w_up's columns.
+      down_bias: (D,).
+      activation: a function of float32 arrays, elementwise; or `gated(function)`. It may close over arrays, but not
+        over what is differentiated.
+      residual: what is added: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
+        False for nothing; or another array (..., D) or Stream.
+      dtype: compute dtype, of the products' inputs; default the promotion of x and w_up.
+      implementation: as in `gemm`.
+
+    Returns:
+      y (..., D) in the residual's dtype, without one in x's; its row sums of squares (...,) float32, through which no
+      gradient flows, or with a LayerNorm, whose statistic needs the whole row, None.
+
+    Raises:
+      TypeError: activation is no function, norm no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
+      ValueError: shapes that do not fit, or a norm with a bias and no mean.
+    """
+    return _feed_forward(
+        "mlp", "w_up", norm, Weights(w_up, w_down, up_bias, down_bias), activation, residual, dtype, implementation
+    )
+
+
+def gated_mlp(
+    norm: DeferredNorm,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: Activation = jax.nn.silu,
+    residual: jax.Array | Stream | bool = True,
+    dtype: Any = None,
+    implementation: str = "auto",
+) -> Stream:
+    """x + (activation(gate) * up) w_down where gate, up are the halves of norm(x) w_gate_up: `mlp` with a gate.
+
+    Args:
+      norm: of x (..., D), the residual stream.
+      w_gate_up: (D, 2F), F a multiple of 8 for the kernel: gate in the first half, up in the second.
+      w_down: (F, D).
+      activation: a function, elementwise, of float32 arrays.
+      residual, dtype, implementation: as in `mlp`, which says what is returned and raised.
+    """
+    weights = Weights(w_gate_up, w_down, None, None)
+    return _feed_forward("gated_mlp", "w_gate_up", norm, weights, gated(activation), residual, dtype, implementation)
+
+
+def _feed_forward(
+    name: str,
+    up_name: str,
+    norm: DeferredNorm,
+    weights: Weights,
+    activation: Activation,
+    residual: jax.Array | Stream | bool,
+    dtype: Any,
+    implementation: str,
+) -> Stream:
+    if not callable(activation):
+        raise TypeError(f"{name}: activation = {activation!r}; it must be a function")
+    features = weights.down.shape[0]
+    columns = 2 * features if isinstance(activation, gated) else features
+    width = norm.shape[-1] if isinstance(norm, DeferredNorm) else None
+    other = None if isinstance(residual, bool) else array(residual)
+    check_arrays(
+        name,
+        norm,
+        {
+            up_name: (weights.up, (width, columns)),
+            "w_down": (weights.down, (features, width)),
+            "up_bias": (weights.up_bias, (columns,)),
+            "down_bias": (weights.down_bias, (width,)),
+            "residual": (other, norm.shape if isinstance(norm, DeferredNorm) else ()),
+        },
+    )
+    if other is not None:
+        other = noted(
+            other,
+            name,
+            "residual is an array of its own. If it is what the norm normalises, residual=True adds its cotangent in "
+            "a product's epilogue; here that is a pass of its own over (M, D)",
+        )
+    chain = _Chain(
+        activation,
+        adds_x=residual is True,
+        dtype=compute_dtype(name, dtype, norm.x, weights.up),
+        out_dtype=norm.dtype if other is None else other.dtype,
+        implementation=implementation,
+    )
+    rows = None if other is None else other.reshape(-1, other.shape[-1])
+    arguments = norm_products.vary_alike(of_rows(norm), weights, rows)
+    y, *squares = differentiable(name, chain.run, chain.forward, chain.backward)(*arguments)
+    return Stream(y.reshape(norm.shape), squares[0].reshape(norm.shape[:-1]) if squares else None)
+
+
+def with_sumsq(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """y and the row sums of y * y, in an epilogue."""
+    # The norm that reads the sums differentiates through y; with the gradient stopped here the epilogue is linear in
+    # acc, and so keeps nothing for the backward pass.
+    z = jax.lax.stop_gradient(y)
+    return y, jnp.sum(z * z, axis=1)
+
+
+def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: y = acc + x and the row sums of y * y."""
+    return with_sumsq(acc + x)

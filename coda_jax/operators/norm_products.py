@@ -1,0 +1,276 @@
+"""The products around a deferred norm, forward and backward; after CODA (arXiv 2605.19269).
+
+RMSNorm is LayerNorm without a mean. With the rows' mean and their sums of (centred) squares known:
+
+    rstd[m] = rsqrt(sumsq[m] / D + epsilon),   sumsq[m] = sum_j (x[m, j] - mean[m])^2
+    z = norm(x) W + b = rstd * (x W' - mean * cs) + shift
+    W' = cast(scale[:, None] * W),   cs = column sums of the rounded W',   shift = norm_bias W + b
+
+The scale is folded where W is cast anyway. Backward, from dz, with t = cast(rstd * dz) and
+s[m] = sum_n dz[m, n] (z[m, n] - shift[n]), both of which the maker of dz has at hand:
+
+    dx = t W'^T - (sum_n t cs) / D - (x - mean) * (rstd^2 s / D)  [+ the residual stream's own cotangent]
+    G = x^T t - sum_m mean * t;   dW = scale[:, None] * G + norm_bias[:, None] * sum_m dz
+    dscale[j] = sum_n W[j, n] G[j, n];   dnorm_bias[j] = sum_n W[j, n] sum_m dz[m, n];   db = sum_m dz
+
+The pass over rows that a norm's gradient is known for happens in the epilogues: of what makes t, and of t W'^T.
+
+The mean is subtracted as the products have added it: cs sums the rounded W', and mean * t the rounded t. With the exact
+ones their rounding errors, times mean / std, would stay. x is multiplied with its mean in it: a float32 stream that is
+rounded to 16 bits for the product loses the digits that its mean takes. The epilogue that makes x sees one tile of a
+row; so a LayerNorm's mean and sumsq are a pass of their own over x, where an RMSNorm's sumsq comes with x.
+
+In float16 rstd, 5e-5 for a stream of 2e4, would take t out of the range where it has all its digits, and the weight's
+gradient with it. There t = cast(dz), rstd multiplies the first product, and G = ((x - mean) * rstd)^T t with the
+normalised x formed in a pass of its own. In float16 these may overflow, beyond 65504: x itself, the cotangents as in
+any float16 program, and z, whose absolute value is below sqrt(D) times the norm of a column of W'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
+from coda_jax.operators.deferred_norm import DeferredNorm, mean_and_rstd
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.primitives.product import Options, product
+
+
+def vary_alike(*trees: Any) -> list[Any]:
+    """The trees of arrays, all varying over the same manual mesh axes."""
+    leaves, structure = jax.tree.flatten(list(trees))
+    return jax.tree.unflatten(structure, vary(varying_axes(*leaves), *leaves))
+
+
+def multiply(
+    a: jax.Array,
+    b: jax.Array,
+    *operands: jax.Array | None,
+    epilogue: Callable[..., Any] | None = None,
+    out_dtypes: Sequence[Any],
+    implementation: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    input_output_aliases: tuple[tuple[int, int], ...] = (),
+    like: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes.
+
+    The epilogue gets the operands that are None as None.
+    """
+    given = epilogue
+    if epilogue is not None and any(x is None for x in operands):
+        present = [x is not None for x in operands]
+
+        def given(acc: jax.Array, *arrays: jax.Array) -> Any:
+            remaining = iter(arrays)
+            return epilogue(acc, *(next(remaining) if is_present else None for is_present in present))
+
+        given.__name__ = epilogue.__name__
+    options = Options(
+        transpose_a,
+        transpose_b,
+        implementation=implementation,
+        input_output_aliases=input_output_aliases,
+        out_sharding=None if like is None else explicit_sharding(like),
+    )
+    dtypes = [np.dtype(dtype) for dtype in out_dtypes]
+    return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
+
+
+class Folded(NamedTuple):
+    """What the product with a normalised x needs of the parameters.
+
+    Attributes:
+      w: (D, N), W'.
+      column_sums: (N,) float32, those of W' where there is a mean.
+      shift: (N,) float32, what the two biases add to z.
+    """
+
+    w: jax.Array
+    column_sums: jax.Array | None
+    shift: jax.Array | None
+
+
+def folded(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None, dtype: Any) -> Folded:
+    """W', its column sums and the shift, each one reduction in the pass that casts w (D, N)."""
+    scaled = fold(norm.scale, w, dtype)
+    sums = None if norm.mean is None else jnp.sum(rounded(scaled.astype(jnp.float32), dtype), axis=0)
+    shift = None if bias is None else bias.astype(jnp.float32)
+    if norm.bias is not None:
+        of_norm = jnp.sum(norm.bias.astype(jnp.float32)[:, None] * w.astype(jnp.float32), axis=0)
+        shift = of_norm if shift is None else of_norm + shift
+    return Folded(scaled, sums, shift)
+
+
+def fold(scale: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """W' (D, N) in the compute dtype; multiplied in float32 and rounded once."""
+    return (scale.astype(jnp.float32)[:, None] * w.astype(jnp.float32)).astype(dtype)
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Float32 values rounded to `dtype`, still float32; XLA may drop a pair of conversions, but not this."""
+    dtype = np.dtype(dtype)
+    return round_to(x, dtype).astype(jnp.float32) if dtype in ROUNDED_DTYPES else x
+
+
+def multiply_normalized(
+    norm: DeferredNorm,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *operands: jax.Array,
+    epilogue: Callable[..., Any],
+    dtype: Any,
+    **options: Any,
+) -> tuple[list[jax.Array], Folded]:
+    """The product x W', whose epilogue(z - shift, shift or None, *operands) it is; and what it took of the parameters.
+
+    Args:
+      norm, w, bias: z is norm(x) w + bias.
+      dtype: compute dtype.
+      **options: of `multiply`.
+    """
+
+    def of_normalized(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any, *operands: Any) -> Any:
+        return epilogue((acc if mean is None else acc - mean * column_sums[None, :]) * rstd, shift, *operands)
+
+    of_normalized.__name__ = epilogue.__name__
+    mean, rstd = mean_and_rstd(norm)
+    made = folded(norm, w, bias, dtype)
+    x = norm.x.reshape(-1, norm.x.shape[-1]).astype(dtype)
+    arrays = multiply(x, made.w, rstd, mean, made.column_sums, made.shift, *operands, epilogue=of_normalized, **options)
+    return arrays, made
+
+
+def cotangent_factor(rstd: jax.Array, dtype: Any) -> jax.Array:
+    """What dz is multiplied with to make t: rstd, but 1 in float16."""
+    return jnp.ones_like(rstd, shape=()) if dtype == jnp.float16 else rstd
+
+
+def multiplied_mean(mean: jax.Array | None, dtype: Any) -> jax.Array | None:
+    """The mean that is in x where x is multiplied with t: not in float16."""
+    return None if dtype == jnp.float16 else mean
+
+
+class Cotangents(NamedTuple):
+    """What `backward` takes of dz: t (M, N), and sums of dz and t along rows and columns, float32.
+
+    Attributes:
+      t: in the compute dtype, `cotangent_factor` times dz.
+      s: (M,), row sums of dz * (z - shift).
+      centring: (M,), row sums of t * cs, of a LayerNorm.
+      mean_t: (N,), column sums of mean * t, where x is multiplied with its mean in it.
+    """
+
+    t: jax.Array
+    s: jax.Array
+    centring: jax.Array | None = None
+    mean_t: jax.Array | None = None
+
+
+def cotangents(
+    dz: jax.Array, z: jax.Array, factor: jax.Array, mean: Any, column_sums: Any, round_t: Callable[[Any], Any]
+) -> Cotangents:
+    """`Cotangents` of dz and z - shift (M, N) float32; t is rounded where a mean is subtracted of it."""
+    t = factor * dz
+    if column_sums is not None:
+        t = round_t(t)
+    centring = None if column_sums is None else jnp.sum(t * column_sums[None, :], axis=1)
+    return Cotangents(t, jnp.sum(dz * z, axis=1), centring, None if mean is None else jnp.sum(mean * t, axis=0))
+
+
+def norm_backward(
+    acc: jax.Array, x: jax.Array, mean: Any, factor: jax.Array, drift: Any, dresidual: Any, rstd: Any
+) -> jax.Array:
+    """Epilogue of t W'^T: the norm's own terms and the residual's cotangent, added before the one rounding."""
+    centred = acc if drift is None else acc - drift
+    dx = (centred if rstd is None else centred * rstd) - (x if mean is None else x - mean) * factor
+    return dx if dresidual is None else dx + dresidual
+
+
+def weight_backward(
+    acc: jax.Array, w: jax.Array, scale: jax.Array, mean_t: Any = None, bias: Any = None, dshift: Any = None
+) -> list[jax.Array]:
+    """Epilogue of x^T t: the cotangents of the weight, and of the norm's parameters as row sums."""
+    g = acc if mean_t is None else acc - mean_t[None, :]
+    if bias is None:
+        return [g * scale, jnp.sum(g * w, axis=1)]
+    dshift = dshift[None, :]
+    return [g * scale + bias * dshift, jnp.sum(g * w, axis=1), jnp.sum(w * dshift, axis=1)]
+
+
+def backward(
+    of_z: Cotangents,
+    norm: DeferredNorm,
+    w: jax.Array,
+    dshift: jax.Array | None,
+    dresidual: jax.Array | None,
+    *,
+    implementation: str,
+) -> tuple[DeferredNorm, jax.Array]:
+    """Cotangents of the norm, x among it, and of w, through z, and through x itself where dresidual is.
+
+    Args:
+      of_z: the cotangents of z.
+      norm: of x (M, D).
+      w: (D, N), as going forward.
+      dshift: (N,) float32, column sums of dz; needed where the norm has a bias.
+      dresidual: (M, D), added to dx, or None.
+    """
+    x, t = norm.x, of_z.t
+    mean, rstd = mean_and_rstd(norm)
+    # W' is made anew: XLA would keep the forward's alive, a copy of all weights.
+    scale, same = lax.optimization_barrier((norm.scale, w))
+    (dx,) = multiply(
+        t,
+        fold(scale, same, t.dtype),
+        x,
+        mean,
+        jnp.square(rstd) * (of_z.s[:, None] / x.shape[1]),
+        None if of_z.centring is None else of_z.centring[:, None] / x.shape[1],
+        dresidual,
+        rstd if t.dtype == jnp.float16 else None,
+        epilogue=norm_backward,
+        out_dtypes=[x.dtype],
+        implementation=implementation,
+        transpose_b=True,
+        like=x,
+    )
+    factor = x.astype(t.dtype)
+    if t.dtype == jnp.float16:
+        wide = x.astype(jnp.float32)
+        factor = (rstd * (wide if mean is None else wide - mean)).astype(t.dtype)
+    dw, dscale, *dbias = multiply(
+        factor,
+        t,
+        w,
+        norm.scale[:, None],
+        of_z.mean_t,
+        None if norm.bias is None else norm.bias[:, None],
+        None if norm.bias is None else dshift,
+        epilogue=weight_backward,
+        out_dtypes=[w.dtype, jnp.float32] + [jnp.float32] * (norm.bias is not None),
+        implementation=implementation,
+        transpose_a=True,
+        like=w,
+    )
+    dnorm = DeferredNorm(
+        dx,
+        jnp.zeros_like(norm.sumsq),
+        dscale.astype(norm.scale.dtype),
+        None if norm.mean is None else jnp.zeros_like(norm.mean),
+        None if norm.bias is None else dbias[0].astype(norm.bias.dtype),
+        norm.epsilon,
+    )
+    return dnorm, dw
+
+
+def bias_cotangent(dz_sums: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
+    """Column sums of dz as the cotangent of a bias, if there is one."""
+    return None if bias is None or dz_sums is None else dz_sums.astype(bias.dtype)

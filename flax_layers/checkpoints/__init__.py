@@ -1,0 +1,16 @@
+"""Parameters from and to the checkpoints of Hugging Face and MaxText."""
+
+from flax_layers.checkpoints.hf_config import config_from_hf, config_to_hf
+from flax_layers.checkpoints.hugging_face import from_hf, load_hf_folder, save_hf_folder, to_hf
+from flax_layers.checkpoints.maxtext import from_maxtext, to_maxtext
+
+__all__ = [
+    "config_from_hf",
+    "config_to_hf",
+    "from_hf",
+    "from_maxtext",
+    "load_hf_folder",
+    "save_hf_folder",
+    "to_hf",
+    "to_maxtext",
+]

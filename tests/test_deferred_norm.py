@@ -1,0 +1,235 @@
+"""A norm that is not applied yet carries what it normalises: the chain is kept by value, and its loss is said."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers as layers
+from coda_jax.primitives import notes
+from tests.chain_cases import EPS, compare, mlp_arguments, normal, plain_mlp, rms_norm
+from tests.gemm_cases import assert_close
+
+X = normal(0, 2, 5, 32)
+
+
+def products(f, *arguments):
+    """Names of the products in a function's program."""
+    explained = coda.explain(f, *arguments)
+    return sorted(product.epilogue for product, count in explained.products.items() for _ in range(count))
+
+
+def block():
+    return layers.LlamaBlock(32, 48, 2, rngs=nnx.Rngs(0))
+
+
+def sub_layers(block, wrap=lambda f: f, between=lambda norm: norm):
+    """The gradient of a block whose two halves, norm and what consumes it, are called apart."""
+    graphdef, params = nnx.split(block)
+
+    def loss(params, x):
+        block = nnx.merge(graphdef, params)
+        stream = layers.Stream.of(x)
+        for norm, consume in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
+            normalized = between(norm(stream))
+            stream = wrap(functools.partial(_consume, consume))(normalized)
+        return jnp.sum(stream.x**2)
+
+    return jax.grad(loss, (0, 1)), (params, X)
+
+
+def _consume(module, normalized):
+    return module(normalized, residual=True)
+
+
+def through_jit(f):
+    return jax.jit(f)
+
+
+def through_checkpoint(f):
+    return jax.checkpoint(f)
+
+
+def through_scan(f):
+    def scanned(normalized):
+        def step(normalized, _):
+            stream = f(normalized)
+            return coda.rms_norm(stream, normalized.scale, epsilon=normalized.epsilon), stream
+
+        _, streams = jax.lax.scan(step, normalized, length=1)
+        return jax.tree.map(lambda x: x[0], streams)
+
+    return scanned
+
+
+@pytest.mark.parametrize("wrap", [through_jit, through_checkpoint, through_scan])
+def test_the_chain_goes_through_boundaries(wrap):
+    """Half a sub-layer under jit, remat or a scan: the same values, from the same kinds of products."""
+    module = block()
+    plain, arguments = sub_layers(module)
+    wrapped, _ = sub_layers(module, wrap)
+    assert_close(jax.jit(wrapped)(*arguments), jax.jit(plain)(*arguments), rtol=1e-4)
+    expected, found = (set(products(f, *arguments)) for f in (plain, wrapped))
+    assert found == expected and {"gated_backward", "norm_backward"} <= found
+    assert not coda.explain(wrapped, *arguments).notes
+
+
+def test_the_chain_needs_no_identity():
+    """A copy of the norm, leaf by leaf, is as good: x, its statistic and the residual are one value."""
+    copied, arguments = sub_layers(block(), between=lambda norm: jax.tree.map(lambda x: x + 0, norm))
+    plain, _ = sub_layers(block())
+    assert products(copied, *arguments) == products(plain, *arguments)
+
+
+def test_another_residual():
+    """Legal, right, and said once, with what it costs; without a residual nothing is said."""
+    arguments = [*mlp_arguments(jnp.float32), normal(9, *mlp_arguments(jnp.float32)[0].shape)]
+
+    def fused(x, scale, gate_up, down, other):
+        return coda.gated_mlp(coda.rms_norm(x, scale, epsilon=EPS), gate_up, down, residual=other).x
+
+    def plain(x, scale, gate_up, down, other):
+        return plain_mlp(x, scale, gate_up, down) - x + other
+
+    compare(fused, plain, arguments)
+    compare(
+        lambda x, scale, gate_up, down: (
+            coda.gated_mlp(coda.rms_norm(x, scale, epsilon=EPS), gate_up, down, residual=False).x
+        ),
+        lambda x, scale, gate_up, down: plain_mlp(x, scale, gate_up, down) - x,
+        arguments[:4],
+    )
+    (note,) = coda.explain(fused, *arguments).notes
+    assert note.startswith("gated_mlp: residual is an array of its own") and "a pass of its own over (M, D)" in note
+    assert not coda.explain(lambda *a: fused(*a, True), *arguments[:4]).notes
+
+
+def test_a_residual_of_another_dtype():
+    x, scale, gate_up, down = mlp_arguments(jnp.bfloat16)
+    norm = coda.rms_norm(x, scale)
+    other = jnp.ones(x.shape, jnp.float32)
+    assert coda.gated_mlp(norm, gate_up, down, residual=other).dtype == jnp.float32
+    assert (
+        jax.grad(lambda other: coda.gated_mlp(norm, gate_up, down, residual=other).x.sum())(other).dtype == jnp.float32
+    )
+
+
+@pytest.mark.parametrize("place", ["attention", "mlp"])
+def test_a_module_beside_another_residual(place):
+    module, other = getattr(block(), place), normal(7, *X.shape)
+    norm = layers.RMSNorm(32, rngs=nnx.Rngs(0))
+
+    def with_other(x, other):
+        return module(norm(layers.Stream.of(x)), residual=other)
+
+    def with_own(x):
+        return module(norm(layers.Stream.of(x)), residual=True).x
+
+    np.testing.assert_allclose(with_other(X, other) - other, with_own(X) - X, rtol=1e-4, atol=1e-4)
+    (note,) = coda.explain(with_other, X, other).notes
+    assert "residual=True adds its cotangent in a product's epilogue" in note
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, base):
+        self.base = base
+
+    def __call__(self, x):
+        return self.base(x)
+
+
+@pytest.mark.parametrize("place", ["attention.qkv", "mlp.gate_up", "mlp.down"])
+def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
+    """Where the program is lowered for a GPU, once; elsewhere nothing is said."""
+    module = block()
+    parent, name = place.split(".")
+    base = getattr(getattr(module, parent), name)
+    if name == "gate_up":
+        base = layers.Linear(32, 96, rngs=nnx.Rngs(0))
+    setattr(getattr(module, parent), name, Wrapped(base))
+    monkeypatch.setattr(notes, "_reported", set())
+
+    def call(x):
+        return module(x)
+
+    traced = jax.jit(call).trace(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced.lower()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced.lower(lowering_platforms=("cuda",))
+        jax.jit(lambda x: call(x)).trace(X).lower(lowering_platforms=("cuda",))
+    of_chains = [w for w in caught if "Wrapped" in str(w.message)]
+    assert len(of_chains) == 1
+    assert re.search("a Wrapped stands in the place of a Linear, which disables the fused", str(of_chains[0].message))
+    assert of_chains[0].filename == __file__ and of_chains[0].category is coda.FallbackWarning
+    assert any("Wrapped" in note for note in coda.explain(call, X).notes)
+    assert "a Wrapped stands in the place" in str(coda.explain(call, X))
+
+
+def test_a_note_is_an_identity():
+    def f(x):
+        return notes.noted(x, "here", "a reason").sum()
+
+    x = normal(3, 4, 8)
+    assert_close(jax.jit(jax.grad(f))(x), jnp.ones_like(x), rtol=0)
+    assert_close(jax.vmap(lambda x: notes.noted(x, "here", "a reason"))(x), x, rtol=0)
+    with jax.disable_jit():
+        assert_close(notes.noted(x, "here", "a reason"), x, rtol=0)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(notes.noted(x, "here", "a reason"), "data"),
+        mesh=mesh,
+        in_specs=jax.P("data"),
+        out_specs=jax.P(),
+    )
+    assert_close(jax.jit(summed)(x), x.sum(0, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_arrays_of_norms(dtype):
+    x, scale, bias = (16 + 2 * normal(0, 9, 24)).astype(dtype), normal(1, 24), normal(2, 24)
+    got, want = coda.rms_norm(x, scale, epsilon=EPS).array(), rms_norm(x, scale)
+    assert got.dtype == dtype
+    rtol = 1e-6 if dtype == jnp.float32 else 1e-2
+    np.testing.assert_allclose(*(y.astype(jnp.float32) for y in (got, want)), rtol=rtol)
+    wide = np.asarray(x, np.float64)
+    wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    got = coda.layer_norm(x, scale, bias, epsilon=EPS).array()
+    assert got.dtype == dtype
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), wide * scale + bias, rtol=1e-2, atol=0.03 if dtype != jnp.float32 else 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: coda.mlp(X, X[0], X[0]), TypeError, r"mlp: norm is \w+; it must be a DeferredNorm, as coda.rms_norm"),
+        (lambda: coda.rms_norm(X, jnp.ones(31)), ValueError, r"rms_norm: scale has shape \(31,\); .* must be \(32,\)"),
+        (lambda: layers.Linear(32, 32, rngs=nnx.Rngs(0))(X, residual=True), ValueError, "Give the norm a Stream"),
+        (lambda: jnp.sin(coda.rms_norm(X, jnp.ones(32))), TypeError, r"got a DeferredNorm of shape \(2, 5, 32\)"),
+        (lambda: coda.gated("silu"), TypeError, "gated: activation = 'silu'; it must be a function"),
+        (
+            lambda: coda.qkv_projection(
+                coda.layer_norm(X, jnp.ones(32)),
+                jnp.ones((32, 96)),
+                *[jnp.ones((5, 16))] * 2,
+                num_heads=1,
+                num_kv_heads=1,
+            ),
+            ValueError,
+            "norm is a LayerNorm; it must be an RMSNorm",
+        ),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
