@@ -10,6 +10,7 @@ import argparse
 import csv
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -128,12 +129,14 @@ def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "20
     peers = f"XLA {over['xla_product']:.2f}, cuBLAS by torch {over['torch_product']:.2f}, CUTLASS 4.2 {cutlass:.2f}"
     lines.append(["bare product, mean of nine shapes, time", "1", peers])
     first = rows[0]
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in (ours, first)))
     note = (
-        f"\n{first['device']}, driver {first['driver']}, jax {first['jax']}, commit {first['commit']} "
-        f"(step: {ours['commit']}), at the power limit: `make bench-train_step`, `make bench`. The step is value and "
-        "gradient of the loss\nof a Llama-3-1B on 2 x 8192 tokens, bfloat16. The products have K = 2048. CUTLASS: the "
-        "fastest of three schedules for each shape.\n"
+        f"{first['device']}, driver {first['driver']}, jax {first['jax']}, commit {commits}, at the power limit: "
+        "`make bench-train_step`, `make bench`. The step is value and gradient of the loss of a Llama-3-1B on "
+        f"{ours['batch']} x {ours['length']} tokens, {ours['param_dtype']}; its peak memory has parameters and "
+        f"gradients in it. Epilogues at K = {depth}. CUTLASS: the fastest of three schedules for each shape."
     )
+    note = "\n" + textwrap.fill(note, 118, break_on_hyphens=False, break_long_words=False) + "\n"
     return table(["", "coda_jax", "plain JAX, or another library"], lines) + note
 
 

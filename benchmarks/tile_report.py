@@ -53,7 +53,9 @@ def _losses(found: Mapping[str, Sequence[float]]) -> str:
 
 def _tiles(times: tile_losses.Times) -> str:
     """How often each tile is the best; its time over the best one's."""
-    over = [(tiling.cut.tile, us / min(of.values())) for of in times.values() for tiling, us in of.items()]
+    over = [
+        ((tiling.tile_m, tiling.tile_n), us / min(of.values())) for of in times.values() for tiling, us in of.items()
+    ]
     lines = []
     for (m, n), of in sorted(grouped(over, lambda one: one[0]).items()):
         ratios = [ratio for _, ratio in of]
