@@ -60,7 +60,7 @@ lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, between_kernels,
 	$(RUN) -m benchmarks.lab.$* $(ARGS)
 
 report: $(STAMPS)/bench # benchmarks/REPORT.md, its pictures and the README's table, from benchmarks/results
-	$(RUN) -m benchmarks.plots
+	$(if $(ARGS),,$(RUN) -m benchmarks.plots)
 	$(RUN) -m benchmarks.report $(ARGS)
 
 kernels-diff: $(STAMPS)/dev # A=<commit> B=<commit>: whether every product has the same kernel on both

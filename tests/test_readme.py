@@ -26,7 +26,7 @@ def test_operators():
     exec(OPERATORS, names)
     x, scale, w_gate_up, w_down = (
         jax.random.normal(jax.random.key(i), shape, jnp.float32)
-        for i, shape in enumerate([(4, 8), 8, (8, 32), (16, 8)])
+        for i, shape in enumerate([(4, 8), (8,), (8, 32), (16, 8)])
     )
     gate, up = jnp.split(x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale @ w_gate_up, 2, axis=1)
     expected = x + jax.nn.silu(gate) * up @ w_down
