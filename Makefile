@@ -1,4 +1,4 @@
-# make train | test | test-all | host-sanitize | gpu-test | gpu-sanitize | bench | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | test-all | host-sanitize | gpu-test | gpu-sanitize | bench | report | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -25,7 +25,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test test-all host-sanitize gpu-test gpu-sanitize bench kernels-diff lint clean
+.PHONY: train test test-all host-sanitize gpu-test gpu-sanitize bench report kernels-diff lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -58,6 +58,10 @@ bench-%: $(STAMPS)/bench # train_step, layer, loss_curve, launch, plots
 
 lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, between_kernels, host_launch
 	$(RUN) -m benchmarks.lab.$* $(ARGS)
+
+report: $(STAMPS)/bench # benchmarks/REPORT.md, its pictures and the README's table, from benchmarks/results
+	$(if $(ARGS),,$(RUN) -m benchmarks.plots)
+	$(RUN) -m benchmarks.report $(ARGS)
 
 kernels-diff: $(STAMPS)/dev # A=<commit> B=<commit>: whether every product has the same kernel on both
 	$(RUN) -m benchmarks.lab.kernels_diff $(A) $(B) $(ARGS)

@@ -1,8 +1,8 @@
 """`python -m benchmarks.plots`: pictures of what `python -m benchmarks` and `python -m benchmarks.lab.tiles` wrote.
 
 For each CSV of the first in benchmarks/results: <name>_products.png, the bare product beside its peers;
-<name>_epilogues.png, what an epilogue adds to the product's time against the product's depth; <name>_roofline.png, the
-products below what the chip can do. For each of the second <name>.png, how often the cost model's tile is how slow.
+<name>_fused.png, products with an epilogue beside XLA's time for the same function; <name>_roofline.png, the products
+below what the chip can do. For each of the second <name>.png, how often the cost model's tile is how slow.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import pathlib
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,6 +26,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Row = Mapping[str, str]
+FUSED = {  # what the picture says instead of a program's name
+    "residual": "+ residual",
+    "residual_sumsq": "+ residual, row sums of squares",
+    "swiglu": "norm's factor, SwiGLU",
+    "gated_backward": "back through SwiGLU",
+    "geglu_backward": "back through GeGLU",
+    "norm_backward": "back through a norm",
+    "bias_gelu": "bias, GELU",
+    "gelu_backward": "back through GELU",
+    "gelu_erf": "GELU by erf",
+    "column_sum": "bias, column sums",
+    "rotary_qkv": "norm's factor, rotary q, k; v",
+    "logsumexp_pick": "log-sum-exp and label's logit",
+}
 PRODUCT = "_product"  # ends the name of a column that has a bare product's microseconds
 
 
@@ -83,24 +98,31 @@ def products(rows: Sequence[Row]) -> plt.Figure:
     return figure
 
 
-def epilogues(rows: Sequence[Row]) -> plt.Figure:
-    """Lines of an epilogue's price against K: the kernel alone, and with what finishes its reductions."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for i, name in enumerate(dict.fromkeys(row["program"] for row in rows)):
-        of = sorted((row for row in rows if row["program"] == name), key=lambda row: (int(row["k"]), int(row["n"])))
-        depths, colour = [int(row["k"]) for row in of], f"C{i}"
-        marker = "osD^vP*X<>"[i // 10 % 10]
-        kernel, whole = ([100 * float(row[column]) for row in of] for column in ("kernel_price", "price"))
-        axes.plot(depths, kernel, f"{marker}-", color=colour, label=name)
-        axes.plot(depths, whole, f"{marker}:", color=colour, alpha=0.6)
-    axes.set(xscale="log", xlabel="K", ylabel="over the bare product, %")
-    axes.set_xticks(depths := sorted({int(row["k"]) for row in rows}), [str(depth) for depth in depths], rotation=45)
-    axes.minorticks_off()
-    axes.set_title(f"what an epilogue adds (dotted: with XLA's kernel that finishes reductions)\n{rows[0]['clock']}")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
+def fused(rows: Sequence[Row]) -> plt.Figure:
+    """Horizontal bars: of each fused product of the commonest depth its time beside XLA's for the same function, in
+    times of the bare product; those that gain most stand on top.
+    """
+    depth = statistics.mode(row["k"] for row in rows)
+    chosen = sorted((row for row in rows if row["k"] == depth), key=_gain, reverse=True)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(chosen)))
+    for column, label, colour, shift in (("xla", "XLA", "#b8bcc4", 0.19), ("fused", "coda_jax", "#2f6db3", -0.19)):
+        shares = [float(row[column]) / float(row["bare"]) for row in chosen]
+        bars = axes.barh(np.arange(len(chosen)) + shift, shares, 0.36, label=label, color=colour)
+        axes.bar_label(bars, [f"{float(row[column]):.0f} us" for row in chosen], padding=3, fontsize="x-small")
+    axes.set_yticks(np.arange(len(chosen)), [FUSED.get(row["program"], row["program"]) for row in chosen])
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("time over that of the bare product (dotted)")
+    measured = ", commit ".join(rows[0][name] for name in ("device", "commit") if rows[0].get(name))
+    axes.set_title(f"products with an epilogue, K = {depth}; {measured}", fontsize="medium")
+    axes.legend(fontsize="small", loc="lower right", frameon=False, reverse=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.1, y=0.01)
     return figure
+
+
+def _gain(row: Row) -> float:
+    return float(row["xla"]) / float(row["fused"])
 
 
 def roofline(rows: Sequence[Row]) -> plt.Figure:
@@ -145,8 +167,8 @@ def write(path: pathlib.Path) -> list[pathlib.Path]:
     if path.stem.endswith("_tiles"):
         return [_saved(tiles(path), path.with_suffix(".png"))]
     rows = read(path)
-    bare, fused = ([row for row in rows if row["kind"] == kind] for kind in ("bare", "epilogue"))
-    wanted = {"products": (products, bare), "epilogues": (epilogues, fused), "roofline": (roofline, bare)}
+    bare, with_epilogue = ([row for row in rows if row["kind"] == kind] for kind in ("bare", "epilogue"))
+    wanted = {"products": (products, bare), "fused": (fused, with_epilogue), "roofline": (roofline, bare)}
     written = []
     for name, (draw, of) in wanted.items():
         if of:

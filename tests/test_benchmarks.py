@@ -197,8 +197,17 @@ def test_plots(tmp_path):
     """Three pictures a table: a bar a shape and column, and the chip's lines; other CSVs and gaps are passed over."""
     about = {"device": "NVIDIA H200", "clock": "NVIDIA H200, 1980 MHz"}
     bare = {"kind": "bare", "program": "A[M,K] B[N,K]", "m": 4096, "n": 2048, "k": 2048, "xla_product": 50.0}
-    price = {"kind": "epilogue", "program": "residual", "m": 64, "n": 64, "k": 32, "price": 0.2, "kernel_price": 0.1}
-    rows = [bare | {"torch_product": 40.0}, bare | {"other_product": 40.0, "torch_product": 50.0}, price]
+    fused = {
+        "kind": "epilogue",
+        "program": "residual",
+        "m": 64,
+        "n": 64,
+        "k": 32,
+        "bare": 4.0,
+        "fused": 5.0,
+        "xla": 6.0,
+    }
+    rows = [bare | {"torch_product": 40.0}, bare | {"other_product": 40.0, "torch_product": 50.0}, fused]
     with (tmp_path / "h200.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in [*rows, about] for key in row)))
         writer.writeheader()
@@ -206,7 +215,7 @@ def test_plots(tmp_path):
     (tmp_path / "h200_layer.csv").write_text("kind,ms\nstep,1.0\n")
     assert plots.main([f"--results={tmp_path}"]) == 0
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {"h200_products.png", "h200_epilogues.png", "h200_roofline.png"}
+    assert names == {"h200_products.png", "h200_fused.png", "h200_roofline.png"}
     read = plots.read(tmp_path / "h200.csv")[:2]
     (axes,) = plots.products(read).axes
     heights = [bar.get_height() for bar in axes.patches]  # columns in turn; other_product lacks a row
@@ -214,6 +223,8 @@ def test_plots(tmp_path):
     (axes,) = plots.roofline(read).axes
     assert axes.lines[0].get_xdata() == pytest.approx([819.2, 819.2])
     assert max(axes.lines[-1].get_ydata()) == 989.4 and axes.lines[-1].get_ydata()[0] == pytest.approx(240.0)
+    (axes,) = plots.fused(plots.read(tmp_path / "h200.csv")[2:]).axes
+    assert [bar.get_width() for bar in axes.patches] == [1.5, 1.25]  # XLA's and ours, over the bare product
     assert plots.main([f"--results={tmp_path / 'empty'}"]) == 1
     plots.plt.close("all")
 

@@ -1,19 +1,48 @@
-"""The README's code runs as printed, on smaller arrays."""
+"""The README's code runs as printed, on smaller arrays; its links, and those of the other documents, lead somewhere."""
 
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-TEXT = (Path(__file__).parent.parent / "README.md").read_text()
-EPILOGUE, MODEL, PARALLEL = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+import coda_jax as coda
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+EPILOGUE, OPERATORS, MODEL, PARALLEL = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_epilogue():
     names = {"x": jnp.ones((8, 4)), "w": jnp.ones((4, 16)), "bias": jnp.zeros(16)}
     exec(EPILOGUE, names)
     assert names["y"].shape == (8, 16) and names["largest"].shape == (8,)
+
+
+@pytest.mark.skipif(not hasattr(coda, "DeferredNorm"), reason="the operators do not take deferred norms yet")
+def test_operators():
+    names = {"coda": coda}
+    exec(OPERATORS, names)
+    x, scale, w_gate_up, w_down = (
+        jax.random.normal(jax.random.key(i), shape, jnp.float32)
+        for i, shape in enumerate([(4, 8), (8,), (8, 32), (16, 8)])
+    )
+    gate, up = jnp.split(x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale @ w_gate_up, 2, axis=1)
+    expected = x + jax.nn.silu(gate) * up @ w_down
+    assert jnp.allclose(names["feed_forward"](x, scale, w_gate_up, w_down), expected, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(coda, "DeferredNorm"), reason="the operators do not take deferred norms yet")
+def test_table_of_operators():
+    """Every operator that it names is there, in the file that it names."""
+    rows = re.findall(r"^\| (`\w+\(.*) \| .* \| (`.*`) \|$", TEXT, re.MULTILINE)
+    assert len(rows) > 5
+    for operators, files in rows:
+        for name in re.findall(r"`(\w+)\(", operators):
+            assert hasattr(coda, name)
+        for file in re.findall(r"`(.*?)`", files):
+            assert (ROOT / "coda_jax" / file).exists(), file
 
 
 SMALL = MODEL.replace("512", "32").replace("1408", "48").replace("=8", "=2")
@@ -40,3 +69,34 @@ def test_data_parallel_training_is_the_same():
         expected = one["step"](one["model"], one["optimizer"], tokens)
         got = several["parallel_step"](several["model"], several["optimizer"], placed)
         assert jnp.allclose(got, expected, rtol=1e-5)
+
+
+def anchor(heading):
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.skipif(not (ROOT / "AGENTS.md").exists(), reason="the documents are not beside these tests")
+def test_links():
+    """Of README, AGENTS, the report and docs: files and headings exist."""
+    files = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "REPORT.md", *(ROOT / "docs").rglob("*.md")]
+    for file in files:
+        text = file.read_text()
+        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[.+\]: (\S+)$", text, re.MULTILINE)
+        for link in links:
+            path, _, heading = link.partition("#")
+            if "://" in path:
+                continue
+            target = file.parent / path if path else file
+            assert target.exists(), f"{file.name}: {link}"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
+            assert not heading or heading in map(anchor, headings), f"{file.name}: {link}"
+
+
+@pytest.mark.skipif(not (ROOT / "AGENTS.md").exists(), reason="the documents are not beside these tests")
+@pytest.mark.parametrize("name, most", [("README.md", 150), ("AGENTS.md", 120)])
+def test_length(name, most):
+    """They are read in one sitting; what is longer belongs into docs."""
+    lines = (ROOT / name).read_text().splitlines()
+    assert len(lines) <= most
+    assert all(len(line) <= 120 for line in lines if not line.startswith("|"))

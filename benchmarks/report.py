@@ -1,0 +1,167 @@
+"""`make report`: benchmarks/REPORT.md and the README's table, from the CSV files in benchmarks/results.
+
+Nothing is measured here: each table says which command wrote its file, on which device and of which commit. `--check`
+writes nothing and fails where a text is not what the files give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from benchmarks import report_tables, results, tile_report
+from benchmarks.markdown import geometric_mean, percent, table
+from benchmarks.report_tables import Row, number, overheads, peer_ratios, product_times
+
+REPORT = pathlib.Path(__file__).parent / "REPORT.md"
+README = pathlib.Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- make report: the table of results -->\n", "<!-- end of the table of results -->"
+INTRODUCTION = """# What was measured
+
+Written by `make report` from the CSV files in `benchmarks/results`; do not edit it. `docs/measurements` has what these
+tables do not show: earlier runs, other chips, experiments, and why.
+
+Times are device times of all kernels by the profiler, bfloat16 with float32 accumulation, random data. Variants of one
+row run interleaved in random order and are compared round by round, so they share one clock; the chip is at its power
+limit, as in training. Where a table says "alone", each variant runs by itself, back to back, at the clock that its own
+power leaves it. Timing at one clock favours kernels that take more power. Numbers of two chips of one kind differ by 1
+to 2 %.
+"""
+
+
+class Section(NamedTuple):
+    """Of the report: how one kind of file is shown, and what writes it."""
+
+    title: str
+    suffix: str  # of the file's name, after the device
+    command: str
+    show: Callable[[Any], str]
+    picture: str = ""  # suffix of one that is shown below
+
+
+SECTIONS = [
+    Section("Training step", "_train_step", "make bench-train_step", report_tables.training_step),
+    Section("Training step, float32 parameters", "_train_step_float32",
+            'make bench-train_step ARGS="--param-dtype float32 --variants coda,xla"', report_tables.training_step),
+    Section("Loss curve", "_loss_curve", "make bench-loss_curve", report_tables.loss_curve, "_loss_curve"),
+    Section("A layer without attention", "_layer", "make bench-layer", report_tables.layer),
+    Section("Bare products", "", "make bench", report_tables.products, "_products"),
+    Section("Bare products, alone", "_energy_products", 'make lab-energy ARGS="--products --seconds 1"',
+            report_tables.energy_products),
+    Section("Epilogues", "", "make bench", report_tables.epilogues, "_fused"),
+    Section("Parts of epilogues", "_ablation", "make lab-ablation", report_tables.ablation),
+    Section("Energy of a training step's products", "_energy_step", "make lab-energy ARGS=--step",
+            report_tables.energy_step),
+    Section("Tiles, at one clock", "_tiles", "make lab-tiles", tile_report.at_one_clock, "_tiles"),
+    Section("Tiles, alone", "_tiles_energy", "make lab-tiles_energy", tile_report.alone),
+    Section("Launch", "_launch", "make bench-launch", report_tables.launch),
+]  # fmt: skip
+TAKES_PATH = ("_tiles", "_tiles_energy")  # their readers, which the cost model's tools share, want the file itself
+
+
+def rows_of(path: pathlib.Path) -> list[Row]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def suffix_of(path: pathlib.Path, row: Row) -> str:
+    return path.stem.removeprefix(row["device"].replace(" ", "_").lower())
+
+
+def source(path: pathlib.Path, row: Row, command: str) -> str:
+    clock = row["clock"].removeprefix(f"{row['device']}, ")
+    about = f"driver {row['driver']}, jax {row['jax']}, commit {row['commit']}, {row['date']}, clock at the end {clock}"
+    return f"{row['device']}, {about}; `{command}`, [{path.name}](results/{path.name})"
+
+
+def report(folder: pathlib.Path) -> str:
+    files = {path: rows for path in sorted(folder.glob("*.csv"), reverse=True) if (rows := rows_of(path))}
+    text = INTRODUCTION
+    for section in SECTIONS:
+        for path, rows in files.items():
+            if suffix_of(path, rows[0]) != section.suffix:
+                continue
+            text += f"\n## {section.title}, {rows[0]['device']}\n\n{source(path, rows[0], section.command)}\n\n"
+            text += section.show(path if section.suffix in TAKES_PATH else rows)
+            picture = path.with_name(f"{path.stem.removesuffix(section.suffix)}{section.picture}.png")
+            if section.picture and picture.exists():
+                text += f"\n![{section.title.lower()}](results/{picture.name})\n"
+    return text
+
+
+def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "2048") -> str:
+    """The README's table: a step, three epilogues and the bare product on one device."""
+    paths = {suffix: folder / f"{device}{suffix}.csv" for suffix in ("", "_train_step")}
+    rows, steps = rows_of(paths[""]), rows_of(paths["_train_step"])
+    step = {row["variant"]: row for row in steps if row["kind"] == "step"}
+    ours = step["coda"]
+    plain = [step[name] for name in ("xla", "xla_scan", "xla_scan_remat")]
+
+    def beside(column: str) -> str:
+        unrolled, scanned, remat = (f"{number(row, column):.{0 if column == 'ms' else 1}f}" for row in plain)
+        return f"{unrolled} unrolled, {scanned} scanned, {remat} scanned with `jax.checkpoint`"
+
+    lines = [
+        ["training step, ms", f"{number(ours, 'ms'):.0f}", beside("ms")],
+        ["its peak memory, GiB", f"{number(ours, 'peak_gib'):.1f}", beside("peak_gib")],
+    ]
+    shown = {
+        "residual_sumsq": "product + residual + row sums of squares",
+        "swiglu": "product + SwiGLU",
+        "gated_backward": "product + back through SwiGLU",
+    }
+    for row in (row for row in rows if row["program"] in shown and row["k"] == depth):
+        whole = overheads(row)[1]
+        ratio = number(row, "xla") / number(row, "fused")
+        lines.append([f"{shown[row['program']]}, us", f"{number(row, 'fused'):.0f}: epilogue overhead {percent(whole)}",
+                      f"{number(row, 'xla'):.0f}, {ratio:.2f} times ours"])  # fmt: skip
+    times = product_times(rows)
+    over = {
+        name: geometric_mean([it / our for it, our in zip(of, times["coda_product"], strict=True)])
+        for name, of in times.items()
+    }
+    cutlass = geometric_mean(peer_ratios(times, "coda_product")["the fastest CUTLASS schedule"])
+    peers = f"XLA {over['xla_product']:.2f}, cuBLAS by torch {over['torch_product']:.2f}, CUTLASS 4.2 {cutlass:.2f}"
+    lines.append(["bare product, mean of nine shapes, time", "1", peers])
+    first = rows[0]
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in (ours, first)))
+    note = (
+        f"{first['device']}, driver {first['driver']}, jax {first['jax']}, commit {commits}, at the power limit: "
+        "`make bench-train_step`, `make bench`. The step is value and gradient of the loss of a Llama-3-1B on "
+        f"{ours['batch']} x {ours['length']} tokens, {ours['param_dtype']}; its peak memory has parameters and "
+        f"gradients in it. Epilogues at K = {depth}. CUTLASS: the fastest of three schedules for each shape."
+    )
+    note = "\n" + textwrap.fill(note, 118, break_on_hyphens=False, break_long_words=False) + "\n"
+    return table(["", "coda_jax", "plain JAX, or another library"], lines) + note
+
+
+def texts(folder: pathlib.Path) -> dict[pathlib.Path, str]:
+    """What the files should say."""
+    readme = README.read_text()
+    before, rest = readme.split(BEGIN)
+    return {REPORT: report(folder), README: f"{before}{BEGIN}{headline(folder)}{END}{rest.split(END)[1]}"}
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail where a text is out of date, and write nothing")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    old = {path: path.read_text() if path.exists() else "" for path in (REPORT, README)}
+    new = texts(results.FOLDER)
+    changed = [path for path in new if new[path] != old[path]]
+    for path in changed:
+        if options.check:
+            print(f"{path.name} is not what benchmarks/results gives: make report", file=sys.stderr)
+        else:
+            path.write_text(new[path])
+            print(f"written: {path.name}")
+    return int(options.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The report's tables: from the rows of one CSV to Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.markdown import geometric_mean, grouped, percent, table
+
+Row = Mapping[str, str]
+SHOWN = {
+    "coda_product": "coda_jax",
+    "coda_by_time_product": "coda_jax, by time",
+    "xla_product": "XLA",
+    "torch_product": "torch (cuBLAS)",
+    "cutlass_pingpong_128x128_product": "CUTLASS pingpong 128 x 128",
+    "cutlass_cooperative_128x128_product": "CUTLASS cooperative 128 x 128",
+    "cutlass_cooperative_128x256_product": "CUTLASS cooperative 128 x 256",
+}
+VARIANTS = {
+    "coda": "flax_layers",
+    "coda_scan": "flax_layers, scan over layers",
+    "coda_recompute": 'flax_layers, `remat="save_attention"`',
+    "coda_recompute_3": 'flax_layers, `remat="save_attention", remat_layers=3`',
+    "xla": "plain JAX, unrolled",
+    "xla_scan": "plain JAX, scan over layers",
+    "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
+}
+EPILOGUES = {
+    "residual": "acc + x",
+    "residual_sumsq": "acc + x, and the sum of squares of each row",
+    "swiglu": "rows scaled; z, and silu(gate) * up at half width",
+    "gated_backward": "back through that: reads z, writes dz, the activation and row sums",
+    "geglu_backward": "the same with a GELU for its gate",
+    "norm_backward": "back through a norm, with the residual's cotangent",
+    "bias_gelu": "gelu(acc + bias), tanh form",
+    "gelu_backward": "back through that",
+    "gelu_erf": "gelu(acc), the error function",
+    "mish": "acc * tanh(softplus(acc))",
+    "column_sum": "acc + bias, and the sum of each column",
+    "rotary_qkv": "rows scaled, heads of q and k rotated; q, k and v apart",
+    "logsumexp_pick": "logits, their log-sum-exp and the label's one",
+}
+
+
+def number(row: Row, column: str) -> float:
+    return float(row[column])
+
+
+def sizes(row: Row) -> str:
+    return ", ".join(row[name] for name in "mnk")
+
+
+def tflops(row: Row, seconds: float) -> float:
+    return 2e-12 * int(row["m"]) * int(row["n"]) * int(row["k"]) / seconds
+
+
+def overheads(row: Row) -> tuple[float, float]:
+    """What the epilogue adds to the bare product's time: the kernel alone, and with what finishes its reductions."""
+    bare, kernel, fused = (number(row, column) for column in ("bare", "kernel", "fused"))
+    return kernel / bare - 1, fused / bare - 1
+
+
+def training_step(rows: Sequence[Row]) -> str:
+    steps = [row for row in rows if row["kind"] == "step" and row["ms"]]
+    plain = next((number(row, "ms") for row in steps if row["variant"] == "xla"), math.nan)
+    first = steps[0]
+    text = (
+        f"Value and gradient of the loss of a Llama-3-1B (vocabulary 128256, {first['layers']} layers, d 2048, F 8192, "
+        f"32 heads and 8 key heads of 64) on {first['batch']} x {first['length']} tokens, {first['param_dtype']} "
+        "parameters. *Beyond*: kernels that are neither products nor attention. *Gradient*: largest relative distance "
+        "of a kind of parameter's gradient to the unrolled plain step's.\n\n"
+    )
+    columns = ["", "ms", "over plain", "beyond, ms", "temporaries, GiB", "peak, GiB", "gradient", "compiled in, s"]
+    text += table(
+        columns,
+        [
+            [
+                VARIANTS.get(row["variant"], row["variant"]),
+                f"{number(row, 'ms'):.1f}",
+                f"{number(row, 'ms') / plain:.3f}",
+                f"{number(row, 'beyond_ms'):.1f}",
+                f"{number(row, 'temporaries_gib'):.1f}",
+                f"{number(row, 'peak_gib'):.1f}",
+                f"{number(row, 'gradient_distance'):.3f}",
+                f"{number(row, 'compile_s'):.0f}",
+            ]
+            for row in steps
+        ],
+    )
+    kernels = [row for row in rows if row["kind"] == "kernels" and row["variant"] in ("coda", "xla")]
+    by_class = grouped(kernels, lambda row: row["class"])
+    longest = {name: max(number(row, "ms") for row in of) for name, of in by_class.items()}
+    lines = []
+    for name in sorted((name for name in by_class if longest[name] >= 1), key=lambda name: -longest[name]):
+        of = {row["variant"]: row for row in by_class[name]}
+        shown = [f"{number(of[one], 'ms'):.1f} ({number(of[one], 'count'):.0f})" if one in of else "" for one in
+                 ("coda", "xla")]  # fmt: skip
+        lines.append([f"`{name}`", *shown])
+    text += "\nKernels of a millisecond and more, ms (how many):\n\n"
+    return text + table(["kernels", "flax_layers", "plain JAX, unrolled"], lines)
+
+
+def layer(rows: Sequence[Row]) -> str:
+    text = (
+        "A Llama layer without attention, from the out-projection to the next q, k and v. XLA's layer is the faster of "
+        "separate and packed kernels.\n\n"
+    )
+    lines = []
+    for (width, hidden, tokens, which), of in grouped(
+        rows, lambda row: (row["width"], row["hidden"], row["tokens"], row["pass"])
+    ).items():
+        ms = {row["variant"]: number(row, "ms") for row in of}
+        bare = ms["products"]
+        xla = min(ms["xla"], ms["xla_packed"])
+        shares = [f"{one / bare:.2f}" for one in (ms["coda"], xla, ms["coda_products"])]
+        lines.append([f"{width}, {hidden}", tokens, which, f"{ms['coda']:.2f}", f"{xla:.2f}", *shares])
+    columns = ["d, F", "tokens", "pass", "ours, ms", "XLA's, ms"]
+    over = [f"{name}, over XLA's bare products" for name in ("ours", "XLA's", "our bare products")]
+    return text + table([*columns, *over], lines)
+
+
+def product_times(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Column -> microseconds of each bare product; columns that have all of them."""
+    bare = [row for row in rows if row["kind"] == "bare"]
+    columns = [name for name in bare[0] if name.endswith("_product") and all(row[name] for row in bare)]
+    columns.sort(key=lambda name: list(SHOWN).index(name) if name in SHOWN else len(SHOWN))
+    return {name: [number(row, name) for row in bare] for name in columns}
+
+
+def peer_ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, list[float]]:
+    """Times of peers over ours: the faster of XLA and torch, and the fastest CUTLASS schedule, where they ran."""
+    libraries = [of for name, of in times.items() if name in ("xla_product", "torch_product")]
+    schedules = [of for name, of in times.items() if name.startswith("cutlass")]
+    found = {"the faster of XLA and torch": libraries, "the fastest CUTLASS schedule": schedules}
+    return {
+        name: [min(of) / our for our, *of in zip(times[ours], *peers, strict=True)]
+        for name, peers in found.items()
+        if peers
+    }
+
+
+def _peer_lines(times: Mapping[str, Sequence[float]]) -> str:
+    text = ""
+    for ours in ("coda_product", "coda_by_time_product"):
+        if ours in times:
+            found = (
+                f"{name} by {geometric_mean(of):.3f} (least {min(of):.3f})"
+                for name, of in peer_ratios(times, ours).items()
+            )
+            text += f"* {SHOWN[ours]}: ahead of {', of '.join(found)}, in the geometric mean.\n"
+    return text
+
+
+def products(rows: Sequence[Row]) -> str:
+    times = product_times(rows)
+    bare = [row for row in rows if row["kind"] == "bare"]
+    text = "TFLOP/s of the bare product, all at one clock, a burst of each in turn; a and b stored as shown.\n\n"
+    lines = [
+        [row["program"], sizes(row), *(f"{tflops(row, 1e-6 * of[i]):.0f}" for of in times.values())]
+        for i, row in enumerate(bare)
+    ]
+    ours = times["coda_product"]
+    over = [geometric_mean([it / our for it, our in zip(of, ours, strict=True)]) for of in times.values()]
+    lines.append(["time over coda_jax's", "geometric mean", *(f"{one:.3f}" for one in over)])
+    text += table(["a, b", "M, N, K", *(SHOWN.get(name, name) for name in times)], lines)
+    return f"{text}\n{_peer_lines(times)}* Peers: {bare[0]['peers']}.\n"
+
+
+def energy_products(rows: Sequence[Row]) -> str:
+    text = "Each alone: TFLOP/s by its own time, then millijoules.\n"
+    found = grouped(
+        [row for row in rows if row["kind"] == "product"], lambda row: (row["program"], *(row[name] for name in "mnk"))
+    )
+    names = list(dict.fromkeys(row["variant"] for of in found.values() for row in of))
+    titles = [SHOWN.get(name if name.endswith("_product") else f"{name}_product", name) for name in names]
+    cells: dict[str, Callable[[Row], str]] = {
+        "TFLOP/s": lambda row: f"{tflops(row, number(row, 'seconds')):.0f}",
+        "mJ": lambda row: f"{1e3 * number(row, 'joules'):.1f}",
+    }
+    for unit, cell in cells.items():
+        lines = []
+        for (layout, *_), of in found.items():
+            by_name = {row["variant"]: row for row in of}
+            lines.append([layout, sizes(of[0]), *(cell(by_name[name]) for name in names)])
+        text += f"\n{table([f'a, b ({unit})', 'M, N, K', *titles], lines)}"
+    times = {
+        name if name.endswith("_product") else f"{name}_product": [
+            number(row, "seconds") for of in found.values() for row in of if row["variant"] == name
+        ]
+        for name in names
+    }
+    watts = [number(row, "joules") / number(row, "seconds") for of in found.values() for row in of]
+    return f"{text}\n{_peer_lines(times)}* Power: {min(watts):.0f} to {max(watts):.0f} W.\n"
+
+
+def epilogues(rows: Sequence[Row]) -> str:
+    text = (
+        "*Overhead*: what the epilogue adds to the bare product of the same shape, the two interleaved; *kernel* is "
+        "the product with its epilogue, *all* adds XLA's small kernel that finishes a reduction. The overhead can be "
+        "negative: the fused and the bare product may use different tiles.\n\n"
+    )
+    lines = []
+    for row in (row for row in rows if row["kind"] == "epilogue"):
+        kernel, whole = overheads(row)
+        fused, xla = number(row, "fused"), number(row, "xla")
+        name, formula = row["program"], EPILOGUES.get(row["program"], "")
+        lines.append(
+            [f"`{name}`", formula, sizes(row), f"{number(row, 'bare'):.0f}", percent(kernel), percent(whole),
+             f"{fused:.0f}", f"{xla:.0f}", f"{xla / fused:.2f}"]
+        )  # fmt: skip
+    times = ("ours, us", "XLA's, us", "XLA's / ours")
+    return text + table(["epilogue", "", "M, N, K", "bare, us", "overhead, kernel", "all", *times], lines)
+
+
+def ablation(rows: Sequence[Row]) -> str:
+    text = (
+        "Parts of an epilogue, each as an epilogue of its own in the tile of the whole; overhead over the bare product "
+        "in its own tile. *Copied*: what a copy of the extra bytes would take of the bare product's energy.\n\n"
+    )
+    lines = []
+    for row in rows:
+        overhead = number(row, "kernel") / number(row, "bare") - 1
+        moved = f"{1e-6 * number(row, 'extra_bytes'):.0f}"
+        copied = percent(number(row, "copied"))
+        lines.append([f"`{row['program']}`", sizes(row), row["part"], percent(overhead), moved, copied])
+    return text + table(["epilogue", "M, N, K", "part", "overhead", "extra MB", "copied"], lines)
+
+
+def energy_step(rows: Sequence[Row]) -> str:
+    text = "Joules of all executions in a training step of the Llama-3-1B above, each product alone.\n\n"
+    names = ("xla_product", "bare", "fused")
+    lines, total = [], [0.0] * len(names)
+    steps = [row for row in rows if row["kind"] == "step"]
+    for _, of in grouped(steps, lambda row: (row["times"], row["program"], row["layout"], sizes(row))).items():
+        joules = {row["variant"]: int(row["times"]) * number(row, "joules") for row in of}
+        each = [joules[name] for name in names]
+        total = [sum(both) for both in zip(total, each, strict=True)]
+        about = [f"{of[0]['times']} x `{of[0]['program']}`", of[0]["layout"], sizes(of[0])]
+        lines.append([*about, *(f"{one:.2f}" for one in each), f"{each[2] / each[0]:.3f}"])
+    lines.append(["all", "", "", *(f"{one:.1f}" for one in total), f"{total[2] / total[0]:.3f}"])
+    columns = ["products", "a, b", "M, N, K", "XLA's, bare", "ours, bare", "ours, with epilogues", "ours / XLA's bare"]
+    return text + table(columns, lines)
+
+
+def launch(rows: Sequence[Row]) -> str:
+    text = f"One link of a chain of {rows[0]['calls']}, (1024, 1024) bfloat16, microseconds.\n\n"
+    lines = [
+        [row["command_buffers"], f"`{row['program']}`"]
+        + [f"{number(row, name):.2f}" for name in ("dispatch_us", "total_us", "kernels_us")]
+        + [f"{number(row, 'kernels'):.0f}"]
+        for row in rows
+    ]
+    return text + table(["command buffers", "program", "call returns", "done", "kernels run", "kernels"], lines)
+
+
+def loss_curve(rows: Sequence[Row]) -> str:
+    text = f"{len(rows)} steps on real text, float32 parameters, nats a byte; gaps to plain float32.\n\n"
+    names = ("fused_bfloat16", "plain_bfloat16", "plain_float32")
+    shown = [row for row in rows if int(row["step"]) in (1, len(rows)) or int(row["step"]) % 25 == 0]
+    lines = [[row["step"], *(f"{number(row, name):.4f}" for name in names)] for row in shown]
+    for title, column in (("mean gap", "mean_gap"), ("largest gap", "largest_gap")):
+        lines.append([title, *(f"{number(rows[0], f'{name}_{column}'):.4f}" for name in names[:2]), ""])
+    return text + table(["step", "fused, bfloat16", "plain, bfloat16", "plain, float32"], lines)
