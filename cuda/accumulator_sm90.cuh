@@ -1,7 +1,7 @@
 // Warpgroup matrix products (wgmma) on a float32 accumulator in registers, and where its elements lie.
 #pragma once
 
-#include "elementwise.cuh"
+#include "epilogue_abi.cuh"
 #include "ptx_sm90.cuh"
 
 namespace coda {

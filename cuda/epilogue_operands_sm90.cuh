@@ -24,8 +24,8 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
       static_for<Epilogue::tile_loads>([&](auto index) {
         constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
         ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
-                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, box * Layout::box_n),
-                      Layout::head > 0 ? 0 : access.way, tile.row + 64 * block, access.batched ? tile.batch : 0);
+                      ring.full(at.slot), tile.column + Layout::memory_column(access.half, box * Layout::box_n),
+                      Layout::head > 0 ? 0 : access.half, tile.row + 64 * block, access.batched ? tile.batch : 0);
       });
       at.advance();
     }
@@ -64,7 +64,7 @@ struct EpilogueOperands {
         base(base),
         warp(warp),
         lane(lane),
-        n(params.n / Layout::splits),
+        n(params.n / Layout::n_halves),
         ring(ring),
         vectors(base + Layout::vector_offset) {}
 
@@ -104,18 +104,18 @@ struct EpilogueOperands {
     vectors = vectors == first ? first + Layout::vector_bytes : first;
     static_for<Epilogue::row_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
-      const int width = Layout::head > 0 ? n : access.ways * n;
+      const int width = Layout::head > 0 ? n : access.halves * n;
       const long long offset =
-          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
+          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.half * n);
       put_words<access>(decltype(index)::value, [&](int at) {
-        return offset + min(tile.column + Layout::memory_column(access.way, at), n - 1);
+        return offset + min(tile.column + Layout::memory_column(access.half, at), n - 1);
       });
     });
     static_for<Epilogue::head_vectors>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
-      const int offset = access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0;
+      const int offset = access.batched ? tile.batch * access.halves * (Layout::head / 2) : 0;
       put_words<access>(Epilogue::row_vectors + decltype(index)::value,
-                        [&](int at) { return offset + column_of_head<access.way, access.ways>(at); });
+                        [&](int at) { return offset + column_of_head<access.half, access.halves>(at); });
     });
   }
   /// `place`: from a column of the tile to its index in the array.
@@ -152,13 +152,13 @@ struct EpilogueOperands {
 
   /// Where column `at` of a way of the tile lies in an array over heads. One as wide as half a head has one word for
   /// two neighbours.
-  template <int way, int ways>
+  template <int half, int halves>
   __device__ __forceinline__ static int column_of_head(int at) {
-    constexpr int half = Layout::head / 2;
-    return way * half + at % (half * Layout::spread) / words_shared<ways>;
+    constexpr int columns = Layout::head / 2;
+    return half * columns + at % (columns * Layout::entry_values) / words_shared<halves>;
   }
-  template <int ways>
-  static constexpr int words_shared = ways == 1 ? Layout::spread : 1;
+  template <int halves>
+  static constexpr int words_shared = halves == 1 ? Layout::entry_values : 1;
 
   /// Of the subtile that begins `at` columns after the first of a head, a block's words of head tables: the kept ones,
   /// or loaded into `here`.
@@ -173,10 +173,10 @@ struct EpilogueOperands {
   __device__ __forceinline__ void load_head_tables(const Tile& tile, int at, int block, HeadTables& table) const {
     static_for<Epilogue::head_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
-      constexpr int width = access.ways * (Layout::head / 2);
-      constexpr int shared = words_shared<access.ways>;
+      constexpr int width = access.halves * (Layout::head / 2);
+      constexpr int shared = words_shared<access.halves>;
       const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
-      const int first = column_of_head<access.way, access.ways>(at + 2 * pair);
+      const int first = column_of_head<access.half, access.halves>(at + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int of_tile = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
@@ -185,9 +185,8 @@ struct EpilogueOperands {
                               (access.period > 0 ? of_tile % rows : of_tile);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
-          load_neighbours<access.dtype, 2 / shared>(params.pointer[access.pointer],
-                                                    row * width + first + 8 * j / shared,
-                                                    table[decltype(index)::value][j][r]);
+          load_adjacent<access.dtype, 2 / shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
+                                                  table[decltype(index)::value][j][r]);
       }
     });
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
+#include "reductions_sm90.cuh"
 
 namespace coda {
 
@@ -20,7 +21,7 @@ struct EpilogueResults {
   int store_slot = 0;
 
   __device__ __forceinline__ EpilogueResults(const Params& params, ptx::uint32 base, int warpgroup, int warp, int lane)
-      : params(params), base(base), warpgroup(warpgroup), warp(warp), lane(lane), n(params.n / Layout::splits) {}
+      : params(params), base(base), warpgroup(warpgroup), warp(warp), lane(lane), n(params.n / Layout::n_halves) {}
 
   /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
   __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
@@ -28,7 +29,7 @@ struct EpilogueResults {
   /// Where a store of `program` goes, in the tile's section.
   template <int program, int store>
   __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
-    constexpr TileAccess of_first = Epilogue::tile_store[Layout::section_of(program)][store];
+    constexpr TileAccess of_first = Epilogue::tile_store[first_section_of<Epilogue>(program)][store];
     TileAccess access = of_first;
     if constexpr (Epilogue::sections > 1) {
       static_for<Epilogue::sections>([&](auto index) {
@@ -46,16 +47,16 @@ struct EpilogueResults {
   /// subtile after the other, send the box.
   template <int program>
   __device__ __forceinline__ void wait_slot() const {
-    if constexpr (Epilogue::tile_stores[program] > 0) {
+    if constexpr (Epilogue::tile_stores(program) > 0) {
       if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
       __syncwarp();
     }
   }
   template <int program>
   __device__ __forceinline__ void put_tiles(
-      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) const {
-    static_for<Epilogue::tile_stores[program]>([&](auto index) {
-      constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
+      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores(program))]) const {
+    static_for<Epilogue::tile_stores(program)>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_store[first_section_of<Epilogue>(program)][decltype(index)::value];
       Box<access.dtype, Layout::box_n>::store(
           slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane,
           subtile * Layout::subtile_n, stores[decltype(index)::value]);
@@ -63,16 +64,16 @@ struct EpilogueResults {
   }
   template <int program>
   __device__ __forceinline__ void send_tiles(const Tile& tile, int box, int block) {
-    if constexpr (Epilogue::tile_stores[program] > 0) {
+    if constexpr (Epilogue::tile_stores(program) > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        static_for<Epilogue::tile_stores[program]>([&](auto index) {
+        static_for<Epilogue::tile_stores(program)>([&](auto index) {
           const TileAccess access = store_access<program, decltype(index)::value>(tile);
           ptx::tma_store(params.map[access.map],
                          slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value),
-                         tile.column - access.first + Layout::memory_column(access.way, box * Layout::box_n),
-                         Layout::head > 0 ? 0 : access.way, tile.row + 64 * block + 16 * warp, tile.batch);
+                         tile.column - access.first + Layout::memory_column(access.half, box * Layout::box_n),
+                         Layout::head > 0 ? 0 : access.half, tile.row + 64 * block + 16 * warp, tile.batch);
         });
         ptx::tma_store_commit();
       }
@@ -87,7 +88,7 @@ struct EpilogueResults {
       const Tile& tile, const RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
     static_for<Epilogue::row_reductions>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
-      const int tiles_n = tiles_along_n<Config::tile_n / Layout::splits, Epilogue>(n);
+      const int tiles_n = tiles_along_n<Config::tile_n / Layout::n_halves, Epilogue>(n);
       float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                        (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
 #pragma unroll
@@ -132,13 +133,13 @@ struct EpilogueResults {
       ptx::named_barrier_sync(barrier, 128);
       static_for<Epilogue::column_reductions>([&](auto index) {
         constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
-        const int width = Layout::head > 0 ? n : access.ways * n;
+        const int width = Layout::head > 0 ? n : access.halves * n;
         const int partials = (params.m + Config::consumer_m - 1) / Config::consumer_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                          (static_cast<long long>(tile.batch) * partials + tile.index_m) * width +
-                         (Layout::head > 0 ? 0 : access.way * n);
+                         (Layout::head > 0 ? 0 : access.half * n);
         for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
-          const int column = tile.column + Layout::memory_column(access.way, at);
+          const int column = tile.column + Layout::memory_column(access.half, at);
           if (column < tile.column_end && tile.row < params.m) {
             float total = columns_of(decltype(index)::value, 0)[at];
 #pragma unroll

@@ -8,6 +8,7 @@
 // so long that an epilogue that nothing hides is nothing beside them.
 #pragma once
 
+#include "contracts.cuh"
 #include "epilogue_sm90.cuh"
 #include "partial_tiles_sm90.cuh"
 
@@ -34,9 +35,9 @@ constexpr int chunk_bytes = 64 * 64 * 2;
 template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
-  static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
+  static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
   using WorkScheduler =
-      Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Config::split_k, Epilogue>;
+      Scheduler<Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr int consumers = 2;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
@@ -63,7 +64,7 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        scheduler(params.m, params.n / splits, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
+        scheduler(params.m, params.n / n_halves, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
                   params.batch),
         stages(stage_ring(shared)) {}
 
@@ -150,11 +151,11 @@ struct Gemm {
 
   /// The CTAs of a cluster share b: each loads a part of every stage for all of them.
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
-    constexpr int columns = Config::tile_n / splits;  // of a split
+    constexpr int columns = Config::tile_n / n_halves;  // of a split
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one split.
-      constexpr int boxes = Config::cluster_m > splits ? Config::cluster_m : splits;
-      constexpr int rows = Config::tile_n / boxes, boxes_per_split = boxes / splits;
+      constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
+      constexpr int rows = Config::tile_n / boxes, boxes_per_split = boxes / n_halves;
 #pragma unroll
       for (int i = 0; i < boxes / Config::cluster_m; ++i) {
         const int box = i * Config::cluster_m + rank;
@@ -296,13 +297,16 @@ struct Gemm {
   }
 };
 
+/// The kernel's body, for a generated Config and Epilogue.
 template <class Config, class Epilogue, class Params>
 __device__ __forceinline__ void gemm(const Params& params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  using Kernel = Gemm<Config, Epilogue, Params>;
-  const ptx::uint32 shared = ptx::shared_address(shared_memory);
-  Kernel::initialize(params, shared);
-  Kernel(params, shared).run();
+  if constexpr (check_config<Config>() && check_epilogue<Epilogue>()) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    using Kernel = Gemm<Config, CompleteEpilogue<Epilogue>, Params>;
+    const ptx::uint32 shared = ptx::shared_address(shared_memory);
+    Kernel::initialize(params, shared);
+    Kernel(params, shared).run();
+  }
 }
 
 }  // namespace coda

@@ -2,7 +2,7 @@
 // may begin with a part of one of the tiles that would be left over.
 #pragma once
 
-#include "elementwise.cuh"
+#include "epilogue_abi.cuh"
 #include "static_for.cuh"
 
 namespace coda {

@@ -179,22 +179,22 @@ def _source(
     batched: Sequence[bool],
     tiling: Tiling,
     rows: int,
+    *,
+    for_reader: bool = False,
 ) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
     maps = 2 + len(program.tile_operands) + len(program.stores)
     pointers = len(_pointers(program, len(program.operands), tiling))
     flags = {True: "true", False: "false"}
-    return f"""#include "elementwise.cuh"
+    return f"""#include "mainloop_sm90.cuh"
 
-{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]))}
-#include "mainloop_sm90.cuh"
-
+{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]), for_reader=for_reader)}
 struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
   static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
   static constexpr int consumer_m = {tiling.consumer_m}, rows = {rows};
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
-  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n}, turns = {tiling.turns};
+  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n}, column_passes = {tiling.turns};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool split_k = {flags[tiling.split_k]};
   static constexpr bool keeps_tables = {flags[keeps_tables(program, tiling.cut.tile)]};
@@ -203,9 +203,8 @@ struct Config {{
   static constexpr int shared_bytes = {shared_bytes(tiling, program, traffic)};
 }};
 
-using Params = coda::Params<{maps}, {pointers}>;
-
-extern "C" __global__ void __launch_bounds__({THREADS}, 1) coda_gemm(const __grid_constant__ Params params) {{
+extern "C" __global__ void __launch_bounds__({THREADS}, 1)
+    coda_gemm(const __grid_constant__ coda::Params<{maps}, {pointers}> params) {{
   coda::gemm<Config, Epilogue>(params);
 }}
 """
