@@ -18,16 +18,15 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
-  // Consumers take whole tiles in turn, or cooperate: each has its share of the rows of every tile.
+  // Consumers take whole tiles in turn (pingpong), or are cooperative: each has its share of the rows of every tile.
   static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
-  // The ways of a program's values are the halves of N, which lie in two n_halves of every array, the halves of heads,
-  // or neighbouring columns: these lie in one thread, which works on both (`entry_values`) where it otherwise works on
-  // one.
+  // The two halves that an element has columns of are those of N (then a tile has the same columns of both, and
+  // `n_halves` is 2), those of a head, or a head's interleaved columns: a pair of these lies in one thread, which has
+  // one element of two columns (`entry_values` is 2) where it otherwise has two elements.
   static constexpr int head = Epilogue::head;
   static constexpr int entry_values = Epilogue::entry_values;
   static constexpr int n_halves = head > 0 ? 1 : Epilogue::acc_halves;
-  static constexpr int columns =
-      Config::tile_n * entry_values / Epilogue::acc_halves;  // columns of a tile within a way
+  static constexpr int columns = Config::tile_n * entry_values / Epilogue::acc_halves;  // of a tile, within a half
   // Tiles move to and from memory in boxes of `box_n` columns, whose rows should be whole cache lines, and are worked
   // on in subtiles of `subtile_n` columns, as many as registers hold.
   static constexpr int box_n = Config::box_n;
@@ -37,13 +36,14 @@ struct EpilogueLayout {
   static constexpr int blocks = Config::consumer_m / 64;
   static constexpr int head_boxes = head > 0 ? head / 2 * entry_values / box_n : boxes;  // of one head
   // Code that the instruction cache does not hold is fetched anew for each tile, several times as slowly as it runs. So
-  // an epilogue of many instructions works on a tile in turns, by the same code: a part of the boxes each.
+  // an epilogue of many instructions goes over a tile in several column passes, by the same code: each has a part of
+  // the boxes.
   static constexpr int column_passes = Config::column_passes;
   static constexpr int pass_boxes = boxes / column_passes, pass_columns = pass_boxes * box_n;
   static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is whole boxes, a box whole subtiles of 16 columns or more");
   static_assert(boxes % column_passes == 0 && (head == 0 || pass_boxes % head_boxes == 0),
-                "a turn is whole boxes and whole heads");
+                "a column pass is whole boxes and whole heads");
   static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % box_n == 0),
                 "a tile has whole heads, and half a head whole boxes");
 
@@ -51,7 +51,7 @@ struct EpilogueLayout {
   /// i / entry_values, and to this one of the pair.
   __host__ __device__ static constexpr int side(int i, int c) { return entry_values > 1 ? i % entry_values : c; }
 
-  /// From the tile's first column, where column `at` of a way lies in memory (within the way's split).
+  /// From the tile's first column, where column `at` of a half lies in memory (within that half of N).
   __host__ __device__ static constexpr int memory_column(int half, int at) {
     if constexpr (head > 0 && entry_values == 1) return at / (head / 2) * head + half * (head / 2) + at % (head / 2);
     return at;
@@ -101,7 +101,7 @@ struct EpilogueLayout {
   __device__ __forceinline__ static int row(const Tile& tile, int warp, int lane, int block, int r) {
     return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
   }
-  /// Column within a way's split of pair j of the subtile that begins `at` columns into the tile; the pair's second
+  /// Column, within a half of N, of pair j of the subtile that begins `at` columns into the tile; the pair's second
   /// element is the next one.
   __device__ __forceinline__ static int column(const Tile& tile, int lane, int half, int at, int j) {
     return tile.column + memory_column(half, at) + 8 * j + 2 * (lane & 3);

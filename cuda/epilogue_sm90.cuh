@@ -52,8 +52,8 @@ struct EpilogueVisitor {
       run<0>(tile, accumulator);
     } else {
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr int program = Epilogue::section[decltype(index)::value].program;
-        if constexpr (first_section_of<Epilogue>(program) == decltype(index)::value)
+        constexpr int program = Epilogue::section[index].program;
+        if constexpr (first_section_of<Epilogue>(program) == index)
           if (runs<program>(tile)) run<program>(tile, accumulator);
       });
     }
@@ -64,7 +64,7 @@ struct EpilogueVisitor {
   __device__ __forceinline__ static bool runs(const Tile& tile) {
     bool found = false;
     static_for<Epilogue::sections>([&](auto index) {
-      constexpr int section = decltype(index)::value;
+      constexpr int section = index;
       if constexpr (Epilogue::section[section].program == program) found = found || tile.section == section;
     });
     return found;
@@ -77,9 +77,7 @@ struct EpilogueVisitor {
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          row_total[decltype(index)::value][block][r].value =
-              neutral<Epilogue::row_reduction[decltype(index)::value].op>();
+        for (int r = 0; r < 2; ++r) row_total[index][block][r].value = neutral<Epilogue::row_reduction[index].op>();
     });
 
     if constexpr (Layout::column_passes == 1) {
@@ -121,7 +119,7 @@ struct EpilogueVisitor {
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
         for (int i = 0; i < Results::values; ++i)
-          column_result[decltype(index)::value][i] = neutral<Epilogue::column_reduction[decltype(index)::value].op>();
+          column_result[index][i] = neutral<Epilogue::column_reduction[index].op>();
       });
       const int of_tile = column_pass * Layout::pass_boxes + box;
 #pragma unroll
@@ -170,38 +168,36 @@ struct EpilogueVisitor {
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
           static_for<Epilogue::tile_loads * Layout::entry_values>([&](auto index) {
-            constexpr int i = decltype(index)::value;
+            constexpr int i = index;
             element.tile[i].f = (is_ahead ? ahead : loads)[i / Layout::entry_values].value[j][r][Layout::side(i, c)];
           });
 
           Epilogue::template evaluate<program>(element, result);
 
           static_for<Epilogue::tile_stores(program) * Layout::entry_values>([&](auto index) {
-            constexpr int i = decltype(index)::value;
+            constexpr int i = index;
             stores[i / Layout::entry_values].value[j][r][Layout::side(i, c)] = result.tile[i];
           });
           static_for<Epilogue::row_reductions>([&](auto index) {
-            constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
-            float& total = row_total[decltype(index)::value][block][r].value;
+            constexpr Op op = Epilogue::row_reduction[index].op;
+            float& total = row_total[index][block][r].value;
             if constexpr (op == Op::logsumexp) {
-              row_value[decltype(index)::value][r][2 * j + c] =
-                  column_is_inside ? result.row[decltype(index)::value] : neutral<op>();
-              if constexpr (Layout::entry_values > 1) row_value[decltype(index)::value][r][2 * j + 1] = neutral<op>();
+              row_value[index][r][2 * j + c] = column_is_inside ? result.row[index] : neutral<op>();
+              if constexpr (Layout::entry_values > 1) row_value[index][r][2 * j + 1] = neutral<op>();
             } else if (column_is_inside)
-              total = combine<op>(total, result.row[decltype(index)::value]);
+              total = combine<op>(total, result.row[index]);
           });
           static_for<Epilogue::column_reductions * Layout::entry_values>([&](auto index) {
-            constexpr int i = decltype(index)::value;
+            constexpr int i = index;
             constexpr Op op = Epilogue::column_reduction[i / Layout::entry_values].op;
             float& total = column_result[i / Layout::entry_values][2 * (subtile * groups + j) + Layout::side(i, c)];
             if (row_is_inside) total = combine<op>(total, result.column[i]);
           });
         }
     static_for<Epilogue::row_reductions>([&](auto index) {
-      if constexpr (Epilogue::row_reduction[decltype(index)::value].op == Op::logsumexp) {
+      if constexpr (Epilogue::row_reduction[index].op == Op::logsumexp) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          row_total[decltype(index)::value][block][r].lse.add(row_value[decltype(index)::value][r]);
+        for (int r = 0; r < 2; ++r) row_total[index][block][r].lse.add(row_value[index][r]);
       }
     });
     if (subtile == 0) results.template wait_slot<program>();
@@ -225,24 +221,21 @@ struct EpilogueVisitor {
                              Layout::column(tile, operands.lane, half, column_pass * Layout::pass_columns + at, j) +
                              Layout::side(half, c);
     static_for<Epilogue::row_vectors * Layout::entry_values>([&](auto index) {
-      constexpr int i = decltype(index)::value;
+      constexpr int i = index;
       element.row_vector[i] = of_columns.row_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
-    static_for<Epilogue::column_vectors>([&](auto index) {
-      element.column_vector[decltype(index)::value] = operands.column_vector[decltype(index)::value][block][r];
-    });
-    static_for<Epilogue::scalars>(
-        [&](auto index) { element.scalar[decltype(index)::value] = operands.scalar[decltype(index)::value]; });
+    static_for<Epilogue::column_vectors>(
+        [&](auto index) { element.column_vector[index] = operands.column_vector[index][block][r]; });
+    static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = operands.scalar[index]; });
     static_for<Epilogue::head_tables * Layout::entry_values>([&](auto index) {
-      constexpr int i = decltype(index)::value;
+      constexpr int i = index;
       element.head_table[i] = head_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
     });
     static_for<Epilogue::head_vectors * Layout::entry_values>([&](auto index) {
-      constexpr int i = decltype(index)::value;
+      constexpr int i = index;
       element.head_vector[i] = of_columns.head_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
-    static_for<Epilogue::head_values>(
-        [&](auto index) { element.head_value[decltype(index)::value] = head_value[decltype(index)::value]; });
+    static_for<Epilogue::head_values>([&](auto index) { element.head_value[index] = head_value[index]; });
   }
 
   /// The values of the head that begins `first` columns into the turn, for this thread's rows: one pass over its
@@ -251,22 +244,20 @@ struct EpilogueVisitor {
   __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                int first, HeadValue (&head_value)[Layout::blocks][2]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
-    static_for<Epilogue::scalars>([&](auto index) {
-      of_all[decltype(index)::value].i = operands.hidden(operands.scalar[decltype(index)::value].i);
-    });
+    static_for<Epilogue::scalars>([&](auto index) { of_all[index].i = operands.hidden(operands.scalar[index].i); });
     static_for<Epilogue::head_passes>([&](auto level) {
-      constexpr int pass = decltype(level)::value;
+      constexpr int pass = level;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
         Word of_row[2][at_least_one(Epilogue::column_vectors)];
         static_for<Epilogue::column_vectors>([&](auto index) {
-          constexpr int i = decltype(index)::value;
+          constexpr int i = index;
 #pragma unroll
           for (int r = 0; r < 2; ++r) of_row[r][i].i = operands.hidden(operands.column_vector[i][block][r].i);
         });
         float total[2][at_least_one(Epilogue::head_values)];
         static_for<Epilogue::head_values>([&](auto index) {
-          constexpr int i = decltype(index)::value;
+          constexpr int i = index;
           total[0][i] = total[1][i] = neutral<Epilogue::head_op[i]>();
         });
 #pragma unroll
@@ -286,21 +277,19 @@ struct EpilogueVisitor {
                 float value[at_least_one(Epilogue::head_values)];
                 fill(element, tile, accumulator, column_pass, at, block, j, r, c, of_columns, head_table,
                      head_value[block][r]);
-                static_for<Epilogue::column_vectors>([&](auto index) {
-                  element.column_vector[decltype(index)::value] = of_row[r][decltype(index)::value];
-                });
-                static_for<Epilogue::scalars>(
-                    [&](auto index) { element.scalar[decltype(index)::value] = of_all[decltype(index)::value]; });
+                static_for<Epilogue::column_vectors>(
+                    [&](auto index) { element.column_vector[index] = of_row[r][index]; });
+                static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = of_all[index]; });
                 Epilogue::template evaluate_heads<pass>(element, value);
                 static_for<Epilogue::head_values>([&](auto index) {
-                  constexpr int i = decltype(index)::value;
+                  constexpr int i = index;
                   if constexpr (Epilogue::head_pass[program][i] == pass)
                     total[r][i] = combine<Epilogue::head_op[i]>(total[r][i], value[i]);
                 });
               }
         }
         static_for<Epilogue::head_values>([&](auto index) {
-          constexpr int i = decltype(index)::value;
+          constexpr int i = index;
           if constexpr (Epilogue::head_pass[program][i] == pass) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
