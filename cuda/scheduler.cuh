@@ -9,7 +9,7 @@ namespace coda {
 
 /// A divisor that is used often, and its reciprocal: `reciprocal` is 2^32 / value or up to 2 less. A quotient is then a
 /// multiplication and a correction by one. Finding a tile's place takes three quotients; by the compiler's division
-/// they take 400 cycles, which nothing hides where consumers cooperate.
+/// they take 400 cycles, which nothing hides where consumers are cooperative.
 struct Divisor {
   int value;
   unsigned reciprocal;
