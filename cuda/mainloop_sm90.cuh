@@ -49,7 +49,7 @@ struct Gemm {
       Scheduler<Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
-  static constexpr int consumer_stride = cooperative ? 1 : consumers;  // every which piece of work is a consumer's
+  static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
                 "cooperative consumers have equal shares of whole tiles");
   static constexpr int threads = 128 * (1 + consumers);

@@ -193,7 +193,7 @@ class Program:
     head: int = 0
     neighbours: bool = False
     columns: int = 0
-    user_names: UserNames | None = None
+    user_names: UserNames | None = field(default=None, repr=False)
 
     def ways_of(self, width: Width) -> int:
         """The ways that an array of this width spans."""

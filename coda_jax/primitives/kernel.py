@@ -13,6 +13,7 @@ import numpy as np
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.tiles.config import THREADS, EpilogueTraffic, Tiling, keeps_tables, shared_bytes
 from coda_jax.tiles.cost_model import MULTIPROCESSORS
+from coda_jax.tiles.table import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,21 @@ def _pointers(program: Program, operand_count: int, tiling: Tiling) -> list[int]
     partials = len(program.reductions) + len(_partial_tiles(tiling))
     first_partial = 2 + operand_count + len(program.stores)
     return vectors + [first_partial + i for i in range(partials)]
+
+
+def readable_source(problem: Problem, tiling: Tiling) -> str:
+    """The kernel's source with the names and the line of the user's epilogue, which what is compiled has not."""
+    return _source(
+        problem.program,
+        problem.dtype,
+        problem.out_dtypes,
+        problem.transpose_a,
+        problem.product.transpose_b,
+        problem.batched,
+        tiling,
+        _rows(problem.product.m, tiling),
+        for_reader=True,
+    )
 
 
 def _source(
