@@ -5,8 +5,7 @@
 //
 //   warpgroup 0  warp 0     `produce`: a's and b's tiles, k block by k block, into a ring of stages in shared memory,
 //                           by the copy engine (TMA); b's to all CTAs of the cluster (multicast)
-//                warp 1, 2  `prefetch`: the epilogue's tile operands for consumer 0 and 1, into a ring of each one's
-//                own
+//                warp 1, 2  `prefetch`: the epilogue's tile operands, a ring for each consumer
 //   warpgroup 1             `consume`, consumer 0: waits for a stage, multiplies it (wgmma) into an accumulator in
 //                           registers, gives the stage back; after the last one the epilogue
 //   warpgroup 2             `consume`, consumer 1

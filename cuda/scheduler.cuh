@@ -63,13 +63,11 @@ __device__ __forceinline__ int tiles_along_n(int n) {
   return tiles;
 }
 
-/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles that follow each other along
-/// m.
+/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles, one below the other.
 ///
 /// Bands: clusters of tiles are numbered in bands of up to `max_band` rows of clusters, down a band's column before the
 /// next column, so that the tiles that run at one time are roughly a square and share what they read. A band has only
-/// as many rows as L2 can hold of a (`panel_bytes`): with 8 rows where two fit, a product with k = 24576 took 40 %
-/// longer.
+/// as many rows as L2 can hold of a (`panel_bytes`): 8 rows where two fit cost 40 % of a product with k = 24576.
 ///
 /// Split-K: the tiles of the last wave, if they occupy at most half of the clusters, are each split along k into
 /// clusters / left_over parts: at most `max_parts`, of at least `min_blocks` k blocks. Whoever has the first part of a
