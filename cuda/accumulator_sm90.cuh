@@ -1,14 +1,18 @@
 // Warpgroup matrix products (wgmma) on a float32 accumulator in registers, and where its elements lie.
 #pragma once
 
-#include "elementwise.cuh"
+#include "epilogue_abi.cuh"
 #include "ptx_sm90.cuh"
 
 namespace coda {
 
-/// Float32 accumulator of one consumer warpgroup: `blocks` stacked m64 x `columns` fragments. Thread t = 32 warp + lane
-/// holds, of block b, rows 16 warp + lane / 4 + 8 r (r = 0, 1) and columns 8 j + 2 (lane % 4) + c (c = 0, 1):
-/// element (b, j, r, c) is registers[b][4 j + 2 r + c].
+/// The float32 accumulator of one consumer warpgroup: `blocks` blocks of 64 rows x `columns`, one below the other, as
+/// wgmma distributes each of them over the warpgroup's 128 threads.
+///
+/// A warp has 16 rows. Four neighbouring lanes, a quad, share two of them, 8 rows apart (r = 0, 1), and each lane has a
+/// pair of columns (c = 0, 1) of every group j of 8. Element (block, j, r, c) of a thread is
+///   registers[block][4 j + 2 r + c],
+///   row 64 block + 16 warp + lane / 4 + 8 r, column 8 j + 2 (lane % 4) + c.
 template <int blocks_, int columns_>
 struct Accumulator {
   static constexpr int blocks = blocks_;

@@ -1,5 +1,5 @@
-// What a generated epilogue is made of: the types that describe its operands, and functions of one element. Compiles
-// for the device (NVRTC, no includes) and for the host, where tests run generated epilogues.
+// The functions of one element that generated epilogues are made of. Compiles for the device (NVRTC, no includes) and
+// for the host, where tests run generated epilogues.
 #pragma once
 
 #ifdef __CUDACC__
@@ -15,51 +15,6 @@
 #endif
 
 namespace coda {
-
-/// One operand value in a register: .f for floating types (converted to float32), .i for int32 and bool.
-union Word {
-  float f;
-  int i;
-};
-
-enum class DType { bf16, f16, f32, i32, pred };
-enum class Op { sum, max, min, logsumexp };
-
-/// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
-struct Section {
-  int program;
-  int first;
-  int end;
-};
-
-/// A tile read or written: its tensor map, which of its ways this entry stands for, and the product's column that is
-/// its first.
-struct TileAccess {
-  int map;
-  int way;
-  int first;
-  DType dtype;
-  bool batched;
-};
-
-/// A row vector, column vector, scalar, head table or head vector: its pointer, the way, and how many of them the array
-/// spans. Of a head table with fewer rows than the product, how many: they repeat.
-struct VectorAccess {
-  int pointer;
-  int way;
-  int ways;
-  DType dtype;
-  bool batched;
-  int period = 0;
-};
-
-/// A reduction's partial results.
-struct ReductionAccess {
-  int pointer;
-  int way;
-  int ways;
-  Op op;
-};
 
 CODA_DEVICE float from_bits(unsigned bits) {
 #ifdef __CUDACC__

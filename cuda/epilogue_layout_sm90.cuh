@@ -1,14 +1,10 @@
 // Where the columns lie that a generated Epilogue works on together, and what shared memory it needs.
 #pragma once
 
-#include "operands.cuh"
+#include "fragment_sm90.cuh"
 #include "scheduler.cuh"
 
 namespace coda {
-
-__host__ __device__ constexpr int at_least_one(int count) {
-  return count > 0 ? count : 1;
-}
 
 /// Kernel parameters: tensor maps (a, b, tile operands, stores), pointers (vectors and scalars, partial reductions),
 /// sizes.
@@ -22,14 +18,15 @@ struct Params {
 /// Geometry and shared memory of an Epilogue on a tile.
 template <class Config, class Epilogue>
 struct EpilogueLayout {
-  // Consumers take whole tiles in turn, or cooperate: each has its share of the rows of every tile.
+  // Consumers take whole tiles in turn (pingpong), or are cooperative: each has its share of the rows of every tile.
   static constexpr bool cooperative = Config::consumer_m < Config::tile_m;
-  // The ways of a program's values are the halves of N, which lie in two splits of every array, the halves of heads, or
-  // neighbouring columns: these lie in one thread, which works on both (`spread`) where it otherwise works on one.
+  // The two halves that an element has columns of are those of N (then a tile has the same columns of both, and
+  // `n_halves` is 2), those of a head, or a head's interleaved columns: a pair of these lies in one thread, which has
+  // one element of two columns (`entry_values` is 2) where it otherwise has two elements.
   static constexpr int head = Epilogue::head;
-  static constexpr int spread = Epilogue::neighbours ? 2 : 1;
-  static constexpr int splits = head > 0 ? 1 : Epilogue::acc_ways;
-  static constexpr int columns = Config::tile_n * spread / Epilogue::acc_ways;  // columns of a tile within a way
+  static constexpr int entry_values = Epilogue::entry_values;
+  static constexpr int n_halves = head > 0 ? 1 : Epilogue::acc_halves;
+  static constexpr int columns = Config::tile_n * entry_values / Epilogue::acc_halves;  // of a tile, within a half
   // Tiles move to and from memory in boxes of `box_n` columns, whose rows should be whole cache lines, and are worked
   // on in subtiles of `subtile_n` columns, as many as registers hold.
   static constexpr int box_n = Config::box_n;
@@ -37,37 +34,31 @@ struct EpilogueLayout {
   static constexpr int subtile_n = Config::subtile_n;
   static constexpr int subtiles = box_n / subtile_n;  // of a box
   static constexpr int blocks = Config::consumer_m / 64;
-  static constexpr int head_boxes = head > 0 ? head / 2 * spread / box_n : boxes;  // of one head
+  static constexpr int head_boxes = head > 0 ? head / 2 * entry_values / box_n : boxes;  // of one head
   // Code that the instruction cache does not hold is fetched anew for each tile, several times as slowly as it runs. So
-  // an epilogue of many instructions works on a tile in turns, by the same code: a part of the boxes each.
-  static constexpr int turns = Config::turns;
-  static constexpr int turn_boxes = boxes / turns, turn_columns = turn_boxes * box_n;
+  // an epilogue of many instructions goes over a tile in several column passes, by the same code: each has a part of
+  // the boxes.
+  static constexpr int column_passes = Config::column_passes;
+  static constexpr int pass_boxes = boxes / column_passes, pass_columns = pass_boxes * box_n;
   static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
                 "a tile is whole boxes, a box whole subtiles of 16 columns or more");
-  static_assert(boxes % turns == 0 && (head == 0 || turn_boxes % head_boxes == 0),
-                "a turn is whole boxes and whole heads");
+  static_assert(boxes % column_passes == 0 && (head == 0 || pass_boxes % head_boxes == 0),
+                "a column pass is whole boxes and whole heads");
   static_assert(head == 0 || (columns % (head / 2) == 0 && (head / 2) % box_n == 0),
                 "a tile has whole heads, and half a head whole boxes");
 
   /// Of the pair of columns that a thread has in each group of 8: value i of an Element or Result belongs to entry
-  /// i / spread, and to this one of the pair.
-  __host__ __device__ static constexpr int side(int i, int c) { return spread > 1 ? i % spread : c; }
+  /// i / entry_values, and to this one of the pair.
+  __host__ __device__ static constexpr int side(int i, int c) { return entry_values > 1 ? i % entry_values : c; }
 
-  /// From the tile's first column, where column `at` of a way lies in memory (within the way's split).
-  __host__ __device__ static constexpr int memory_column(int way, int at) {
-    if constexpr (head > 0 && spread == 1) return at / (head / 2) * head + way * (head / 2) + at % (head / 2);
+  /// From the tile's first column, where column `at` of a half lies in memory (within that half of N).
+  __host__ __device__ static constexpr int memory_column(int half, int at) {
+    if constexpr (head > 0 && entry_values == 1) return at / (head / 2) * head + half * (head / 2) + at % (head / 2);
     return at;
   }
   /// The same in the accumulator.
-  __host__ __device__ static constexpr int fragment_column(int way, int at) {
-    return (head > 0 ? 0 : way * columns) + memory_column(way, at);
-  }
-
-  /// The first section that runs a program, to stand for all of them: their stores differ in place alone.
-  __host__ __device__ static constexpr int section_of(int program) {
-    int section = 0;
-    while (Epilogue::section[section].program != program) ++section;
-    return section;
+  __host__ __device__ static constexpr int fragment_column(int half, int at) {
+    return (head > 0 ? 0 : half * columns) + memory_column(half, at);
   }
 
   /// Bytes of the tile operands (or results) before the i-th, for one row of a box.
@@ -78,13 +69,14 @@ struct EpilogueLayout {
   }
   __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
     int bytes = 0;
-    for (int i = 0; i < before; ++i) bytes += box_n * bytes_of(Epilogue::tile_store[section_of(program)][i].dtype);
+    for (int i = 0; i < before; ++i)
+      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(program)][i].dtype);
     return bytes;
   }
   __host__ __device__ static constexpr int widest_store_row_bytes() {
     int widest = 0;
     for (int program = 0; program < Epilogue::programs; ++program) {
-      const int bytes = store_row_bytes(program, Epilogue::tile_stores[program]);
+      const int bytes = store_row_bytes(program, Epilogue::tile_stores(program));
       widest = bytes > widest ? bytes : widest;
     }
     return widest;
@@ -109,10 +101,10 @@ struct EpilogueLayout {
   __device__ __forceinline__ static int row(const Tile& tile, int warp, int lane, int block, int r) {
     return tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r;
   }
-  /// Column within a way's split of pair j of the subtile that begins `at` columns into the tile; the pair's second
+  /// Column, within a half of N, of pair j of the subtile that begins `at` columns into the tile; the pair's second
   /// element is the next one.
-  __device__ __forceinline__ static int column(const Tile& tile, int lane, int way, int at, int j) {
-    return tile.column + memory_column(way, at) + 8 * j + 2 * (lane & 3);
+  __device__ __forceinline__ static int column(const Tile& tile, int lane, int half, int at, int j) {
+    return tile.column + memory_column(half, at) + 8 * j + 2 * (lane & 3);
   }
 };
 

@@ -22,10 +22,10 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
       ptx::mbarrier_arrive_expect(ring.full(at.slot), Layout::loaded_bytes);
       const ptx::uint32 slot = base + Layout::load_offset + at.slot * Layout::load_slot_bytes;
       static_for<Epilogue::tile_loads>([&](auto index) {
-        constexpr TileAccess access = Epilogue::tile_load[decltype(index)::value];
-        ptx::tma_load(slot + 64 * Layout::load_row_bytes(decltype(index)::value), params.map[access.map],
-                      ring.full(at.slot), tile.column + Layout::memory_column(access.way, box * Layout::box_n),
-                      Layout::head > 0 ? 0 : access.way, tile.row + 64 * block, access.batched ? tile.batch : 0);
+        constexpr TileAccess access = Epilogue::tile_load[index];
+        ptx::tma_load(slot + 64 * Layout::load_row_bytes(index), params.map[access.map], ring.full(at.slot),
+                      tile.column + Layout::memory_column(access.half, box * Layout::box_n),
+                      Layout::head > 0 ? 0 : access.half, tile.row + 64 * block, access.batched ? tile.batch : 0);
       });
       at.advance();
     }
@@ -49,7 +49,7 @@ struct EpilogueOperands {
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
   const int warp, lane;
-  const int n;  // within a split
+  const int n;  // of a half of N, where a tile has columns of both; else N
   const Ring<Layout::load_slots> ring;
   RingPosition<Layout::load_slots> loaded;
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
@@ -64,7 +64,7 @@ struct EpilogueOperands {
         base(base),
         warp(warp),
         lane(lane),
-        n(params.n / Layout::splits),
+        n(params.n / Layout::n_halves),
         ring(ring),
         vectors(base + Layout::vector_offset) {}
 
@@ -72,19 +72,18 @@ struct EpilogueOperands {
   __device__ __forceinline__ void begin(const Tile& tile) {
     begin_vectors(tile);
     static_for<Epilogue::scalars>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::scalar[decltype(index)::value];
-      scalar[decltype(index)::value] =
-          load_word<access.dtype>(params.pointer[access.pointer], access.batched ? tile.batch : 0);
+      constexpr VectorAccess access = Epilogue::scalar[index];
+      scalar[index] = load_word<access.dtype>(params.pointer[access.pointer], access.batched ? tile.batch : 0);
     });
     static_for<Epilogue::column_vectors>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::column_vector[decltype(index)::value];
+      constexpr VectorAccess access = Epilogue::column_vector[index];
       const long long offset = access.batched ? static_cast<long long>(tile.batch) * params.m : 0;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int at = Layout::row(tile, warp, lane, block, r);
-          column_vector[decltype(index)::value][block][r] =
+          column_vector[index][block][r] =
               load_word<access.dtype>(params.pointer[access.pointer], offset + min(at, params.m - 1));
         }
     });
@@ -98,24 +97,23 @@ struct EpilogueOperands {
   }
 
   /// Vectors over columns go to shared memory, a word for each column of the tile. Another warp may still read the
-  /// words of the tile before, never those before that: so there are two places, which take turns.
+  /// words of the tile before, never those before that: so there are two places, used alternately.
   __device__ __forceinline__ void begin_vectors(const Tile& tile) {
     const ptx::uint32 first = base + Layout::vector_offset;
     vectors = vectors == first ? first + Layout::vector_bytes : first;
     static_for<Epilogue::row_vectors>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::row_vector[decltype(index)::value];
-      const int width = Layout::head > 0 ? n : access.ways * n;
+      constexpr VectorAccess access = Epilogue::row_vector[index];
+      const int width = Layout::head > 0 ? n : access.halves * n;
       const long long offset =
-          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.way * n);
-      put_words<access>(decltype(index)::value, [&](int at) {
-        return offset + min(tile.column + Layout::memory_column(access.way, at), n - 1);
-      });
+          (access.batched ? static_cast<long long>(tile.batch) * width : 0) + (Layout::head > 0 ? 0 : access.half * n);
+      put_words<access>(
+          index, [&](int at) { return offset + min(tile.column + Layout::memory_column(access.half, at), n - 1); });
     });
     static_for<Epilogue::head_vectors>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::head_vector[decltype(index)::value];
-      const int offset = access.batched ? tile.batch * access.ways * (Layout::head / 2) : 0;
-      put_words<access>(Epilogue::row_vectors + decltype(index)::value,
-                        [&](int at) { return offset + column_of_head<access.way, access.ways>(at); });
+      constexpr VectorAccess access = Epilogue::head_vector[index];
+      const int offset = access.batched ? tile.batch * access.halves * (Layout::head / 2) : 0;
+      put_words<access>(Epilogue::row_vectors + index,
+                        [&](int at) { return offset + column_of_head<access.half, access.halves>(at); });
     });
   }
   /// `place`: from a column of the tile to its index in the array.
@@ -132,17 +130,15 @@ struct EpilogueOperands {
     return vectors + 4 * (vector * Layout::columns + at);
   }
 
-  /// The same value, but the compiler does not see that it is. Of what the passes over a head compute from the same
-  /// vectors, such as acc * rstd, it would keep all for the last one, beside the accumulator, and spill.
+  /// The same value, but the compiler does not see that it is the same. Else it would keep what a pass over a head
+  /// computes from the vectors, such as acc * rstd, for the passes after it, beside the accumulator, and spill.
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
   /// Of the subtile that begins `at` columns into the tile, this thread's columns.
   __device__ __forceinline__ void load_vectors(int at, OfColumns& of_columns) const {
-    static_for<Epilogue::row_vectors>(
-        [&](auto index) { load_words(decltype(index)::value, at, of_columns.row_vector[decltype(index)::value]); });
-    static_for<Epilogue::head_vectors>([&](auto index) {
-      load_words(Epilogue::row_vectors + decltype(index)::value, at, of_columns.head_vector[decltype(index)::value]);
-    });
+    static_for<Epilogue::row_vectors>([&](auto index) { load_words(index, at, of_columns.row_vector[index]); });
+    static_for<Epilogue::head_vectors>(
+        [&](auto index) { load_words(Epilogue::row_vectors + index, at, of_columns.head_vector[index]); });
   }
   __device__ __forceinline__ void load_words(int vector, int at, Word (&word)[groups][2]) const {
 #pragma unroll
@@ -150,15 +146,15 @@ struct EpilogueOperands {
       ptx::load_pair(word_address(vector, at + 8 * j + 2 * (lane & 3)), word[j][0].f, word[j][1].f);
   }
 
-  /// Where column `at` of a way of the tile lies in an array over heads. One as wide as half a head has one word for
-  /// two neighbours.
-  template <int way, int ways>
+  /// Where column `at` of a half of the tile lies in an array over heads. One as wide as half a head has one word for
+  /// two interleaved columns.
+  template <int half, int halves>
   __device__ __forceinline__ static int column_of_head(int at) {
-    constexpr int half = Layout::head / 2;
-    return way * half + at % (half * Layout::spread) / words_shared<ways>;
+    constexpr int columns = Layout::head / 2;
+    return half * columns + at % (columns * Layout::entry_values) / words_shared<halves>;
   }
-  template <int ways>
-  static constexpr int words_shared = ways == 1 ? Layout::spread : 1;
+  template <int halves>
+  static constexpr int words_shared = halves == 1 ? Layout::entry_values : 1;
 
   /// Of the subtile that begins `at` columns after the first of a head, a block's words of head tables: the kept ones,
   /// or loaded into `here`.
@@ -168,15 +164,15 @@ struct EpilogueOperands {
     load_head_tables(tile, at, block, here);
     return here;
   }
-  /// A head table's rows are those of the tile, its columns those of a way of a head. The heads of a tile read the same
+  /// A head table's rows are those of the tile, its columns those of half a head. The heads of a tile read the same
   /// words, which the first brings into L1.
   __device__ __forceinline__ void load_head_tables(const Tile& tile, int at, int block, HeadTables& table) const {
     static_for<Epilogue::head_tables>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::head_table[decltype(index)::value];
-      constexpr int width = access.ways * (Layout::head / 2);
-      constexpr int shared = words_shared<access.ways>;
+      constexpr VectorAccess access = Epilogue::head_table[index];
+      constexpr int width = access.halves * (Layout::head / 2);
+      constexpr int shared = words_shared<access.halves>;
       const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
-      const int first = column_of_head<access.way, access.ways>(at + 2 * pair);
+      const int first = column_of_head<access.half, access.halves>(at + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int of_tile = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
@@ -185,9 +181,8 @@ struct EpilogueOperands {
                               (access.period > 0 ? of_tile % rows : of_tile);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
-          load_neighbours<access.dtype, 2 / shared>(params.pointer[access.pointer],
-                                                    row * width + first + 8 * j / shared,
-                                                    table[decltype(index)::value][j][r]);
+          load_adjacent<access.dtype, 2 / shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
+                                                  table[index][j][r]);
       }
     });
   }
@@ -201,17 +196,19 @@ struct EpilogueOperands {
   __device__ __forceinline__ void load_tiles(int subtile, Subtile (&loads)[at_least_one(Epilogue::tile_loads)]) const {
     const ptx::uint32 slot = base + Layout::load_offset + loaded.slot * Layout::load_slot_bytes;
     static_for<Epilogue::tile_loads>([&](auto index) {
-      using Operand = Box<Epilogue::tile_load[decltype(index)::value].dtype, Layout::box_n>;
-      Operand::load(slot + 64 * Layout::load_row_bytes(decltype(index)::value) + 16 * warp * Operand::row_bytes, lane,
-                    subtile * Layout::subtile_n, loads[decltype(index)::value]);
+      using Operand = Box<Epilogue::tile_load[index].dtype, Layout::box_n>;
+      Operand::load(slot + 64 * Layout::load_row_bytes(index) + 16 * warp * Operand::row_bytes, lane,
+                    subtile * Layout::subtile_n, loads[index]);
     });
   }
-  /// `is_fenced`: since its last load the warp has passed a fence, and met.
+  /// Gives the box's slot back to the prefetch warp. `is_fenced`: since its last load the warp has passed
+  /// fence_async_proxy and __syncwarp.
   template <bool is_fenced>
   __device__ __forceinline__ void release_tiles() {
     if constexpr (Epilogue::tile_loads > 0) {
-      // Without the fence the copy engine may overwrite the slot before it has been read: in 10 of 300 launches at
-      // 4096 x 4096 x 256, and in none at smaller sizes.
+      // The slot's next tile is written by the copy engine, another proxy than these threads' reads: an mbarrier alone
+      // does not order the two. Without the fence tiles were overwritten before they had been read, in 10 of 300
+      // launches at 4096 x 4096 x 256, and in none at smaller sizes.
       if constexpr (!is_fenced) {
         ptx::fence_async_proxy();
         __syncwarp();

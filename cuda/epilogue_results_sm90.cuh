@@ -1,8 +1,10 @@
 // A generated Epilogue's results on their way to memory: tiles by TMA, warp by warp; of reductions one partial a tile,
-// or one for each consumer's rows of it.
+// or one for each cooperating consumer's rows of it.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
+#include "pipeline.cuh"
+#include "reductions_sm90.cuh"
 
 namespace coda {
 
@@ -15,12 +17,12 @@ struct EpilogueResults {
 
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
-  const int warpgroup, warp, lane;
-  const int n;  // within a split
+  const int consumer, warp, lane;
+  const int n;  // of a half of N, where a tile has columns of both; else N
   int store_slot = 0;
 
-  __device__ __forceinline__ EpilogueResults(const Params& params, ptx::uint32 base, int warpgroup, int warp, int lane)
-      : params(params), base(base), warpgroup(warpgroup), warp(warp), lane(lane), n(params.n / Layout::splits) {}
+  __device__ __forceinline__ EpilogueResults(const Params& params, ptx::uint32 base, int consumer, int warp, int lane)
+      : params(params), base(base), consumer(consumer), warp(warp), lane(lane), n(params.n / Layout::n_halves) {}
 
   /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
   __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
@@ -28,11 +30,11 @@ struct EpilogueResults {
   /// Where a store of `program` goes, in the tile's section.
   template <int program, int store>
   __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
-    constexpr TileAccess of_first = Epilogue::tile_store[Layout::section_of(program)][store];
+    constexpr TileAccess of_first = Epilogue::tile_store[first_section_of<Epilogue>(program)][store];
     TileAccess access = of_first;
     if constexpr (Epilogue::sections > 1) {
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr int section = decltype(index)::value;
+        constexpr int section = index;
         if constexpr (Epilogue::section[section].program == program) {
           constexpr TileAccess of_section = Epilogue::tile_store[section][store];
           if (tile.section == section) access = of_section;
@@ -46,33 +48,31 @@ struct EpilogueResults {
   /// subtile after the other, send the box.
   template <int program>
   __device__ __forceinline__ void wait_slot() const {
-    if constexpr (Epilogue::tile_stores[program] > 0) {
+    if constexpr (Epilogue::tile_stores(program) > 0) {
       if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
       __syncwarp();
     }
   }
   template <int program>
   __device__ __forceinline__ void put_tiles(
-      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores[program])]) const {
-    static_for<Epilogue::tile_stores[program]>([&](auto index) {
-      constexpr TileAccess access = Epilogue::tile_store[Layout::section_of(program)][decltype(index)::value];
-      Box<access.dtype, Layout::box_n>::store(
-          slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value), lane,
-          subtile * Layout::subtile_n, stores[decltype(index)::value]);
+      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores(program))]) const {
+    static_for<Epilogue::tile_stores(program)>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_store[first_section_of<Epilogue>(program)][index];
+      Box<access.dtype, Layout::box_n>::store(slot_address() + 16 * Layout::store_row_bytes(program, index), lane,
+                                              subtile * Layout::subtile_n, stores[index]);
     });
   }
   template <int program>
   __device__ __forceinline__ void send_tiles(const Tile& tile, int box, int block) {
-    if constexpr (Epilogue::tile_stores[program] > 0) {
+    if constexpr (Epilogue::tile_stores(program) > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        static_for<Epilogue::tile_stores[program]>([&](auto index) {
-          const TileAccess access = store_access<program, decltype(index)::value>(tile);
-          ptx::tma_store(params.map[access.map],
-                         slot_address() + 16 * Layout::store_row_bytes(program, decltype(index)::value),
-                         tile.column - access.first + Layout::memory_column(access.way, box * Layout::box_n),
-                         Layout::head > 0 ? 0 : access.way, tile.row + 64 * block + 16 * warp, tile.batch);
+        static_for<Epilogue::tile_stores(program)>([&](auto index) {
+          const TileAccess access = store_access<program, index>(tile);
+          ptx::tma_store(params.map[access.map], slot_address() + 16 * Layout::store_row_bytes(program, index),
+                         tile.column - access.first + Layout::memory_column(access.half, box * Layout::box_n),
+                         Layout::head > 0 ? 0 : access.half, tile.row + 64 * block + 16 * warp, tile.batch);
         });
         ptx::tma_store_commit();
       }
@@ -86,15 +86,15 @@ struct EpilogueResults {
   __device__ __forceinline__ void write_rows(
       const Tile& tile, const RowTotal (&row_total)[at_least_one(Epilogue::row_reductions)][Layout::blocks][2]) const {
     static_for<Epilogue::row_reductions>([&](auto index) {
-      constexpr ReductionAccess access = Epilogue::row_reduction[decltype(index)::value];
-      const int tiles_n = tiles_along_n<Config::tile_n / Layout::splits, Epilogue>(n);
+      constexpr ReductionAccess access = Epilogue::row_reduction[index];
+      const int tiles_n = tiles_along_n<Config::tile_n / Layout::n_halves, Epilogue>(n);
       float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                        (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float total = row_total[decltype(index)::value][block][r].template over_quad<access.op>();
+          const float total = row_total[index][block][r].template over_quad<access.op>();
           const int at = Layout::row(tile, warp, lane, block, r);
           if ((lane & 3) == 0 && at < params.m) partial[at] = total;
         }
@@ -115,40 +115,39 @@ struct EpilogueResults {
   /// Combines them over the warp's rows. Each of the eight lanes that share columns ends with an eighth of them.
   __device__ __forceinline__ void share_columns(int box, OfBox& column_result) const {
     static_for<Epilogue::column_reductions>([&](auto index) {
-      constexpr Op op = Epilogue::column_reduction[decltype(index)::value].op;
-      float (&total)[values] = column_result[decltype(index)::value];
+      constexpr Op op = Epilogue::column_reduction[index].op;
+      float (&total)[values] = column_result[index];
       const int first = combine_halving<op, values, 4>(lane, total);
 #pragma unroll
       for (int i = 0; i < at_least_one(values / 8); ++i) {
         const int column = 8 * ((first + i) / 2) + 2 * (lane & 3) + (first + i) % 2;
-        columns_of(decltype(index)::value, warp)[box * Layout::box_n + column] = total[i];
+        columns_of(index, warp)[box * Layout::box_n + column] = total[i];
       }
     });
   }
 
   __device__ __forceinline__ void write_columns(const Tile& tile) const {
     if constexpr (Epilogue::column_reductions > 0) {
-      const int barrier = 3 + warpgroup;
-      ptx::named_barrier_sync(barrier, 128);
+      const int barrier = barrier_number(NamedBarrier::column_results, consumer);
+      ptx::named_barrier_sync(barrier, 32 * consumer_warps);
       static_for<Epilogue::column_reductions>([&](auto index) {
-        constexpr ReductionAccess access = Epilogue::column_reduction[decltype(index)::value];
-        const int width = Layout::head > 0 ? n : access.ways * n;
+        constexpr ReductionAccess access = Epilogue::column_reduction[index];
+        const int width = Layout::head > 0 ? n : access.halves * n;
         const int partials = (params.m + Config::consumer_m - 1) / Config::consumer_m;
         float* partial = static_cast<float*>(params.pointer[access.pointer]) +
                          (static_cast<long long>(tile.batch) * partials + tile.index_m) * width +
-                         (Layout::head > 0 ? 0 : access.way * n);
+                         (Layout::head > 0 ? 0 : access.half * n);
         for (int at = 32 * warp + lane; at < Layout::columns; at += 128) {
-          const int column = tile.column + Layout::memory_column(access.way, at);
+          const int column = tile.column + Layout::memory_column(access.half, at);
           if (column < tile.column_end && tile.row < params.m) {
-            float total = columns_of(decltype(index)::value, 0)[at];
+            float total = columns_of(index, 0)[at];
 #pragma unroll
-            for (int other = 1; other < 4; ++other)
-              total = combine<access.op>(total, columns_of(decltype(index)::value, other)[at]);
+            for (int other = 1; other < 4; ++other) total = combine<access.op>(total, columns_of(index, other)[at]);
             partial[column] = total;
           }
         }
       });
-      ptx::named_barrier_sync(barrier, 128);
+      ptx::named_barrier_sync(barrier, 32 * consumer_warps);
     }
   }
 };

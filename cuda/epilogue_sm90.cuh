@@ -22,15 +22,34 @@ struct EpilogueVisitor {
   // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
   // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
   static constexpr bool releases_late = Layout::subtiles > 1;
-  // Nothing hides the epilogue of consumers that cooperate. A tile's first box is read while its last products run,
-  // which also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
+  // Nothing hides the epilogue of cooperative consumers. A tile's first box is read while its last products run, which
+  // also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
   static constexpr bool reads_ahead =
-      Layout::cooperative && Layout::turns == 1 && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
+      Layout::cooperative && Layout::column_passes == 1 && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
 
   using TileAccumulator = Accumulator<Layout::blocks, Config::tile_n>;
   using HeadValue = float[at_least_one(Epilogue::head_values)];
   using RowTotals = RowTotal[at_least_one(Epilogue::row_reductions)][Layout::blocks][2];
   using Loads = Subtile[at_least_one(Epilogue::tile_loads)];
+
+  /// A tile and its accumulator.
+  struct Accumulated {
+    const Tile& tile;
+    const TileAccumulator& accumulator;
+  };
+  /// A subtile of it: the block of 64 rows, the column pass, and the first column, from that of the pass.
+  struct Place {
+    int block, column_pass, first;
+  };
+  /// One of a thread's elements of a subtile: group j of 8 columns, upper or lower row r, column c of a pair.
+  struct Cell {
+    int j, r, c;
+  };
+  /// What elements are added to: the reductions along the tile's rows, and those along the columns of a box.
+  struct Totals {
+    RowTotals& row;
+    typename Results::OfBox& column;
+  };
 
   Operands operands;
   Results results;
@@ -52,8 +71,8 @@ struct EpilogueVisitor {
       run<0>(tile, accumulator);
     } else {
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr int program = Epilogue::section[decltype(index)::value].program;
-        if constexpr (Layout::section_of(program) == decltype(index)::value)
+        constexpr int program = Epilogue::section[index].program;
+        if constexpr (first_section_of<Epilogue>(program) == index)
           if (runs<program>(tile)) run<program>(tile, accumulator);
       });
     }
@@ -64,7 +83,7 @@ struct EpilogueVisitor {
   __device__ __forceinline__ static bool runs(const Tile& tile) {
     bool found = false;
     static_for<Epilogue::sections>([&](auto index) {
-      constexpr int section = decltype(index)::value;
+      constexpr int section = index;
       if constexpr (Epilogue::section[section].program == program) found = found || tile.section == section;
     });
     return found;
@@ -77,63 +96,66 @@ struct EpilogueVisitor {
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          row_total[decltype(index)::value][block][r].value =
-              neutral<Epilogue::row_reduction[decltype(index)::value].op>();
+        for (int r = 0; r < 2; ++r) row_total[index][block][r].value = neutral<Epilogue::row_reduction[index].op>();
     });
 
-    if constexpr (Layout::turns == 1) {
-      run_turn<program>(tile, accumulator, 0, row_total);
+    if constexpr (Layout::column_passes == 1) {
+      run_column_pass<program>(tile, accumulator, 0, row_total);
     } else {
 #pragma unroll 1
-      for (int turn = 0; turn < Layout::turns; ++turn) {
-        if (turn > 0) move_up(accumulator);
-        run_turn<program>(tile, accumulator, turn, row_total);
+      for (int column_pass = 0; column_pass < Layout::column_passes; ++column_pass) {
+        if (column_pass > 0) move_up(accumulator);
+        run_column_pass<program>(tile, accumulator, column_pass, row_total);
       }
     }
     results.write_rows(tile, row_total);
     results.write_columns(tile);
   }
 
-  /// Moves the accumulator of each turn to where that of the turn before it was.
+  /// Moves the accumulator of each column pass to where that of the pass before it was.
   __device__ __forceinline__ static void move_up(TileAccumulator& accumulator) {
-    constexpr int of_split = Config::tile_n / Layout::splits / 2, of_turn = of_split / Layout::turns;
+    constexpr int of_half = Config::tile_n / Layout::n_halves / 2, of_pass = of_half / Layout::column_passes;
 #pragma unroll
     for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
-      for (int split = 0; split < Layout::splits; ++split)
+      for (int half = 0; half < Layout::n_halves; ++half)
 #pragma unroll
-        for (int i = 0; i < of_split - of_turn; ++i)
-          accumulator.registers[block][split * of_split + i] =
-              accumulator.registers[block][split * of_split + i + of_turn];
+        for (int i = 0; i < of_half - of_pass; ++i)
+          accumulator.registers[block][half * of_half + i] = accumulator.registers[block][half * of_half + i + of_pass];
   }
 
   template <int program>
-  __device__ __forceinline__ void run_turn(const Tile& tile, const TileAccumulator& accumulator, int turn,
-                                           RowTotals& row_total) {
+  __device__ __forceinline__ void run_column_pass(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
+                                                  RowTotals& row_total) {
     HeadValue head_value[Layout::blocks][2];  // of the head that a subtile is in
 #pragma unroll
-    for (int box = 0; box < Layout::turn_boxes; ++box) {
+    for (int box = 0; box < Layout::pass_boxes; ++box) {
+      // 1. At a head's first box: the values of the head, from all of its columns.
       if constexpr (Epilogue::head_values > 0)
         if (box % Layout::head_boxes == 0)
-          reduce_heads<program>(tile, accumulator, turn, box * Layout::box_n, head_value);
+          reduce_heads<program>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
+
+      // 2. Each block of 64 rows, subtile by subtile: operands in, results into the box's slot, which is then sent.
       typename Results::OfBox column_result;
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
         for (int i = 0; i < Results::values; ++i)
-          column_result[decltype(index)::value][i] = neutral<Epilogue::column_reduction[decltype(index)::value].op>();
+          column_result[index][i] = neutral<Epilogue::column_reduction[index].op>();
       });
-      const int of_tile = turn * Layout::turn_boxes + box;
+      const int box_of_tile = column_pass * Layout::pass_boxes + box;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
 #pragma unroll
         for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
-          visit_subtile<program>(tile, accumulator, turn, box, subtile, block, head_value[block], row_total,
-                                 column_result);
-        results.template send_tiles<program>(tile, of_tile, block);
-        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores[program] > 0)>();
+          visit_subtile<program>({tile, accumulator},
+                                 {block, column_pass, box * Layout::box_n + subtile * Layout::subtile_n}, subtile,
+                                 head_value[block], {row_total, column_result});
+        results.template send_tiles<program>(tile, box_of_tile, block);
+        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(program) > 0)>();
       }
-      results.share_columns(of_tile, column_result);
+
+      // 3. The box's column results, over the warp's rows.
+      results.share_columns(box_of_tile, column_result);
     }
   }
 
@@ -143,137 +165,137 @@ struct EpilogueVisitor {
     if constexpr (!releases_late) operands.template release_tiles<false>();
   }
 
-  /// `box`: of the turn.
+  /// `subtile`: of the box.
   template <int program>
-  __device__ __forceinline__ void visit_subtile(const Tile& tile, const TileAccumulator& accumulator, int turn, int box,
-                                                int subtile, int block, const HeadValue (&head_value)[2],
-                                                RowTotals& row_total, typename Results::OfBox& column_result) {
-    const int at = box * Layout::box_n + subtile * Layout::subtile_n;
+  __device__ __forceinline__ void visit_subtile(const Accumulated& accumulated, const Place& place, int subtile,
+                                                const HeadValue (&head_value)[2], const Totals& totals) {
+    const Tile& tile = accumulated.tile;
+    const auto [block, column_pass, first] = place;
+    // 1. Operands into registers.
     OfColumns of_columns;
-    operands.load_vectors(turn * Layout::turn_columns + at, of_columns);
+    operands.load_vectors(column_pass * Layout::pass_columns + first, of_columns);
     HeadTables here;
-    const HeadTables& head_table = operands.head_tables(tile, at, block, here);
+    const HeadTables& head_table = operands.head_tables(tile, first, block, here);
     Loads loads;
-    Subtile stores[at_least_one(Epilogue::tile_stores[program])];
+    Subtile stores[at_least_one(Epilogue::tile_stores(program))];
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
-    const bool is_ahead = reads_ahead && box == 0 && block == 0;
+    const bool is_ahead = reads_ahead && first == 0 && block == 0;
     if (!is_ahead) read_tiles(subtile, loads);
+
+    // 2. Each element through the generated function; its results into registers.
 #pragma unroll
     for (int j = 0; j < groups; ++j)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int c = 0; c < 2; c += Layout::spread) {
+        for (int c = 0; c < 2; c += Layout::entry_values) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-          fill(element, tile, accumulator, turn, at, block, j, r, c, of_columns, head_table, head_value[r]);
+          fill(element, accumulated, place, {j, r, c}, of_columns, head_table, head_value[r]);
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
-          static_for<Epilogue::tile_loads * Layout::spread>([&](auto index) {
-            constexpr int i = decltype(index)::value;
-            element.tile[i].f = (is_ahead ? ahead : loads)[i / Layout::spread].value[j][r][Layout::side(i, c)];
+          static_for<Epilogue::tile_loads * Layout::entry_values>([&](auto index) {
+            constexpr int i = index;
+            element.tile[i].f = (is_ahead ? ahead : loads)[i / Layout::entry_values].value[j][r][Layout::side(i, c)];
           });
 
           Epilogue::template evaluate<program>(element, result);
 
-          static_for<Epilogue::tile_stores[program] * Layout::spread>([&](auto index) {
-            constexpr int i = decltype(index)::value;
-            stores[i / Layout::spread].value[j][r][Layout::side(i, c)] = result.tile[i];
+          static_for<Epilogue::tile_stores(program) * Layout::entry_values>([&](auto index) {
+            constexpr int i = index;
+            stores[i / Layout::entry_values].value[j][r][Layout::side(i, c)] = result.tile[i];
           });
           static_for<Epilogue::row_reductions>([&](auto index) {
-            constexpr Op op = Epilogue::row_reduction[decltype(index)::value].op;
-            float& total = row_total[decltype(index)::value][block][r].value;
+            constexpr Op op = Epilogue::row_reduction[index].op;
+            float& total = totals.row[index][block][r].value;
             if constexpr (op == Op::logsumexp) {
-              row_value[decltype(index)::value][r][2 * j + c] =
-                  column_is_inside ? result.row[decltype(index)::value] : neutral<op>();
-              if constexpr (Layout::spread > 1) row_value[decltype(index)::value][r][2 * j + 1] = neutral<op>();
+              row_value[index][r][2 * j + c] = column_is_inside ? result.row[index] : neutral<op>();
+              if constexpr (Layout::entry_values > 1) row_value[index][r][2 * j + 1] = neutral<op>();
             } else if (column_is_inside)
-              total = combine<op>(total, result.row[decltype(index)::value]);
+              total = combine<op>(total, result.row[index]);
           });
-          static_for<Epilogue::column_reductions * Layout::spread>([&](auto index) {
-            constexpr int i = decltype(index)::value;
-            constexpr Op op = Epilogue::column_reduction[i / Layout::spread].op;
-            float& total = column_result[i / Layout::spread][2 * (subtile * groups + j) + Layout::side(i, c)];
+          static_for<Epilogue::column_reductions * Layout::entry_values>([&](auto index) {
+            constexpr int i = index;
+            constexpr Op op = Epilogue::column_reduction[i / Layout::entry_values].op;
+            float& total = totals.column[i / Layout::entry_values][2 * (subtile * groups + j) + Layout::side(i, c)];
             if (row_is_inside) total = combine<op>(total, result.column[i]);
           });
         }
     static_for<Epilogue::row_reductions>([&](auto index) {
-      if constexpr (Epilogue::row_reduction[decltype(index)::value].op == Op::logsumexp) {
+      if constexpr (Epilogue::row_reduction[index].op == Op::logsumexp) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          row_total[decltype(index)::value][block][r].lse.add(row_value[decltype(index)::value][r]);
+        for (int r = 0; r < 2; ++r) totals.row[index][block][r].lse.add(row_value[index][r]);
       }
     });
+
+    // 3. Results into the box's slot in shared memory.
     if (subtile == 0) results.template wait_slot<program>();
     results.template put_tiles<program>(subtile, stores);
   }
 
-  /// All that an element's program reads but tile operands. `at`: the subtile's first column, from the turn's.
-  __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Tile& tile,
-                                       const TileAccumulator& accumulator, int turn, int at, int block, int j, int r,
-                                       int c, const OfColumns& of_columns, const HeadTables& head_table,
+  /// All that an element's program reads but tile operands.
+  __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Accumulated& accumulated, Place place,
+                                       Cell cell, const OfColumns& of_columns, const HeadTables& head_table,
                                        const HeadValue& head_value) const {
+    const auto& [tile, accumulator] = accumulated;
+    const auto [block, column_pass, first] = place;
+    const auto [j, r, c] = cell;
     element.row = Layout::row(tile, operands.warp, operands.lane, block, r);
 #pragma unroll
-    for (int way = 0; way < Epilogue::acc_ways; ++way) {
-      const int group = Layout::fragment_column(way, at) / 8 + j;
-      element.acc[way] = accumulator.registers[block][4 * group + 2 * r + Layout::side(way, c)];
+    for (int half = 0; half < Epilogue::acc_halves; ++half) {
+      const int group = Layout::fragment_column(half, first) / 8 + j;
+      element.acc[half] = accumulator.registers[block][4 * group + 2 * r + Layout::side(half, c)];
     }
 #pragma unroll
-    for (int way = 0; way < Epilogue::ways; ++way)
-      element.column[way] = (Layout::head > 0 ? 0 : way * operands.n) +
-                            Layout::column(tile, operands.lane, way, turn * Layout::turn_columns + at, j) +
-                            Layout::side(way, c);
-    static_for<Epilogue::row_vectors * Layout::spread>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      element.row_vector[i] = of_columns.row_vector[i / Layout::spread][j][Layout::side(i, c)];
+    for (int half = 0; half < Epilogue::halves; ++half)
+      element.column[half] = (Layout::head > 0 ? 0 : half * operands.n) +
+                             Layout::column(tile, operands.lane, half, column_pass * Layout::pass_columns + first, j) +
+                             Layout::side(half, c);
+    static_for<Epilogue::row_vectors * Layout::entry_values>([&](auto index) {
+      constexpr int i = index;
+      element.row_vector[i] = of_columns.row_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
-    static_for<Epilogue::column_vectors>([&](auto index) {
-      element.column_vector[decltype(index)::value] = operands.column_vector[decltype(index)::value][block][r];
+    static_for<Epilogue::column_vectors>(
+        [&](auto index) { element.column_vector[index] = operands.column_vector[index][block][r]; });
+    static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = operands.scalar[index]; });
+    static_for<Epilogue::head_tables * Layout::entry_values>([&](auto index) {
+      constexpr int i = index;
+      element.head_table[i] = head_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
     });
-    static_for<Epilogue::scalars>(
-        [&](auto index) { element.scalar[decltype(index)::value] = operands.scalar[decltype(index)::value]; });
-    static_for<Epilogue::head_tables * Layout::spread>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      element.head_table[i] = head_table[i / Layout::spread][j][r][Layout::side(i, c)];
+    static_for<Epilogue::head_vectors * Layout::entry_values>([&](auto index) {
+      constexpr int i = index;
+      element.head_vector[i] = of_columns.head_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
-    static_for<Epilogue::head_vectors * Layout::spread>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      element.head_vector[i] = of_columns.head_vector[i / Layout::spread][j][Layout::side(i, c)];
-    });
-    static_for<Epilogue::head_values>(
-        [&](auto index) { element.head_value[decltype(index)::value] = head_value[decltype(index)::value]; });
+    static_for<Epilogue::head_values>([&](auto index) { element.head_value[index] = head_value[index]; });
   }
 
-  /// The values of the head that begins `first` columns into the turn, for this thread's rows: one pass over its
-  /// columns for all that need no other value of the head, one for all that need only these, and so on.
+  /// The values of the head that begins `first` columns into the column pass, for this thread's rows. Each pass over
+  /// the head's columns makes the values that need only those of the passes before it.
   template <int program>
-  __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int turn,
+  __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                int first, HeadValue (&head_value)[Layout::blocks][2]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
-    static_for<Epilogue::scalars>([&](auto index) {
-      of_all[decltype(index)::value].i = operands.hidden(operands.scalar[decltype(index)::value].i);
-    });
-    static_for<Epilogue::head_passes>([&](auto level) {
-      constexpr int pass = decltype(level)::value;
+    static_for<Epilogue::scalars>([&](auto index) { of_all[index].i = operands.hidden(operands.scalar[index].i); });
+    static_for<Epilogue::head_passes>([&](auto index) {
+      constexpr int head_pass = index;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
         Word of_row[2][at_least_one(Epilogue::column_vectors)];
         static_for<Epilogue::column_vectors>([&](auto index) {
-          constexpr int i = decltype(index)::value;
+          constexpr int i = index;
 #pragma unroll
           for (int r = 0; r < 2; ++r) of_row[r][i].i = operands.hidden(operands.column_vector[i][block][r].i);
         });
         float total[2][at_least_one(Epilogue::head_values)];
         static_for<Epilogue::head_values>([&](auto index) {
-          constexpr int i = decltype(index)::value;
+          constexpr int i = index;
           total[0][i] = total[1][i] = neutral<Epilogue::head_op[i]>();
         });
 #pragma unroll
         for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
-          operands.load_vectors(turn * Layout::turn_columns + at, of_columns);
+          operands.load_vectors(column_pass * Layout::pass_columns + at, of_columns);
           HeadTables here;
           const HeadTables& head_table = operands.head_tables(tile, at, block, here);
 #pragma unroll
@@ -281,27 +303,25 @@ struct EpilogueVisitor {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-              for (int c = 0; c < 2; c += Layout::spread) {
+              for (int c = 0; c < 2; c += Layout::entry_values) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, tile, accumulator, turn, at, block, j, r, c, of_columns, head_table,
+                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, head_table,
                      head_value[block][r]);
-                static_for<Epilogue::column_vectors>([&](auto index) {
-                  element.column_vector[decltype(index)::value] = of_row[r][decltype(index)::value];
-                });
-                static_for<Epilogue::scalars>(
-                    [&](auto index) { element.scalar[decltype(index)::value] = of_all[decltype(index)::value]; });
-                Epilogue::template evaluate_heads<pass>(element, value);
+                static_for<Epilogue::column_vectors>(
+                    [&](auto index) { element.column_vector[index] = of_row[r][index]; });
+                static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = of_all[index]; });
+                Epilogue::template evaluate_heads<head_pass>(element, value);
                 static_for<Epilogue::head_values>([&](auto index) {
-                  constexpr int i = decltype(index)::value;
-                  if constexpr (Epilogue::head_pass[program][i] == pass)
+                  constexpr int i = index;
+                  if constexpr (Epilogue::head_pass[program][i] == head_pass)
                     total[r][i] = combine<Epilogue::head_op[i]>(total[r][i], value[i]);
                 });
               }
         }
         static_for<Epilogue::head_values>([&](auto index) {
-          constexpr int i = decltype(index)::value;
-          if constexpr (Epilogue::head_pass[program][i] == pass) {
+          constexpr int i = index;
+          if constexpr (Epilogue::head_pass[program][i] == head_pass) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
               head_value[block][r][i] = combine_lanes<Epilogue::head_op[i], 1 | 2>(total[r][i]);

@@ -1,13 +1,22 @@
 // The one matrix product of the library: out tiles = Epilogue(a b), for Hopper.
 //
-// Persistent and warp-specialised: warpgroup 0 produces, warpgroups 1 and 2 consume. Producer warp 0 streams operand
-// tiles through a ring of shared-memory stages (TMA, multicast over the cluster); producer warps 1 and 2 prefetch the
-// epilogue's tile operands, one warp and one ring a consumer. The consumers play pingpong: each takes every second
-// tile, and while one runs its epilogue the other one's products keep the tensor cores busy. Or they cooperate: each
-// has half of the rows of every tile, which can then be larger, and reads less from L2 and shared memory; for products
-// so long that an epilogue that nothing hides is nothing beside them.
+// Persistent: a CTA works on tile after tile (scheduler.cuh). Warp-specialised: of its three warpgroups the first
+// produces and two consume.
+//
+//   warpgroup 0  warp 0     `produce`: a's and b's tiles, k block by k block, into a ring of stages in shared memory,
+//                           by the copy engine (TMA); b's to all CTAs of the cluster (multicast)
+//                warp 1, 2  `prefetch`: the epilogue's tile operands, a ring for each consumer
+//   warpgroup 1             `consume`, consumer 0: waits for a stage, multiplies it (wgmma) into an accumulator in
+//                           registers, gives the stage back; after the last one the epilogue
+//   warpgroup 2             `consume`, consumer 1
+//
+// The consumers share work in one of two ways. Pingpong: each takes every second tile, and while one runs its epilogue
+// the other one's products keep the tensor cores busy. Cooperative: each has half of the rows of every tile. The tile
+// can then be larger, which reads less from L2 and shared memory, but nothing hides its epilogue: for products so long
+// that the epilogue is nothing beside them.
 #pragma once
 
+#include "contracts.cuh"
 #include "epilogue_sm90.cuh"
 #include "partial_tiles_sm90.cuh"
 
@@ -22,9 +31,9 @@ struct SharedLayout {
   static constexpr int a_rows = Config::transpose_a ? Config::tile_m : Config::rows;
   static constexpr int loaded_bytes = a_rows * Config::tile_k * 2 + b_bytes;  // of a stage
   static constexpr int epilogue_offset = Config::stages * stage_bytes;
-  static constexpr int stage_ring_offset = epilogue_offset + 2 * EpilogueLayout<Config, Epilogue>::bytes;
+  static constexpr int stage_ring_offset = epilogue_offset + consumers * EpilogueLayout<Config, Epilogue>::bytes;
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
-  static constexpr int bytes = load_ring_offset + 2 * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
+  static constexpr int bytes = load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
 };
 
 /// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n), each in
@@ -34,17 +43,17 @@ constexpr int chunk_bytes = 64 * 64 * 2;
 template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
-  static constexpr int splits = EpilogueLayout<Config, Epilogue>::splits;
+  static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
   using WorkScheduler =
-      Scheduler<Config::tile_m, Config::tile_n / splits, Config::cluster_m, Config::split_k, Epilogue>;
+      Scheduler<Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
-  static constexpr int consumers = 2;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
-  static constexpr int turns = cooperative ? 1 : consumers;  // a consumer has every `turns`-th piece of work
+  static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
-                "consumers that cooperate have equal shares of whole tiles");
+                "cooperative consumers have equal shares of whole tiles");
   static constexpr int threads = 128 * (1 + consumers);
-  static constexpr int order_threads = 128 * turns;  // at a consumer's barrier: its own, and those that wake it
+  // At a consumer's barrier: its own threads, and in pingpong those of the other one, which wake it.
+  static constexpr int products_threads = 32 * consumer_warps * consumer_stride;
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
                 "a tile is whole operand chunks");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
@@ -63,7 +72,7 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        scheduler(params.m, params.n / splits, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
+        scheduler(params.m, params.n / n_halves, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
                   params.batch),
         stages(stage_ring(shared)) {}
 
@@ -78,15 +87,16 @@ struct Gemm {
     return shared + Layout::epilogue_offset + consumer * EpilogueLayout<Config, Epilogue>::bytes;
   }
 
-  /// The kernel's first steps: tensor maps are fetched, barriers set up. Meanwhile an object is made; `run` waits.
+  /// The kernel's first steps: tensor maps are fetched, barriers set up. Meanwhile the Gemm is constructed, which takes
+  /// the scheduler some divisions; `run` waits for the barriers.
   __device__ __forceinline__ static void initialize(const Params& params, ptx::uint32 shared) {
     if (threadIdx.x == 32) {
       for (const ptx::TensorMap& map : params.map) ptx::tma_prefetch_map(map);
     }
     if (threadIdx.x == 0) {
-      // Emptied by the four warps of a consumer, or of all, in every CTA of the cluster.
-      stage_ring(shared).init(1, 4 * (consumers / turns) * Config::cluster_m);
-      for (int consumer = 0; consumer < consumers; ++consumer) load_ring(shared, consumer).init(1, 4);
+      // A stage is emptied by the warps of one consumer, or of both if cooperative, in every CTA of the cluster.
+      stage_ring(shared).init(1, consumer_warps * (consumers / consumer_stride) * Config::cluster_m);
+      for (int consumer = 0; consumer < consumers; ++consumer) load_ring(shared, consumer).init(1, consumer_warps);
       ptx::mbarrier_init_fence();
     }
     if constexpr (Config::cluster_m > 1) {
@@ -96,13 +106,16 @@ struct Gemm {
   }
 
   __device__ __forceinline__ void run() {
+    // 1. All barriers are set up, in all CTAs of the cluster.
     if constexpr (Config::cluster_m > 1) {
       ptx::cluster_wait();
     } else {
       __syncthreads();
     }
+    // 2. The next kernel may start as CTAs end; this one waits for all that earlier ones have written.
     ptx::launch_dependents();
     ptx::wait_for_earlier_kernels();
+    // 3. Each warp does its part. The producer gives its registers to the consumers.
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
       if (warp == 0 && lane == 0) produce();
@@ -114,6 +127,7 @@ struct Gemm {
   }
 
  private:
+  /// One thread. A stage: wait until it is empty, announce its bytes, start the copies that will fill it.
   __device__ __forceinline__ void produce() {
     RingPosition<Config::stages> at;
     for (int i = 0; i < scheduler.count; ++i) {
@@ -137,7 +151,8 @@ struct Gemm {
     }
   }
 
-  /// Of a product with fewer rows than a tile, only its `rows`: what becomes of the others is stored nowhere.
+  /// A k block of a's tile. Of a product with fewer rows than a tile only its `rows`: what the others' places hold is
+  /// multiplied, but its results are stored nowhere.
   __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
     if constexpr (Config::transpose_a) {
@@ -148,49 +163,50 @@ struct Gemm {
     }
   }
 
-  /// The CTAs of a cluster share b: each loads a part of every stage for all of them.
+  /// A k block of b's tile. The CTAs of a cluster share b: each loads a part of every stage for all of them.
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
-    constexpr int columns = Config::tile_n / splits;  // of a split
+    constexpr int columns = Config::tile_n / n_halves;  // of a half
     if constexpr (Config::transpose_b) {
-      // Rows of k; a box has those of one CTA's part, or of one split.
-      constexpr int boxes = Config::cluster_m > splits ? Config::cluster_m : splits;
-      constexpr int rows = Config::tile_n / boxes, boxes_per_split = boxes / splits;
+      // Rows of k; a box has those of one CTA's part, or of one half.
+      constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
+      constexpr int rows = Config::tile_n / boxes, boxes_per_half = boxes / n_halves;
 #pragma unroll
       for (int i = 0; i < boxes / Config::cluster_m; ++i) {
         const int box = i * Config::cluster_m + rank;
-        load_b_box(target + box * rows * 128, barrier, k, box / boxes_per_split,
-                   tile.column + box % boxes_per_split * rows, tile.batch);
+        load_b_box(target + box * rows * 128, barrier, k, box / boxes_per_half,
+                   tile.column + box % boxes_per_half * rows, tile.batch);
       }
     } else {
       // Chunks of 64 columns: an equal number of them for each CTA, or else of each chunk an equal number of its rows.
-      constexpr int chunks = Config::tile_n / 64, chunks_per_split = columns / 64;
-      static_assert(columns % 64 == 0, "a split is whole chunks");
+      constexpr int chunks = Config::tile_n / 64, chunks_per_half = columns / 64;
+      static_assert(columns % 64 == 0, "a half is whole chunks");
       constexpr bool by_chunk = chunks % Config::cluster_m == 0;
       constexpr int rows = by_chunk ? 64 : 64 / Config::cluster_m;
 #pragma unroll
       for (int i = 0; i < chunks / (by_chunk ? Config::cluster_m : 1); ++i) {
         const int chunk = by_chunk ? i * Config::cluster_m + rank : i, row = by_chunk ? 0 : rank * rows;
-        load_b_box(target + chunk * chunk_bytes + row * 128, barrier, tile.column + 64 * (chunk % chunks_per_split),
-                   chunk / chunks_per_split, k + row, tile.batch);
+        load_b_box(target + chunk * chunk_bytes + row * 128, barrier, tile.column + 64 * (chunk % chunks_per_half),
+                   chunk / chunks_per_half, k + row, tile.batch);
       }
     }
   }
 
-  __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int split, int outer,
+  __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int half, int outer,
                                              int batch) const {
     const int of_b = Config::b_batched ? batch : 0;
     if constexpr (Config::cluster_m > 1) {
       constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
-      ptx::tma_load_multicast(target, params.map[1], barrier, inner, split, outer, of_b, everyone);
+      ptx::tma_load_multicast(target, params.map[1], barrier, inner, half, outer, of_b, everyone);
     } else {
-      ptx::tma_load(target, params.map[1], barrier, inner, split, outer, of_b);
+      ptx::tma_load(target, params.map[1], barrier, inner, half, outer, of_b);
     }
   }
 
+  /// One thread for each consumer.
   __device__ __forceinline__ void prefetch(int consumer) {
     if constexpr (Epilogue::tile_loads > 0) {
       RingPosition<LoadRing::slots> at;
-      for (int i = first_turn(consumer); i < scheduler.count; i += turns) {
+      for (int i = first_piece(consumer); i < scheduler.count; i += consumer_stride) {
         const Work work = work_of(i, consumer);
         if (work.has_tile())
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
@@ -199,7 +215,7 @@ struct Gemm {
     }
   }
 
-  __device__ __forceinline__ static int first_turn(int consumer) { return cooperative ? 0 : consumer; }
+  __device__ __forceinline__ static int first_piece(int consumer) { return cooperative ? 0 : consumer; }
 
   /// Piece i; its tile is this consumer's rows of it.
   __device__ __forceinline__ Work work_of(int i, int consumer) const {
@@ -217,6 +233,8 @@ struct Gemm {
     return {static_cast<float4*>(params.pointer[last - 1]), static_cast<int*>(params.pointer[last]), warp, lane};
   }
 
+  /// A warpgroup. Both consumers walk the ring of stages in the order of the work, and in pingpong each skips the
+  /// stages of the other one.
   __device__ __forceinline__ void consume(int consumer) {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(shared, consumer),
                                                        consumer, warp, lane);
@@ -225,14 +243,18 @@ struct Gemm {
       at.advance(scheduler.work(0, rank).blocks);
       wake(0);
     }
-    for (int i = first_turn(consumer); i < scheduler.count; i += turns) {
+    for (int i = first_piece(consumer); i < scheduler.count; i += consumer_stride) {
+      // 1. The epilogue's vectors and scalars, whose latency the products hide.
       const Work work = work_of(i, consumer);
       if (work.has_tile()) epilogue.begin(work.tile);
 
-      // Pingpong: this consumer's products follow the other one's, which it wakes when its own are all issued. In both
-      // modes the barrier is between the vectors that the epilogue's `begin` puts into shared memory and their readers.
+      // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
+      //    the vectors that `begin` puts into shared memory and the warps that read them.
       const bool is_last = cooperative || i + 1 == scheduler.count;
-      ptx::named_barrier_sync(1 + consumer, order_threads);
+      ptx::named_barrier_sync(barrier_number(NamedBarrier::products, consumer), products_threads);
+
+      // 3. The products, one stage ahead: when those of a stage are issued, those of the stage before it are waited for
+      //    and that stage is given back.
       TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
@@ -245,8 +267,13 @@ struct Gemm {
         previous = at;
         at.advance();
       }
+
+      // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only
+      //    of a whole tile, for cooperative consumers never have a part of one.
       if (!is_last) wake(consumer ^ 1);
-      epilogue.read_ahead();  // only of a whole tile: consumers that cooperate never have a part of one
+      epilogue.read_ahead();
+
+      // 5. The accumulator is complete; the last stage is given back, and the other consumer's are skipped.
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
@@ -254,6 +281,7 @@ struct Gemm {
       release(previous.slot);
       if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
 
+      // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {
         if (!work.has_tile()) {
           partial_tiles().send(accumulator);
@@ -261,12 +289,16 @@ struct Gemm {
         }
         if (work.blocks < scheduler.k_blocks) partial_tiles().add(scheduler.others(), accumulator);
       }
+
+      // 7. The epilogue, under the other consumer's products.
       epilogue.visit(work.tile, accumulator);
     }
     epilogue.finish();
   }
 
-  __device__ __forceinline__ static void wake(int consumer) { ptx::named_barrier_arrive(1 + consumer, order_threads); }
+  __device__ __forceinline__ static void wake(int consumer) {
+    ptx::named_barrier_arrive(barrier_number(NamedBarrier::products, consumer), products_threads);
+  }
 
   /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
   /// one's.
@@ -296,13 +328,16 @@ struct Gemm {
   }
 };
 
+/// The kernel's body, for a generated Config and Epilogue.
 template <class Config, class Epilogue, class Params>
 __device__ __forceinline__ void gemm(const Params& params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  using Kernel = Gemm<Config, Epilogue, Params>;
-  const ptx::uint32 shared = ptx::shared_address(shared_memory);
-  Kernel::initialize(params, shared);
-  Kernel(params, shared).run();
+  if constexpr (check_config<Config>() && check_epilogue<Epilogue>()) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    using Kernel = Gemm<Config, CompleteEpilogue<Epilogue>, Params>;
+    const ptx::uint32 shared = ptx::shared_address(shared_memory);
+    Kernel::initialize(params, shared);
+    Kernel(params, shared).run();
+  }
 }
 
 }  // namespace coda

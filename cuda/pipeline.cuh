@@ -1,12 +1,24 @@
-// A ring of shared-memory slots, each guarded by a pair of mbarriers: `full` (data has arrived) and `empty` (data has
-// been read). Producer and consumer each walk it with a RingPosition of their own.
+// How warps wait for each other. A ring of shared-memory slots, each guarded by a pair of mbarriers: `full` (data has
+// arrived) and `empty` (data has been read). Producer and consumer each walk it with a RingPosition of their own.
 #pragma once
 
 #include "ptx_sm90.cuh"
 
 namespace coda {
 
-/// Slot and phase of the n-th use of a ring of `slots` slots: slot = n % slots, phase = (n / slots) % 2.
+constexpr int consumers = 2;       // warpgroups of a CTA that multiply
+constexpr int consumer_warps = 4;  // of each
+
+/// The hardware's numbered barriers, after that of __syncthreads: each consumer has one of each kind.
+enum class NamedBarrier { products = 1, column_results = products + consumers };
+
+__device__ __forceinline__ constexpr int barrier_number(NamedBarrier kind, int consumer) {
+  return static_cast<int>(kind) + consumer;
+}
+
+/// Where the producer or a consumer of a ring is. Its n-th use of the ring takes slot n % slots, and (n / slots) % 2 is
+/// the parity that tells the uses of one slot apart: an mbarrier completes phase after phase, and a wait names the
+/// parity of the phase that it waits for.
 template <int slots>
 struct RingPosition {
   ptx::uint32 slot = 0;

@@ -110,7 +110,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
       : "memory");
 }
 
-// ---- TMA: four coordinates, innermost first (column, way, row, batch)
+// ---- TMA: four coordinates, innermost first (column, half, row, batch)
 
 struct alignas(64) TensorMap {
   uint64 opaque[16];
@@ -120,29 +120,29 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(uint32 target, const TensorMap& map, uint32 barrier, int column, int way,
+__device__ __forceinline__ void tma_load(uint32 target, const TensorMap& map, uint32 barrier, int column, int half,
                                          int row, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(column), "r"(way), "r"(row), "r"(batch)
+      "l"(&map), "r"(barrier), "r"(column), "r"(half), "r"(row), "r"(batch)
       : "memory");
 }
 
 /// The box arrives in every CTA of `mask`, at the same offset, and completes the barrier at the same offset there.
 __device__ __forceinline__ void tma_load_multicast(uint32 target, const TensorMap& map, uint32 barrier, int column,
-                                                   int way, int row, int batch, uint16 mask) {
+                                                   int half, int row, int batch, uint16 mask) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(column), "r"(way), "r"(row), "r"(batch), "h"(mask)
+      "l"(&map), "r"(barrier), "r"(column), "r"(half), "r"(row), "r"(batch), "h"(mask)
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const TensorMap& map, uint32 source, int column, int way, int row,
+__device__ __forceinline__ void tma_store(const TensorMap& map, uint32 source, int column, int half, int row,
                                           int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(source), "r"(column), "r"(way), "r"(row), "r"(batch)
+               "r"(source), "r"(column), "r"(half), "r"(row), "r"(batch)
                : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() {

@@ -2,20 +2,22 @@
 // may begin with a part of one of the tiles that would be left over.
 #pragma once
 
-#include "elementwise.cuh"
+#include "epilogue_abi.cuh"
 #include "static_for.cuh"
 
 namespace coda {
 
-/// What is often divided by, and 2^32 / value, by less than 2 too small. Nothing hides the three divisions of a tile's
-/// place where consumers cooperate: 400 cycles, if the compiler makes them.
+/// A divisor that is used often, and its reciprocal: `reciprocal` is 2^32 / value or up to 2 less. A quotient is then a
+/// multiplication and a correction by one. Finding a tile's place takes three quotients; by the compiler's division
+/// they take 400 cycles, which nothing hides where consumers are cooperative.
 struct Divisor {
   int value;
   unsigned reciprocal;
 
   Divisor() = default;
   __device__ __forceinline__ explicit Divisor(int value) : value(value) {
-    // A 2^20th too small, more than the error of its two roundings and of the division; then one step of Newton's.
+    // 2^32 / value, taken 2^-20 too small, which is more than the errors of the division and of its two roundings. A
+    // Newton step squares that relative error, and stays below.
     const unsigned first = static_cast<unsigned>(__fdividef(4294963200.f, static_cast<float>(value)));
     reciprocal = first + __umulhi(first, 0u - first * value);
   }
@@ -27,8 +29,9 @@ struct Divisor {
   }
 };
 
-/// Position of one CTA's tile, or of a consumer's rows of it, in elements (row, column within a split; `column_end`
-/// bounds what it may write) and in its own size (for the partial reductions), and the Epilogue's section it lies in.
+/// Position of one CTA's tile, or of a cooperating consumer's rows of it, in elements (row, column within a half of N;
+/// `column_end` bounds what it may write) and in its own size (for the partial reductions), and the Epilogue's section
+/// it lies in.
 struct Tile {
   int row, column, batch;
   int index_m, index_n;
@@ -54,26 +57,29 @@ template <int columns, class Epilogue>
 __device__ __forceinline__ int tiles_along_n(int n) {
   int tiles = 0;
   static_for<Epilogue::sections>([&](auto index) {
-    constexpr Section section = Epilogue::section[decltype(index)::value];
+    constexpr Section section = Epilogue::section[index];
     tiles += ((section.end ? section.end : n) - section.first + columns - 1) / columns;
   });
   return tiles;
 }
 
-/// Tiles of a (batch, m, n) output; a cluster covers `cluster_m` tiles that follow each other along m. Rasterised in
-/// bands of clusters along m, so that what runs at one time is roughly square, and as many as leave a band's rows of a
-/// in L2: with bands of 8 where two fit, a product with k = 24576 took 40 % longer.
+/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles, one below the other.
 ///
-/// Split-K: tiles left over by whole waves, if at most half as many as clusters, are each split along k into
-/// clusters / left_over parts, 8 at most, of 4 k blocks at least. The parts come first, one a cluster at most, and the
-/// first part of a tile has the highest cluster: whoever waits, waits for blocks that start earlier and wait for
-/// nobody. All walk along k at one pace and find in L2 what others have read. (Stream-K, whose parts begin anywhere in
-/// k, took 335 us where whole tiles take 185: 2048 x 2048 x 16384.)
+/// Bands: clusters of tiles are numbered in bands of up to `max_band` rows of clusters, down a band's column before the
+/// next column, so that the tiles that run at one time are roughly a square and share what they read. A band has only
+/// as many rows as L2 can hold of a (`panel_bytes`): 8 rows where two fit cost 40 % of a product with k = 24576.
+///
+/// Split-K: the tiles of the last wave, if they occupy at most half of the clusters, are each split along k into
+/// clusters / left_over parts: at most `max_parts`, of at least `min_blocks` k blocks. Whoever has the first part of a
+/// tile waits for the others' sums. This cannot deadlock: parts are the first work of their clusters, at most one each,
+/// and the first part goes to the highest-numbered of a tile's clusters, so that it waits for CTAs that started before
+/// it and wait for nobody. All parts walk along k at one pace, and find in L2 what others have read. Stream-K, whose
+/// parts begin anywhere in k, does not: 335 us where whole tiles take 185 (2048 x 2048 x 16384).
 template <int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
   static constexpr int max_parts = 8, min_blocks = 4;  // of a split tile; of a part
-  const int n;                                         // within a split
+  const int n;                                         // of a half, where a tile has columns of both
   const int k_blocks;
   int clusters_m;
   Divisor per_batch, per_band;     // clusters
@@ -135,10 +141,10 @@ struct Scheduler {
     if constexpr (Epilogue::sections > 1) {
       int before = 0;
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr Section section = Epilogue::section[decltype(index)::value];
+        constexpr Section section = Epilogue::section[index];
         if (index_n >= before) {
           tile.column = section.first + (index_n - before) * columns;
-          tile.section = decltype(index)::value;
+          tile.section = index;
           tile.column_end = section.end;
         }
         before += (section.end - section.first + columns - 1) / columns;

@@ -6,6 +6,7 @@ namespace coda {
 template <int value_>
 struct Index {
   static constexpr int value = value_;
+  __device__ __forceinline__ constexpr operator int() const { return value; }
 };
 
 /// Calls f(Index<0>()), ..., f(Index<count - 1>()).

@@ -18,7 +18,7 @@ from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
 DRIVER = r"""
-#include "elementwise.cuh"
+#include "epilogue_abi.cuh"
 #include <vector>
 using namespace coda;
 
@@ -50,45 +50,44 @@ static float log_sum_exp(const std::vector<float>& values) {
   return lanes[0].result();
 }
 
-// Column of a way in memory: after the columns of the ways before it, or in heads whose halves the ways are.
+// Column of a half in memory: after the columns of the half before it, or in heads whose halves they are.
 template <class E>
-static int memory_column(int way, int column, int n) {
-  if constexpr (E::neighbours) return 2 * column + way;
+static int memory_column(int half, int column, int n) {
+  if constexpr (E::interleaved) return 2 * column + half;
   if constexpr (E::head > 0)
-    return column / (E::head / 2) * E::head + way * (E::head / 2) + column % (E::head / 2);
-  return way * n + column;
+    return column / (E::head / 2) * E::head + half * (E::head / 2) + column % (E::head / 2);
+  return half * n + column;
 }
 
 // What one element reads, but for the values of its head. columns[i]: row pitch of map i.
 template <class E>
 static void fill(typename E::Element& in, int row, int column, int n, const float* acc, void** map, const int* columns,
                  void** pointer) {
-  const int spread = E::neighbours ? 2 : 1;  // values of an entry
   in.row = row;
-  for (int way = 0; way < E::ways; ++way) in.column[way] = memory_column<E>(way, column, n);
-  for (int way = 0; way < E::acc_ways; ++way)
-    in.acc[way] = acc[static_cast<long long>(row) * n * E::acc_ways + memory_column<E>(way, column, n)];
-  for (int i = 0; i < E::tile_loads * spread; ++i) {
-    const TileAccess t = E::tile_load[i / spread];
-    const int at = memory_column<E>(t.way + i % spread, column, n);
+  for (int half = 0; half < E::halves; ++half) in.column[half] = memory_column<E>(half, column, n);
+  for (int half = 0; half < E::acc_halves; ++half)
+    in.acc[half] = acc[static_cast<long long>(row) * n * E::acc_halves + memory_column<E>(half, column, n)];
+  for (int i = 0; i < E::tile_loads * E::entry_values; ++i) {
+    const TileAccess t = E::tile_load[i / E::entry_values];
+    const int at = memory_column<E>(t.half + i % E::entry_values, column, n);
     in.tile[i] = load(map[t.map], static_cast<long long>(row) * columns[t.map] + at, t.dtype);
   }
-  for (int i = 0; i < E::row_vectors * spread; ++i) {
-    const VectorAccess v = E::row_vector[i / spread];
-    in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.way + i % spread, column, n), v.dtype);
+  for (int i = 0; i < E::row_vectors * E::entry_values; ++i) {
+    const VectorAccess v = E::row_vector[i / E::entry_values];
+    in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.half + i % E::entry_values, column, n), v.dtype);
   }
-  for (int i = 0; i < E::head_tables * spread; ++i) {
-    const VectorAccess t = E::head_table[i / spread];
-    const int half = E::head > 1 ? E::head / 2 : 1;
-    int at = t.way * half + column % half;
-    if (E::neighbours && t.ways == 2) at = 2 * (column % half) + i % spread;
-    in.head_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.ways * half + at, t.dtype);
+  for (int i = 0; i < E::head_tables * E::entry_values; ++i) {
+    const VectorAccess t = E::head_table[i / E::entry_values];
+    const int width = E::head > 1 ? E::head / 2 : 1;
+    int at = t.half * width + column % width;
+    if (E::interleaved && t.halves == 2) at = 2 * (column % width) + i % E::entry_values;
+    in.head_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.halves * width + at, t.dtype);
   }
-  for (int i = 0; i < E::head_vectors * spread; ++i) {
-    const VectorAccess v = E::head_vector[i / spread];
-    const int half = E::head > 1 ? E::head / 2 : 1;
-    int at = v.way * half + column % half;
-    if (E::neighbours && v.ways == 2) at = 2 * (column % half) + i % spread;
+  for (int i = 0; i < E::head_vectors * E::entry_values; ++i) {
+    const VectorAccess v = E::head_vector[i / E::entry_values];
+    const int width = E::head > 1 ? E::head / 2 : 1;
+    int at = v.half * width + column % width;
+    if (E::interleaved && v.halves == 2) at = 2 * (column % width) + i % E::entry_values;
     in.head_vector[i] = load(pointer[v.pointer], at, v.dtype);
   }
   for (int i = 0; i < E::column_vectors; ++i)
@@ -119,19 +118,19 @@ static void evaluate(int program, const typename E::Element& in, typename E::Res
 template <class E>
 static std::vector<float> values_of_heads(int row, int n, const float* acc, void** map, const int* columns,
                                           void** pointer) {
-  const int half = E::head > 1 ? E::head / 2 : 1, count = E::head_values;
-  std::vector<float> heads(n / half * count + 1);
+  const int width = E::head > 1 ? E::head / 2 : 1, count = E::head_values;
+  std::vector<float> heads(n / width * count + 1);
   for (int pass = 0; pass < E::head_passes; ++pass) {
     std::vector<bool> begun(heads.size());
     for (int column = 0; column < n; ++column) {
       typename E::Element in;
       float out[count + 1];
       fill<E>(in, row, column, n, acc, map, columns, pointer);
-      for (int i = 0; i < count; ++i) in.head_value[i] = heads[column / half * count + i];
+      for (int i = 0; i < count; ++i) in.head_value[i] = heads[column / width * count + i];
       evaluate_heads<E>(pass, in, out);
       const int program = E::section[section_of<E>(in.column[0])].program;
       for (int i = 0; i < count; ++i) {
-        const int at = column / half * count + i;
+        const int at = column / width * count + i;
         if (E::head_pass[program][i] != pass) continue;
         heads[at] = begun[at] ? combine(E::head_op[i], heads[at], out[i]) : out[i];
         begun[at] = true;
@@ -141,10 +140,9 @@ static std::vector<float> values_of_heads(int row, int n, const float* acc, void
   return heads;
 }
 
-// Reductions start from their neutral element; `n` is the columns of one way.
+// Reductions start from their neutral element; `n` is the columns of one half.
 template <class E>
 static void drive(int m, int n, const float* acc, void** map, const int* columns, void** pointer) {
-  const int spread = E::neighbours ? 2 : 1;  // values of an entry
   for (int row = 0; row < m; ++row) {
     const std::vector<float> heads = values_of_heads<E>(row, n, acc, map, columns, pointer);
     std::vector<float> exponents[E::row_reductions + 1];
@@ -156,10 +154,10 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
         in.head_value[i] = heads[column / (E::head > 1 ? E::head / 2 : 1) * E::head_values + i];
       const int section = section_of<E>(in.column[0]), program = E::section[section].program;
       evaluate<E>(program, in, out);
-      for (int i = 0; i < E::tile_stores[program] * spread; ++i) {
-        const TileAccess t = E::tile_store[section][i / spread];
+      for (int i = 0; i < E::tile_stores(program) * E::entry_values; ++i) {
+        const TileAccess t = E::tile_store[section][i / E::entry_values];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
-        to[memory_column<E>(t.way + i % spread, column, n) - t.first] = out.tile[i];
+        to[memory_column<E>(t.half + i % E::entry_values, column, n) - t.first] = out.tile[i];
       }
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
@@ -169,9 +167,9 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
         else
           to = combine(r.op, to, out.row[i]);
       }
-      for (int i = 0; i < E::column_reductions * spread; ++i) {
-        const ReductionAccess r = E::column_reduction[i / spread];
-        float& to = static_cast<float*>(pointer[r.pointer])[memory_column<E>(r.way + i % spread, column, n)];
+      for (int i = 0; i < E::column_reductions * E::entry_values; ++i) {
+        const ReductionAccess r = E::column_reduction[i / E::entry_values];
+        float& to = static_cast<float*>(pointer[r.pointer])[memory_column<E>(r.half + i % E::entry_values, column, n)];
         to = combine(r.op, to, out.column[i]);
       }
     }
@@ -194,7 +192,7 @@ class HostPrograms:
             # Unnamed: the members of equally named classes in other shared objects would be taken for these.
             parts.append(f"namespace {{ namespace p{i} {{\n{text}}} }}\n")
             arguments = "int m, int n, const float* acc, void** map, const int* columns, void** pointer"
-            call = f"drive<p{i}::Epilogue>(m, n, acc, map, columns, pointer)"
+            call = f"drive<CompleteEpilogue<p{i}::Epilogue>>(m, n, acc, map, columns, pointer)"
             parts.append(f'extern "C" void run_{i}({arguments}) {{ {call}; }}\n')
         source = "".join(parts)
         name = hashlib.sha256(source.encode()).hexdigest()[:16]

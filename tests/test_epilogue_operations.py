@@ -379,13 +379,14 @@ def test_erfc_is_as_exact_as_its_comment_says(tmp_path):
 def test_every_program_compiles_for_hopper_without_spills():
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
-    parts = ['#include "elementwise.cuh"\n']
+    parts = ['#include "epilogue_abi.cuh"\n']
     for i, (f, operands) in enumerate(CASES.values()):
         program = trace(f, ACC, operands)[0].program
         text = emit(program, [np.dtype(np.float32)] * len(program.stores), [False] * len(program.operands))
         parts.append(f"namespace p{i} {{\n{text}}}\n")
         parts.append(
-            f'extern "C" __global__ void run_{i}(const p{i}::Epilogue::Element* in, p{i}::Epilogue::Result* out) '
+            f"using Epilogue{i} = coda::CompleteEpilogue<p{i}::Epilogue>;\n"
+            f'extern "C" __global__ void run_{i}(const Epilogue{i}::Element* in, Epilogue{i}::Result* out) '
             f"{{ p{i}::Epilogue::evaluate<0>(in[threadIdx.x], out[threadIdx.x]); }}\n"
         )
     log = ffi.compile("".join(parts), "operations").log

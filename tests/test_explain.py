@@ -1,5 +1,7 @@
 """coda.explain names every product of a function, what it becomes, and why."""
 
+import functools
+import inspect
 import os
 import re
 import subprocess
@@ -10,6 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import coda_jax as coda
+from benchmarks.lab.kernel_records import lowered
+from benchmarks.lab.machine_code import disassembly
+from coda_jax import ffi
+from tests.nvrtc import needs_nvrtc
 
 A, B = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 24), jnp.bfloat16)
 
@@ -85,3 +91,71 @@ def test_loops_and_gradients_are_counted():
 def test_another_platform_is_refused():
     with pytest.raises(ValueError, match="platform='CUDA'; it must be 'cuda', 'gpu', 'cpu' or None"):
         coda.explain(coda.gemm, A, B, platform="CUDA")
+
+
+def scaled_gate(acc, rstd, *, bias):
+    gate, up = jnp.split(acc * rstd + bias, 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+def scaled_gate_again(acc, r, bias):
+    gate, up = jnp.split(acc * r + bias, 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+WIDE = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
+
+
+def source_of(epilogue, *operands):
+    found = coda.explain(
+        functools.partial(coda.gemm, epilogue=epilogue), A, WIDE, *operands, platform="cuda", source=True
+    )
+    ((product, _),) = found.products.items()
+    assert str(found).endswith(f"// {product.epilogue}: {product.a} @ {product.b}\n{product.source.rstrip()}")
+    return product.source
+
+
+RSTD, BIAS = jax.ShapeDtypeStruct((32, 1), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.float32)
+
+
+def test_sources_have_the_users_names():
+    line = inspect.getsourcelines(scaled_gate_again)[1]
+    source = source_of(scaled_gate_again, RSTD, BIAS)
+    assert f"struct Epilogue : coda::EpilogueDefaults {{  // scaled_gate_again, test_explain.py:{line}\n" in source
+    for declaration in ("r = in.column_vector[0].f", "bias_0 = in.row_vector[0].f", "bias_1 = in.row_vector[1].f"):
+        assert f"    const float {declaration};\n" in source
+    # A partial's function, and an array that it closes over.
+    captured = source_of(functools.partial(scaled_gate, bias=jnp.ones(32)), RSTD)
+    line = inspect.getsourcelines(scaled_gate)[1]
+    assert f"// scaled_gate, test_explain.py:{line}\n" in captured
+    assert "const float rstd = in." in captured and "captured_0_1 = in." in captured
+
+
+def test_names_that_no_variable_can_have():
+    def epilogue(acc, out, v3, float):  # what C++ and the generated function have another meaning for
+        return acc * out + v3 - float
+
+    source = source_of(epilogue, *[jax.ShapeDtypeStruct((32,), jnp.float32)] * 3)
+    names = re.findall(r"const float (\w+) =", source)
+    assert names[:4] == ["acc", "row_vector_0", "row_vector_1", "row_vector_2"]
+    twice = source_of(lambda x, acc, row: x * acc + row, RSTD, BIAS)
+    assert re.findall(r"const float (\w+) =", twice)[:3] == ["acc", "v1", "row"]
+
+
+@needs_nvrtc
+def test_what_is_shown_is_what_is_compiled_but_for_names():
+    """And the names are no part of a kernel's key: the same mathematics elsewhere is the same source."""
+    functions = scaled_gate_again, lambda acc, s, b: scaled_gate_again(acc, s, b)
+    shown = [source_of(f, RSTD, BIAS) for f in functions]
+    programs = [lowered(functools.partial(coda.gemm, epilogue=f), A, WIDE, RSTD, BIAS) for f in functions]
+    (compiled,) = {call.attributes["source"] for program in programs for call in program.calls}
+    assert shown[0] != shown[1] and "scaled_gate_again" not in compiled and ".py" not in compiled
+    codes = [disassembly(ffi.compile(source, "shown").cubin) for source in (*shown, compiled)]
+    assert codes[0] == codes[1] == codes[2]
+
+
+def test_no_source_unless_it_is_asked_for():
+    found = coda.explain(coda.gemm, A, B, platform="cuda")
+    assert [p.source for p in found.products] == [None]
+    elsewhere = coda.explain(coda.gemm, A, B, platform="cpu", source=True)
+    assert [p.source for p in elsewhere.products] == [None]

@@ -1,15 +1,22 @@
-"""CUDA text of a program: `struct Epilogue`, straight-line code for one element of the accumulator fragment."""
+"""CUDA text of a program: `struct Epilogue`, straight-line code for one element of the accumulator fragment.
 
-from collections.abc import Iterable, Sequence
+The form that is compiled names an operand by its place, `column_vector_0`: equal mathematics is equal text, and so one
+kernel, whatever functions it came from. The form for a reader names it as the user's function does, `rstd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program, Reduction, ReductionOp
+from coda_jax.epilogue.user_names import is_usable
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
-# Entries of the struct: array name (its count has an s) and type, with what stands in an array without entries.
-_ACCESS = {
+# The lists of the struct, and the type of their entries; see cuda/epilogue_abi.cuh.
+_LISTS = {
     "tile_load": "TileAccess",
     "row_vector": "VectorAccess",
     "column_vector": "VectorAccess",
@@ -19,13 +26,8 @@ _ACCESS = {
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
-_EMPTY = {
-    "TileAccess": "-1, 0, 0, coda::DType::f32, false",
-    "VectorAccess": "-1, 0, 1, coda::DType::f32, false",
-    "ReductionAccess": "-1, 0, 1, coda::Op::sum",
-}
 _OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "head_vector", "column_reduction")
-_LOADS = {
+_LOADS = {  # a list, and the member of an Element that has its values
     Kind.TILE: ("tile_load", "tile"),
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
     Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
@@ -39,29 +41,36 @@ _COMBINE = {
     ReductionOp.MIN: "coda::minimum({}, {})",
     ReductionOp.LOGSUMEXP: "coda::log_add_exp({}, {})",
 }
+_LINE = 120
 
 
-def emit(program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]) -> str:
-    """The CUDA definition of `struct Epilogue` for a program; see cuda/epilogue_sm90.cuh for how the kernel uses it.
+def emit(
+    program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool], *, for_reader: bool = False
+) -> str:
+    """The CUDA definition of `struct Epilogue` for a program; cuda/epilogue_abi.cuh tells how the kernel uses it.
 
-    Where neighbouring columns are worked on together, one entry of an array that lies over columns stands for both, and
-    its values follow each other. Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered
+    Where interleaved halves are worked on together, one entry of a list over columns stands for both, and its values
+    follow each other. Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered
     non-tile operands in order, then reductions. A vector that the program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
       out_dtypes: float32, bfloat16 or float16, one for each of `program.stores`.
       batched_operands: for each operand, whether it has a batch axis.
+      for_reader: with the names and the line of the user's function, as far as `program.user_names` has them.
     """
-    return _Emitter(program, out_dtypes, batched_operands).text()
+    return _Emitter(program, out_dtypes, batched_operands, for_reader).text()
 
 
 class _Emitter:
-    def __init__(self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]):
+    def __init__(
+        self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool], for_reader: bool
+    ):
         self.program = program
-        self.entries: dict[str, list[str]] = {name: [] for name in _ACCESS}
-        self.spread = 2 if program.neighbours else 1  # values of an entry that lies over columns
-        self.slots: dict[tuple[int, int], str] = {}
+        self.user_names = program.user_names if for_reader else None
+        self.lists: dict[str, list[str]] = {name: [] for name in _LISTS}
+        self.entry_values = 2 if program.neighbours else 1  # of an entry of a list over columns
+        self.places: dict[tuple[int, int], tuple[str, int]] = {}  # of an operand's half: member of Element, and index
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
         tiles = program.tile_operands
@@ -71,22 +80,57 @@ class _Emitter:
                 self.load(index, 2 + tiles.index(index), batched)
             elif index in others:
                 self.load(index, others.index(index), batched)
+        self.names = self.value_names()
         self.stores(2 + len(tiles), out_dtypes)
         for number, reduction in enumerate(program.reductions):
             self.reduction(len(others) + number, reduction)
 
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
-        (array, member), flag = _LOADS[operand.kind], str(bool(batched)).lower()
-        spread = self.spread if array in _OVER_COLUMNS else 1
-        for way in self.program.loads(index):
-            if way in self.program.entry_ways(index):
-                third = 0 if operand.kind is Kind.TILE else self.program.ways_of(operand.width)
-                place = 0 if spread > 1 else way
-                entry = f"{position}, {place}, {third}, {_dtype(operand.dtype)}, {flag}"
-                self.entries[array].append(f"{entry}, {operand.period}" if operand.period else entry)
-            at = (len(self.entries[array]) - 1) * spread + (way if spread > 1 else 0)
-            self.slots[index, way] = f"in.{member}[{at}].{'f' if operand.dtype.name in FLOATS else 'i'}"
+        name, member = _LOADS[operand.kind]
+        is_over_columns = name in _OVER_COLUMNS
+        per_entry = self.entry_values if is_over_columns else 1
+        is_tile = operand.kind is Kind.TILE
+        for half in self.program.loads(index):
+            if half in self.program.entry_ways(index):
+                fields = {
+                    "map" if is_tile else "pointer": position,
+                    "half": 0 if per_entry > 1 else half,
+                    "halves": self.program.ways_of(operand.width) if is_over_columns and not is_tile else 1,
+                    "dtype": _dtype(operand.dtype),
+                    "batched": bool(batched),
+                    "period": operand.period,
+                }
+                self.lists[name].append(_entry(fields))
+            at = (len(self.lists[name]) - 1) * per_entry + (half if per_entry > 1 else 0)
+            self.places[index, half] = member, at
+
+    def value_names(self) -> dict[int, str]:
+        """What the nodes are called that are no literals; operands in a reader's form as the user calls them."""
+        names: dict[int, str] = {}
+        nodes = sorted(enumerate(self.program.nodes), key=lambda node: node[1].op == "operand")
+        for number, node in nodes:
+            name = self.leaf_name(number, node)
+            names[number] = name if name and name not in names.values() else f"v{number}"
+        return names
+
+    def leaf_name(self, number: int, node: Node) -> str:
+        """Of an element's member; else empty."""
+        if number in self.head_values:
+            return f"head_value_{self.head_values[number]}"
+        match node.op:
+            case "acc" | "column":
+                halves = self.program.acc_ways if node.op == "acc" else self.program.ways
+                return f"{node.op}_{node['way']}" if halves > 1 else node.op
+            case "row":
+                return "row"
+            case "operand":
+                index, half = node["index"], node["way"]
+                if self.user_names and is_usable(name := self.user_names.operand(index)):
+                    return f"{name}_{half}" if len(self.program.loads(index)) > 1 else name
+                member, at = self.places[index, half]
+                return f"{member}_{at}"
+        return ""
 
     def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
         """Sections whose tiles store the same values in the same dtypes share a program."""
@@ -94,108 +138,105 @@ class _Emitter:
         self.tile_stores: list[list[str]] = []  # of each section
         self.tile_results: list[list[str]] = []  # of each program
         self.needed: list[frozenset[int]] = []  # by each program
+        programs: list[list[tuple[str, np.dtype]]] = []
         reduced = [value for reduction in self.program.reductions for value in reduction.values]
-        for section in self.program.sections:
-            chosen = self.program.stores_of(section)
+        for first, end in self.program.sections:
+            chosen = self.program.stores_of((first, end))
             entries: list[str] = []
-            results: list[str] = []
+            results: list[tuple[str, np.dtype]] = []
             for i in chosen:
-                store, dtype = self.program.stores[i], _dtype(np.dtype(out_dtypes[i]))
-                for way, value in enumerate(store.values):
-                    if way < self.program.entries(store.width):
-                        entries.append(f"{first_map + i}, {way}, {store.part[0] if store.part else 0}, {dtype}, false")
-                    results.append(f"out.tile[{len(results)}] = {self.name(value)};  // {dtype}")
-            if results not in self.tile_results:
-                self.tile_results.append(results)
+                store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
+                column = store.part[0] if store.part else 0
+                for half, value in enumerate(store.values):
+                    if half < self.program.entries(store.width):
+                        fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
+                        entries.append(_entry(fields))
+                    results.append((self.name(value), dtype))
+            if results not in programs:
+                programs.append(results)
+                self.tile_results.append([f"out.tile[{i}] = {value};" for i, (value, _) in enumerate(results)])
                 stored = [value for i in chosen for value in self.program.stores[i].values]
                 self.needed.append(self.program.needed([*reduced, *stored]))
-            self.sections.append(f"{self.tile_results.index(results)}, {section[0]}, {section[1]}")
+            self.sections.append(_entry({"program": programs.index(results), "first": first, "end": end}))
             self.tile_stores.append(entries)
 
-    def result(self, array: str, at: int, entry: str, value: str) -> None:
-        self.results.append(f"out.{array.split('_')[0]}[{at}] = {value};")
+    def result(self, name: str, at: int, entry: str, value: str) -> None:
+        self.results.append(f"out.{name.split('_')[0]}[{at}] = {value};")
         if entry:
-            self.entries[array].append(entry)
+            self.lists[name].append(entry)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
-        ways, op = self.program.ways_of(reduction.width), f"coda::Op::{reduction.op.value}"
+        op = f"Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
         if reduction.axis is Axis.ROW:
             combined = _combined(reduction.op, values)
-            self.result("row_reduction", len(self.entries["row_reduction"]), f"{pointer}, 0, 1, {op}", combined)
+            entry = _entry({"pointer": pointer, "op": op})
+            self.result("row_reduction", len(self.lists["row_reduction"]), entry, combined)
             return
-        first = len(self.entries["column_reduction"]) * self.spread
-        for way, value in enumerate(values):
-            is_entry = way < self.program.entries(reduction.width)
-            entry = f"{pointer}, {way}, {ways}, {op}" if is_entry else ""
-            self.result("column_reduction", first + way, entry, value)
+        first = len(self.lists["column_reduction"]) * self.entry_values
+        halves = self.program.ways_of(reduction.width)
+        for half, value in enumerate(values):
+            is_entry = half < self.program.entries(reduction.width)
+            entry = _entry({"pointer": pointer, "half": half, "halves": halves, "op": op}) if is_entry else ""
+            self.result("column_reduction", first + half, entry, value)
 
     def text(self) -> str:
-        size = {name: max(1, len(entries)) for name, entries in self.entries.items()}
-        acc_ways, ways, head = self.program.acc_ways, self.program.ways, self.program.head
-        size |= {name: size[name] * self.spread for name in _OVER_COLUMNS}
-        stored = max([1, *map(len, self.tile_stores)])
-        tile_stores = [len(results) // self.spread for results in self.tile_results]
-        lines = [
-            "struct Epilogue {",
-            f"  static constexpr int acc_ways = {acc_ways}, ways = {ways}, head = {head};",
-            f"  static constexpr bool neighbours = {str(self.program.neighbours).lower()};",
-            f"  static constexpr int sections = {len(self.sections)}, programs = {len(self.tile_results)};",
-            f"  static constexpr coda::Section section[] = {_list(self.sections)};",
-            f"  static constexpr int tile_stores[] = {{{', '.join(map(str, tile_stores))}}};",
-            f"  static constexpr coda::TileAccess tile_store[][{stored}] = {{"
-            + ", ".join(
-                _list(entries + [_EMPTY["TileAccess"]] * (stored - len(entries))) for entries in self.tile_stores
-            )
-            + "};",
-            *(f"  static constexpr int {name}s = {len(entries)};" for name, entries in self.entries.items()),
-            *map(self.array, self.entries),
-            *self.head_tables(),
-            "  struct Element {",
-            f"    float acc[{acc_ways}];",
-            *(f"    coda::Word {member}[{size[array]}];" for array, member in _LOADS.values()),
-            f"    float head_value[{max(1, len(self.head_values))}];",
-            "    int row;",
-            f"    int column[{ways}];",
-            "  };",
-            "  struct Result {",
-            f"    float tile[{stored * self.spread}];",
-            f"    float row[{size['row_reduction']}];",
-            f"    float column[{size['column_reduction']}];",
-            "  };",
-            *self.heads_of_levels(),
+        origin = f"  // {self.user_names.origin}" if self.user_names else ""
+        lines = [f"struct Epilogue : coda::EpilogueDefaults {{{origin}", *self.geometry()]
+        if len(self.sections) > 1 or any(self.program.sections[0]):
+            lines += _declared("Section section[]", [self.sections])
+        if stored := max(map(len, self.tile_stores)):
+            lines += _declared(f"TileAccess tile_store[][{stored}]", self.tile_stores)
+        for name, entries in self.lists.items():
+            if entries:
+                lines += _declared(f"{_LISTS[name]} {name}[]", [entries])
+        lines += [
+            *self.heads(),
+            "",
             "  template <int program>",
-            "  CODA_DEVICE static void evaluate(const Element& in, Result& out) {",
+            "  CODA_DEVICE static void evaluate(const auto& in, auto& out) {",
             *self.statements(range(len(self.program.nodes))),
             *(f"    {result}" for result in self.results),
-            *(
-                f"    if constexpr (program == {number}) {result}"
-                for number, results in enumerate(self.tile_results)
-                for result in results
-            ),
+            *self.tile_results_of_programs(),
             "  }",
             "};",
         ]
         return "\n".join(lines) + "\n"
 
-    def head_tables(self) -> list[str]:
+    def geometry(self) -> list[str]:
+        """How the program's columns lie, where that is not as by default."""
+        program = self.program
+        counts = {"halves": program.ways, "acc_halves": program.acc_ways}
+        sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
+        sizes += [f"head = {program.head}"] if program.head else []
+        lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
+        return lines + ["  static constexpr bool interleaved = true;"] * program.neighbours
+
+    def heads(self) -> list[str]:
         """The values of heads: their operations, and where each program needs them the pass that makes them."""
         levels = self.program.head_levels
-        ops = [f"coda::Op::{HEAD_REDUCTIONS[self.program.nodes[number].op].value}" for number in levels]
+        if not levels:
+            return []
+        ops = [f"Op::{HEAD_REDUCTIONS[self.program.nodes[number].op].value}" for number in levels]
         passes = [
-            ", ".join(str(level if number in needed else -1) for number, level in levels.items()) or "-1"
+            ", ".join(str(level if number in needed else -1) for number, level in levels.items())
             for needed in self.needed
         ]
         return [
-            f"  static constexpr int head_values = {len(ops)}, head_passes = {max(levels.values(), default=-1) + 1};",
-            f"  static constexpr coda::Op head_op[] = {{{', '.join(ops) or 'coda::Op::sum'}}};",
-            f"  static constexpr int head_pass[][{max(1, len(ops))}] = {_list(passes)};",
+            f"  static constexpr int head_values = {len(ops)}, head_passes = {max(levels.values()) + 1};",
+            f"  static constexpr Op head_op[] = {{{', '.join(ops)}}};",
+            f"  static constexpr int head_pass[][{len(ops)}] = {{{', '.join(f'{{{row}}}' for row in passes)}}};",
+            *self.evaluate_heads(),
         ]
 
-    def heads_of_levels(self) -> list[str]:
+    def evaluate_heads(self) -> list[str]:
         """A function for each pass: what an element adds to the values of its head."""
         levels = self.program.head_levels
-        lines = ["  template <int pass>", "  CODA_DEVICE static void evaluate_heads(const Element& in, float* out) {"]
+        lines = [
+            "",
+            "  template <int pass>",
+            "  CODA_DEVICE static void evaluate_heads(const auto& in, float* value) {",
+        ]
         for level in sorted(set(levels.values())):
             nodes = [number for number in levels if levels[number] == level]
             lines += [f"    if constexpr (pass == {level}) {{"]
@@ -204,54 +245,84 @@ class _Emitter:
             lines += [f"  {line}" for line in self.statements(sorted(self.program.needed(roots)))]
             for number, values in inputs.items():
                 op = HEAD_REDUCTIONS[self.program.nodes[number].op]
-                lines.append(f"      out[{self.head_values[number]}] = {_combined(op, list(map(self.name, values)))};")
+                lines.append(
+                    f"      value[{self.head_values[number]}] = {_combined(op, list(map(self.name, values)))};"
+                )
             lines.append("    }")
         return [*lines, "  }"]
+
+    def tile_results_of_programs(self) -> list[str]:
+        if len(self.tile_results) == 1:
+            return [f"    {result}" for result in self.tile_results[0]]
+        lines = []
+        for number, results in enumerate(self.tile_results):
+            if results:
+                lines += [f"    if constexpr (program == {number}) {{", *(f"      {x}" for x in results), "    }"]
+        return lines
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
         nodes = ((number, self.program.nodes[number]) for number in numbers)
         return [
-            f"    const {_type(node)} v{number} = {self.expression(number)};"
+            f"    const {_type(node)} {self.names[number]} = {self.expression(number)};"
             for number, node in nodes
             if node.op != "literal"
         ]
 
-    def array(self, name: str) -> str:
-        kind = _ACCESS[name]
-        return f"  static constexpr coda::{kind} {name}[] = {_list(self.entries[name] or [_EMPTY[kind]])};"
-
     def name(self, number: int) -> str:
         """How a value is referred to: literals stand where they are used."""
         node = self.program.nodes[number]
-        return _literal(node["value"], node.dtype) if node.op == "literal" else f"v{number}"
+        return _literal(node["value"], node.dtype) if node.op == "literal" else self.names[number]
 
     def expression(self, number: int) -> str:
         node = self.program.nodes[number]
         if number in self.head_values:
             return f"in.head_value[{self.head_values[number]}]"
         match node.op:
-            case "acc":
-                return f"in.acc[{node['way']}]"
+            case "acc" | "column":
+                return f"in.{node.op}[{node['way']}]"
             case "operand":
-                slot = self.slots[node["index"], node["way"]]
-                return f"{slot} != 0" if node.dtype == "bool" else slot
+                (member, at), is_float = self.places[node["index"], node["way"]], node.dtype in FLOATS
+                word = f"in.{member}[{at}].{'f' if is_float else 'i'}"
+                return f"{word} != 0" if node.dtype == "bool" else word
             case "row":
                 return "in.row"
-            case "column":
-                return f"in.column[{node['way']}]"
         operation = OPERATIONS[node.op]
         inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
         text = operation.expression(inputs, dtypes, dict(node.attributes))
         return text if operation.exact or node.dtype not in ROUND else f"{ROUND[node.dtype]}({text})"
 
 
+_DEFAULTS: Mapping[str, object] = {"half": 0, "halves": 1, "first": 0, "batched": False, "period": 0}
+
+
+def _entry(fields: Mapping[str, object]) -> str:
+    """An entry of a list: the fields that are not as by default, in the order of its type."""
+    given = {name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+    return ", ".join(f".{name} = {'true' if value is True else value}" for name, value in given.items())
+
+
+def _declared(declaration: str, lists: Sequence[Sequence[str]]) -> list[str]:
+    """A list, or a list of lists, on one line if it fits."""
+    is_nested = declaration.count("[") > 1
+    rows = [", ".join(f"{{{entry}}}" for entry in entries) for entries in lists]
+    rows = [f"{{{row}}}" for row in rows] if is_nested else rows
+    line = f"  static constexpr {declaration} = {{{', '.join(rows)}}};"
+    if len(line) <= _LINE:
+        return [line]
+    inner = []
+    for row, entries in zip(rows, lists, strict=True):
+        if is_nested and len(row) + 7 <= _LINE:
+            inner.append(f"      {row},")
+        elif is_nested:
+            inner += ["      {", *(f"          {{{entry}}}," for entry in entries), "      },"]
+        else:
+            inner += [f"      {{{entry}}}," for entry in entries]
+    return [f"  static constexpr {declaration} = {{", *inner, "  };"]
+
+
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:
     """The values of the ways as one."""
     return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
-
-
-def _list(entries: Sequence[str]) -> str:
-    return "{" + ", ".join(f"{{{entry}}}" for entry in entries) + "}"
 
 
 def _type(node: Node) -> str:
@@ -261,7 +332,7 @@ def _type(node: Node) -> str:
 
 
 def _dtype(dtype: np.dtype) -> str:
-    return f"coda::DType::{_DTYPES[dtype.name]}"
+    return f"DType::{_DTYPES[dtype.name]}"
 
 
 def _literal(value: float | int | bool, dtype: str) -> str:

@@ -13,6 +13,7 @@ from jax import lax
 
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Equation, Literal, bind_equation
+from coda_jax.epilogue.user_names import UserNames
 
 
 class Kind(enum.Enum):
@@ -178,6 +179,7 @@ class Program:
       head: columns of a head, where the two halves are those of heads; else 0, and they are those of the widest arrays.
       neighbours: the halves of a head are its even and its odd columns.
       columns: N where stores are parts of the columns; else 0, and the program is independent of it.
+      user_names: for a reader of the generated source; programs that differ in them alone are equal.
     """
 
     operands: tuple[Operand, ...]
@@ -191,6 +193,7 @@ class Program:
     head: int = 0
     neighbours: bool = False
     columns: int = 0
+    user_names: UserNames | None = field(default=None, repr=False)
 
     def ways_of(self, width: Width) -> int:
         """The ways that an array of this width spans."""

@@ -19,6 +19,7 @@ from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_u
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.program import Kind, Operand, Program, Width
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
+from coda_jax.epilogue.user_names import UserNames
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
 
 _WIDEST_HEAD = 256  # columns of one that a tile has
@@ -147,6 +148,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
                 checked = program(Layout(ways=2, head=n, one_head=True))
             except NotTileLocalError:
                 raise error from None
+        checked = replace(checked, user_names=UserNames.of(f, name, names))
         return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
 
 

@@ -13,6 +13,7 @@ Environment, read when this module is imported:
   not used, is said once on stderr.
 * ``CODA_JAX_QUIET=1``: no line on stderr when a kernel compiles. Warnings stay.
 * ``CODA_JAX_DUMP_DIR``: debugging: source, log and image of every kernel are written here, with line information.
+  ``coda_jax.explain(..., source=True)`` prints the sources with the names of the user's functions and operands.
 
 In both folders ``~`` is the home directory, and a relative one stays where it was at import.
 """

@@ -13,6 +13,7 @@ import numpy as np
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.tiles.config import THREADS, EpilogueTraffic, Tiling, keeps_tables, shared_bytes
 from coda_jax.tiles.cost_model import MULTIPROCESSORS
+from coda_jax.tiles.table import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +171,21 @@ def _pointers(program: Program, operand_count: int, tiling: Tiling) -> list[int]
     return vectors + [first_partial + i for i in range(partials)]
 
 
+def readable_source(problem: Problem, tiling: Tiling) -> str:
+    """The kernel's source with the names and the line of the user's epilogue, which what is compiled has not."""
+    return _source(
+        problem.program,
+        problem.dtype,
+        problem.out_dtypes,
+        problem.transpose_a,
+        problem.product.transpose_b,
+        problem.batched,
+        tiling,
+        _rows(problem.product.m, tiling),
+        for_reader=True,
+    )
+
+
 def _source(
     program: Program,
     dtype: np.dtype,
@@ -179,22 +195,22 @@ def _source(
     batched: Sequence[bool],
     tiling: Tiling,
     rows: int,
+    *,
+    for_reader: bool = False,
 ) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
     maps = 2 + len(program.tile_operands) + len(program.stores)
     pointers = len(_pointers(program, len(program.operands), tiling))
     flags = {True: "true", False: "false"}
-    return f"""#include "elementwise.cuh"
+    return f"""#include "mainloop_sm90.cuh"
 
-{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]))}
-#include "mainloop_sm90.cuh"
-
+{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]), for_reader=for_reader)}
 struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
   static constexpr int tile_m = {tiling.tile_m}, tile_n = {tiling.tile_n}, tile_k = {tiling.tile_k};
   static constexpr int consumer_m = {tiling.consumer_m}, rows = {rows};
   static constexpr int stages = {tiling.stages}, cluster_m = {tiling.cluster_m};
-  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n}, turns = {tiling.turns};
+  static constexpr int box_n = {tiling.box_n}, subtile_n = {tiling.subtile_n}, column_passes = {tiling.turns};
   static constexpr int load_slots = {tiling.load_slots}, store_slots = {tiling.store_slots};
   static constexpr bool split_k = {flags[tiling.split_k]};
   static constexpr bool keeps_tables = {flags[keeps_tables(program, tiling.cut.tile)]};
@@ -203,9 +219,8 @@ struct Config {{
   static constexpr int shared_bytes = {shared_bytes(tiling, program, traffic)};
 }};
 
-using Params = coda::Params<{maps}, {pointers}>;
-
-extern "C" __global__ void __launch_bounds__({THREADS}, 1) coda_gemm(const __grid_constant__ Params params) {{
+extern "C" __global__ void __launch_bounds__({THREADS}, 1)
+    coda_gemm(const __grid_constant__ coda::Params<{maps}, {pointers}> params) {{
   coda::gemm<Config, Epilogue>(params);
 }}
 """

@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import fallback_reason, problem_of
 from coda_jax.primitives.notes import coda_note_p
 from coda_jax.tiles.table import attached_device, tiling_for
@@ -25,6 +26,7 @@ class Product:
       a, b: types of the factors, `^T` where they are stored transposed.
       reason: why it takes XLA's form; None where it is the Hopper kernel.
       tile: rows and columns of the kernel's tiles, and who chose them; None where it takes XLA's form.
+      source: the kernel's CUDA source, if it was asked for; None where it takes XLA's form.
     """
 
     epilogue: str
@@ -32,11 +34,12 @@ class Product:
     b: str
     reason: str | None
     tile: str | None = None
+    source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The products of a function, printed as a table.
+    """The products of a function, printed as a table, and below it their sources where these were asked for.
 
     Attributes:
       products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
@@ -64,21 +67,30 @@ class Explanation:
         lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
         lines.append(f"{self.others:>{wide[0]}}  products that are not coda_jax's")
         lines += [f"{count:>{wide[0]}}  {note}" for note, count in self.notes.items()]
+        for product in self.products:
+            if product.source:
+                lines.append(f"\n// {product.epilogue}: {product.a} @ {product.b}\n{product.source.rstrip()}")
         return "\n".join(lines)
 
 
-def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    function: Callable[..., Any], *args: Any, platform: str | None = None, source: bool = False, **kwargs: Any
+) -> Explanation:
     """What each product of function(*args, **kwargs) is lowered to, and why. Nothing is compiled or run.
 
     Args:
       function: traceable by JAX; jitted or not.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
       platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses.
+      source: also tell each kernel's CUDA source, with the epilogue's function, its file and line, and its parameters
+        by their names. What is compiled, and what CODA_JAX_DUMP_DIR holds, has `column_vector_0` in the place of
+        `rstd`, so that functions with the same mathematics share a kernel.
 
     Raises:
       ValueError: another platform.
 
-    Example: `print(coda.explain(jax.grad(loss), params, batch))`
+    Example: `print(coda.explain(jax.grad(loss), params, batch))`, and of one product
+    `print(coda.explain(coda.gemm, a, b, platform="cuda", source=True))`
     """
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
@@ -87,7 +99,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     found, num_devices = program_of(function, *args, **kwargs)
     for equation, times in found:
         if equation.primitive is coda_gemm_p:
-            products[_product(equation, platform, num_devices)] += times
+            products[_product(equation, platform, num_devices, source)] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
         elif equation.primitive is coda_note_p:
@@ -95,7 +107,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     return Explanation(dict(products), others, dict(notes))
 
 
-def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Product:
+def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_source: bool) -> Product:
     avals, params = [v.aval for v in equation.invars], equation.params
     on_gpu = platform in ("gpu", "cuda")
     reason = fallback_reason(avals, params, num_devices) if on_gpu else f"the platform is {platform}"
@@ -103,14 +115,16 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Produc
         f"{aval.str_short()}{'^T' if transposed else ''}"
         for aval, transposed in zip(avals, (params["transpose_a"], params["transpose_b"]), strict=False)
     )
-    tile = None
+    tile = source = None
     if reason is None:
         try:
-            tiling, origin = tiling_for(problem_of(avals, params), params["config"], attached_device())
+            problem = problem_of(avals, params)
+            tiling, origin = tiling_for(problem, params["config"], attached_device())
             tile = f"{tiling.name} ({origin})"
+            source = readable_source(problem, tiling) if with_source else None
         except ValueError as error:  # a config that does not fit, which the lowering raises
             reason = str(error)
-    return Product(params["name"], a, b, reason, tile)
+    return Product(params["name"], a, b, reason, tile, source)
 
 
 def program_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:

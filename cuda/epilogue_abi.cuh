@@ -1,0 +1,192 @@
+// The contract of a generated Epilogue (coda_jax/epilogue/emit.py): what it says of itself, what the kernel gives to
+// its functions, and what these give back. Compiles for the host too, where tests run generated epilogues.
+#pragma once
+
+#include "elementwise.cuh"
+
+#ifdef __CUDACC__
+#define CODA_CONSTEXPR __host__ __device__ constexpr
+#else
+#define CODA_CONSTEXPR constexpr
+#endif
+
+namespace coda {
+
+enum class DType { bf16, f16, f32, i32, pred };
+enum class Op { sum, max, min, logsumexp };
+
+/// One operand value in a register: .f for floating types (converted to float32), .i for int32 and bool.
+union Word {
+  float f;
+  int i;
+};
+
+// The lists of an Epilogue have an entry for each array, or for each half of N or of a head that an array spans. A list
+// without entries has one that is none.
+
+/// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
+struct Section {
+  int program = 0;
+  int first = 0;
+  int end = 0;
+};
+
+/// A tile read or written: its tensor map, the half that this entry stands for, and the product's column that is the
+/// array's first.
+struct TileAccess {
+  int map = -1;
+  int half = 0;
+  int first = 0;
+  DType dtype = DType::f32;
+  bool batched = false;
+
+  CODA_CONSTEXPR bool is_none() const { return map < 0; }
+};
+
+/// A vector, scalar or head table: its pointer, the half, and how many halves the array spans. Of a head table with
+/// fewer rows than the product, how many: they repeat.
+struct VectorAccess {
+  int pointer = -1;
+  int half = 0;
+  int halves = 1;
+  DType dtype = DType::f32;
+  bool batched = false;
+  int period = 0;
+
+  CODA_CONSTEXPR bool is_none() const { return pointer < 0; }
+};
+
+/// A reduction's partial results: where they go, the half, and how many halves the array spans.
+struct ReductionAccess {
+  int pointer = -1;
+  int half = 0;
+  int halves = 1;
+  Op op = Op::sum;
+
+  CODA_CONSTEXPR bool is_none() const { return pointer < 0; }
+};
+
+/// What holds of an Epilogue that does not say otherwise: one program for all columns, without operands or results.
+/// contracts.cuh checks the types of all members.
+struct EpilogueDefaults {
+  using DType = coda::DType;
+  using Op = coda::Op;
+  using Section = coda::Section;
+  using TileAccess = coda::TileAccess;
+  using VectorAccess = coda::VectorAccess;
+  using ReductionAccess = coda::ReductionAccess;
+
+  // An element is one column; or two that are worked on together, one of each half of N or of each half of a head.
+  static constexpr int halves = 1;
+  static constexpr int acc_halves = 1;        // how many of them acc spans, and with it b
+  static constexpr int head = 0;              // columns of a head, if the halves are those of heads
+  static constexpr bool interleaved = false;  // the halves of a head are its even and its odd columns
+
+  static constexpr Section section[] = {{}};
+  static constexpr TileAccess tile_store[][1] = {{{}}};  // of each section
+  static constexpr TileAccess tile_load[] = {{}};
+  static constexpr VectorAccess row_vector[] = {{}};     // (N,)
+  static constexpr VectorAccess column_vector[] = {{}};  // (M, 1)
+  static constexpr VectorAccess scalar[] = {{}};
+  static constexpr VectorAccess head_table[] = {{}};   // (M, columns of a head)
+  static constexpr VectorAccess head_vector[] = {{}};  // (columns of a head,)
+  static constexpr ReductionAccess row_reduction[] = {{}};
+  static constexpr ReductionAccess column_reduction[] = {{}};
+
+  // Values of a head, reduced over its columns in passes: those of one pass may depend on those of the passes before.
+  static constexpr int head_values = 0, head_passes = 0;
+  static constexpr Op head_op[] = {Op::sum};
+  static constexpr int head_pass[][1] = {{-1}};  // of each program, for each value: in which pass, or -1, not needed
+
+  /// What an element adds to the values of its head, in one of the passes.
+  template <int pass>
+  CODA_DEVICE static void evaluate_heads(const auto& element, float* value) {}
+
+  // Without a default: template <int program> static void evaluate(const Element& in, Result& out).
+};
+
+CODA_CONSTEXPR int at_least_one(int count) {
+  return count > 0 ? count : 1;
+}
+
+/// How many entries a list has.
+template <class Access, int size>
+CODA_CONSTEXPR int count(const Access (&list)[size]) {
+  int entries = 0;
+  while (entries < size && !list[entries].is_none()) ++entries;
+  return entries;
+}
+
+template <class Epilogue>
+CODA_CONSTEXPR int count_programs() {
+  int programs = 1;
+  for (const Section& section : Epilogue::section)
+    programs = section.program < programs ? programs : section.program + 1;
+  return programs;
+}
+
+/// The first section that runs a program, to stand for all of them: their stores differ in place alone.
+template <class Epilogue>
+CODA_CONSTEXPR int first_section_of(int program) {
+  int section = 0;
+  while (Epilogue::section[section].program != program) ++section;
+  return section;
+}
+
+template <class Epilogue>
+CODA_CONSTEXPR int most_tile_stores() {
+  int most = 0;
+  for (const auto& stores : Epilogue::tile_store) most = count(stores) > most ? count(stores) : most;
+  return most;
+}
+
+/// What `evaluate` reads of one element. Where halves are interleaved, an entry of a list over columns stands for both,
+/// and its values follow each other.
+template <class Epilogue>
+struct ElementOf {
+  static constexpr int per_entry = Epilogue::entry_values;
+  float acc[Epilogue::acc_halves];
+  Word tile[at_least_one(Epilogue::tile_loads) * per_entry];
+  Word row_vector[at_least_one(Epilogue::row_vectors) * per_entry];
+  Word column_vector[at_least_one(Epilogue::column_vectors)];
+  Word scalar[at_least_one(Epilogue::scalars)];
+  Word head_table[at_least_one(Epilogue::head_tables) * per_entry];
+  Word head_vector[at_least_one(Epilogue::head_vectors) * per_entry];
+  float head_value[at_least_one(Epilogue::head_values)];
+  int row;
+  int column[Epilogue::halves];
+};
+
+/// What it makes of them: tiles to store, and what it adds to the reductions along its row and its columns.
+template <class Epilogue>
+struct ResultOf {
+  static constexpr int per_entry = Epilogue::entry_values;
+  float tile[at_least_one(most_tile_stores<Epilogue>()) * per_entry];
+  float row[at_least_one(Epilogue::row_reductions)];
+  float column[at_least_one(Epilogue::column_reductions) * per_entry];
+};
+
+/// A generated Epilogue with all that follows from its lists: what the kernel is written for.
+template <class Generated>
+struct CompleteEpilogue : Generated {
+  static constexpr int entry_values = Generated::interleaved ? 2 : 1;  // of an entry of a list over columns
+  static constexpr int sections = sizeof(Generated::section) / sizeof(Section);
+  static constexpr int programs = count_programs<Generated>();
+  static constexpr int tile_loads = count(Generated::tile_load);
+  static constexpr int row_vectors = count(Generated::row_vector);
+  static constexpr int column_vectors = count(Generated::column_vector);
+  static constexpr int scalars = count(Generated::scalar);
+  static constexpr int head_tables = count(Generated::head_table);
+  static constexpr int head_vectors = count(Generated::head_vector);
+  static constexpr int row_reductions = count(Generated::row_reduction);
+  static constexpr int column_reductions = count(Generated::column_reduction);
+
+  using Element = ElementOf<CompleteEpilogue>;
+  using Result = ResultOf<CompleteEpilogue>;
+
+  CODA_CONSTEXPR static int tile_stores(int program) {
+    return count(Generated::tile_store[first_section_of<Generated>(program)]);
+  }
+};
+
+}  // namespace coda
