@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import cases, peers, programs, results, timing
 from coda_jax import ffi
-from coda_jax.tiles.cost_model import tiles_by
+from coda_jax.tiles.constants import tiles_by
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
 

@@ -14,7 +14,7 @@ import coda_jax as coda
 from benchmarks import peers, programs, timing
 from benchmarks.lab.tile_losses import Shape, cuts
 from coda_jax.tiles.config import GemmConfig
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.constants import by_time, constants_for
 from coda_jax.tiles.table import attached_device
 
 Shapes = Sequence[tuple[str, int, int, int]]

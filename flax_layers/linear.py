@@ -12,8 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
+from coda_jax.epilogue import call_site
 from coda_jax.operators.deferred_norm import add_residual_sumsq
-from coda_jax.primitives import call_site
 from flax_layers.stream import Deferred, LayerNormalized, Normalized, Stream, array, in_place_of, layer_norm_arguments
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model

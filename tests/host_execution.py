@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program, Width, emit
+from coda_jax.epilogue import Axis, Kind, Program, Width, emit, finish
 
 HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
@@ -238,7 +238,7 @@ class HostPrograms:
         self.library[f"run_{index}"](
             m, n, acc.ctypes.data_as(ctypes.c_void_p), _addresses(maps), pitches, _addresses(pointers)
         )
-        outputs = program.finish([jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
+        outputs = finish(program, [jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
         outputs.update({store.output: x for store, x in zip(program.stores, stores, strict=True)})
         return [np.asarray(outputs[i]) for i in range(program.num_outputs)]
 

@@ -21,9 +21,7 @@ M, N, K = 256, 192, 64
 
 def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
     m = a.shape[0]
-    return ffi.gemm_call(
-        [a, b] if aliases is None else [a, b, jnp.zeros((m, N), jnp.bfloat16)],
-        [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)],
+    call = ffi.GemmCall(
         name="gemm[test]",
         source=source,
         maps=[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128],
@@ -36,8 +34,9 @@ def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
         cluster_m=2,
         threads=384,
         smem_bytes=200_000,
-        input_output_aliases=aliases,
-    )[0]
+    )
+    args = [a, b] if aliases is None else [a, b, jnp.zeros((m, N), jnp.bfloat16)]
+    return ffi.gemm_call(args, [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)], call, input_output_aliases=aliases)[0]
 
 
 A = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)

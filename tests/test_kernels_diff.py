@@ -129,8 +129,8 @@ def swapped(*arguments):
 kernel._pointers = swapped
 """
 OTHER_TILE = """
-from coda_jax.primitives import config
-config.TILES = ((64, 256),)
+from coda_jax.tiles import choose
+choose.TILES = ((64, 256),)
 """
 
 
@@ -138,7 +138,7 @@ ONE_CASE = """
 import json, sys
 from pathlib import Path
 from unittest import mock
-from benchmarks import kernel_records
+from benchmarks.lab import kernel_records
 from benchmarks.lab.kernel_cases import EPILOGUES, _product
 cases = {"every_vector": _product(EPILOGUES["every_vector"], 4096, 4096, 4096)}
 with mock.patch.object(kernel_records, "cases", lambda: cases):

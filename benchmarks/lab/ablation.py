@@ -24,7 +24,7 @@ from benchmarks.lab.tile_losses import Shape
 from benchmarks.programs import PROGRAMS, Program
 from coda_jax.operators.gated_mlp import gated_backward, row_scale_gated
 from coda_jax.tiles.config import GemmConfig
-from coda_jax.tiles.table import attached_device, tiling_for
+from coda_jax.tiles.table import attached_device, config_for
 
 # Of an H200 (`make lab-energy`, 2519ddb): joules for a byte that is copied, and watts at the power limit.
 JOULES_OF_BYTE, WATTS = 116e-12, 690.0
@@ -83,8 +83,8 @@ PARTS: dict[str, dict[str, Program]] = {
 
 def chosen_tile(name: str, m: int, n: int, k: int) -> GemmConfig:
     """That of the whole program."""
-    tiling, _ = tiling_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
-    return GemmConfig(tile_m=tiling.tile_m, tile_n=tiling.tile_n)
+    config, _ = config_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
+    return GemmConfig(tile_m=config.tile_m, tile_n=config.tile_n)
 
 
 def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str, Any]]:

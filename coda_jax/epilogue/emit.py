@@ -60,7 +60,7 @@ class _Emitter:
     def __init__(self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool]):
         self.program = program
         self.entries: dict[str, list[str]] = {name: [] for name in _ACCESS}
-        self.spread = 2 if program.neighbours else 1  # values of an entry that lies over columns
+        self.spread = 2 if program.interleaved else 1  # values of an entry that lies over columns
         self.slots: dict[tuple[int, int], str] = {}
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
@@ -103,7 +103,9 @@ class _Emitter:
                 store, dtype = self.program.stores[i], _dtype(np.dtype(out_dtypes[i]))
                 for way, value in enumerate(store.values):
                     if way < self.program.entries(store.width):
-                        entries.append(f"{first_map + i}, {way}, {store.part[0] if store.part else 0}, {dtype}, false")
+                        entries.append(
+                            f"{first_map + i}, {way}, {store.slice[0] if store.slice else 0}, {dtype}, false"
+                        )
                     results.append(f"out.tile[{len(results)}] = {self.name(value)};  // {dtype}")
             if results not in self.tile_results:
                 self.tile_results.append(results)
@@ -139,7 +141,7 @@ class _Emitter:
         lines = [
             "struct Epilogue {",
             f"  static constexpr int acc_ways = {acc_ways}, ways = {ways}, head = {head};",
-            f"  static constexpr bool neighbours = {str(self.program.neighbours).lower()};",
+            f"  static constexpr bool neighbours = {str(self.program.interleaved).lower()};",
             f"  static constexpr int sections = {len(self.sections)}, programs = {len(self.tile_results)};",
             f"  static constexpr coda::Section section[] = {_list(self.sections)};",
             f"  static constexpr int tile_stores[] = {{{', '.join(map(str, tile_stores))}}};",

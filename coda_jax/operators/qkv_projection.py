@@ -13,7 +13,7 @@ from coda_jax.operators import deferred_norm
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.tiles.config import takes_heads
+from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
 
