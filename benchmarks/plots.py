@@ -84,7 +84,7 @@ def products(rows: Sequence[Row]) -> plt.Figure:
 
 
 def epilogues(rows: Sequence[Row]) -> plt.Figure:
-    """Lines of an epilogue's price against K: the kernel alone, and with what finishes its reductions."""
+    """Lines of an epilogue's overhead against K: the kernel alone, and with what finishes its reductions."""
     figure, axes = plt.subplots(figsize=(8, 5))
     for i, name in enumerate(dict.fromkeys(row["program"] for row in rows)):
         of = sorted((row for row in rows if row["program"] == name), key=lambda row: (int(row["k"]), int(row["n"])))

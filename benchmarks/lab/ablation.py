@@ -1,10 +1,10 @@
 """`python -m benchmarks.lab.ablation`: what the parts of an epilogue cost, each as an epilogue of its own.
 
-All parts of a program run in the tile that is chosen for the whole of it, and so does the bare product ("none"); prices
-are over the bare product in the tile that is chosen for that one, all at one clock. Beside them stands what to move a
-part's bytes to and from memory, beyond the product's own, takes of the bare product's energy where each byte costs what
-it costs a copy: at the power limit energy is time. Everything is checked against XLA before it is timed.
-Writes benchmarks/results/<device>_ablation.csv.
+All parts of a program run in the tile that is chosen for the whole of it, and so does the bare product ("none").
+Overheads are over the bare product in the tile that is chosen for that one, all at one clock. Beside them stands the
+energy of moving a part's bytes to and from memory, beyond the product's own, as a share of the bare product's: each
+byte costs what it costs a copy, and at the power limit energy is time. Everything is checked against XLA before it is
+timed. Writes benchmarks/results/<device>_ablation.csv.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def chosen_tile(name: str, m: int, n: int, k: int) -> GemmConfig:
 
 def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}  {'part':20}{'us':>10}{'price':>8}{'MB':>8}{'copied':>8}")
+    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}  {'part':20}{'us':>10}{'overhead':>10}{'MB':>8}{'copied':>8}")
     for name, m, n, k in setting.epilogues:
         if name not in PARTS:
             continue
@@ -103,7 +103,7 @@ def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str,
             copied = JOULES_OF_BYTE * moved / (WATTS * 1e-6 * bare)
             about = {"program": name, "m": m, "n": n, "k": k, "part": part, "bare": bare, "kernel": us}
             rows.append({**about, "price": us / bare - 1, "extra_bytes": moved, "copied": copied})
-            shown = f"{us:10.1f}{us / bare - 1:8.1%}{moved / 1e6:8.0f}{copied:8.1%}"
+            shown = f"{us:10.1f}{us / bare - 1:10.1%}{moved / 1e6:8.0f}{copied:8.1%}"
             print(f"{name:16}{m:7}{n:7}{k:7}  {part:20}{shown}", flush=True)
     return rows
 

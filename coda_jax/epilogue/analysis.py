@@ -51,20 +51,10 @@ from coda_jax.epilogue.values import (
     same_size,
 )
 
-IDENTITIES = frozenset(
-    {
-        "copy",
-        "copy_p",
-        "stop_gradient",
-        "optimization_barrier",
-        "pvary",
-        "pcast",
-        "name",
-        "reduce_precision",
-        "sharding_constraint",
-        "reshard",
-    }
-)
+IDENTITIES = frozenset((
+    "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "reduce_precision",
+    "sharding_constraint", "reshard",
+))  # fmt: skip
 
 
 class Analysis:
@@ -104,9 +94,8 @@ class Analysis:
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
         self.producers: dict[int, Equation] = {}
-        self.sequence: list[
-            Equation
-        ] = []  # the flat equations, those of finished reductions in the place of the kernel's
+        # The flat equations, those of finished reductions in the place of the kernel's.
+        self.sequence: list[Equation] = []
         self.is_halved = False  # halves of N have been taken apart or joined
         self.heads_are_halved = False
         acc_ways = range(1 if layout.acc_is_half else self.ways)
