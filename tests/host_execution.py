@@ -228,7 +228,7 @@ class HostPrograms:
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
         width = {width: program.width(width, columns) for width in Width}
-        sizes = [s.part[1] - s.part[0] if s.part else width[s.width] for s in program.stores]
+        sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
         stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
         reductions = [
             np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions
