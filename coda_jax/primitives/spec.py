@@ -75,6 +75,9 @@ class GemmSpec(CallOptions):
         batched = (False,) * (2 + operands)
         return cls(**given, program=program, out_dtypes=dtypes, batched=batched, name=name, site=call_site())
 
+    def __str__(self) -> str:  # in a printed jaxpr
+        return f"({', '.join(f'{field.name}={getattr(self, field.name)}' for field in dataclasses.fields(self))})"
+
     def replace(self, **changes: Any) -> GemmSpec:
         return dataclasses.replace(self, **changes)
 
