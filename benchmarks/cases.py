@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import peers, programs, timing
-from benchmarks.lab.tile_losses import Shape, cuts
+from benchmarks.lab.tile_losses import Shape, tiles
 from coda_jax.tiles.config import GemmConfig
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.constants import by_time, constants_for
 from coda_jax.tiles.table import attached_device
 
 Shapes = Sequence[tuple[str, int, int, int]]
@@ -151,7 +151,7 @@ def product_calls(
 def tile_by_time(layout: str, m: int, n: int, k: int) -> GemmConfig:
     """Of a bare product at one clock: the cost model's choice with ``CODA_JAX_TILES_BY=time``."""
     shape = Shape("identity", "".join("NT"[transposed] for transposed in _transposes(layout)), m, n, k)
-    return GemmConfig(**cuts(shape, by_time(constants_for(attached_device())))[0]._asdict())
+    return GemmConfig(**tiles(shape, by_time(constants_for(attached_device())))[0]._asdict())
 
 
 def epilogue_calls(

@@ -2,7 +2,7 @@
 
 From attention's output to the next attention's input: out-projection, residual, norm, gated MLP, residual, norm, next
 query, key and value with rotary embedding; at 16384 tokens, forward, and forward with backward. "products" are XLA's
-bare products of the same shapes, nothing between them: what is above their time is the price of everything else.
+bare products of the same shapes, nothing between them: what is above their time is the overhead of everything else.
 Every variant is checked before it is timed. Writes benchmarks/results/<device>_layer.csv.
 """
 

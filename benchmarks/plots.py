@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.lab import tile_losses
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.constants import by_time, constants_for
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

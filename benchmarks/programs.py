@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
-from coda_jax.epilogue import trace
+from coda_jax.epilogue import Epilogue, trace
 from coda_jax.operators.feed_forward import activated, activation_backward, gated
 from coda_jax.operators.norm_products import norm_backward, weight_backward
 from coda_jax.primitives import kernel
-from coda_jax.tiles.config import GemmConfig, choose_tiling
-from coda_jax.tiles.cost_model import Product
+from coda_jax.primitives.lowering import problem_of
+from coda_jax.primitives.spec import CallOptions, GemmSpec
+from coda_jax.tiles.config import GemmConfig
 from coda_jax.tools.tune import random_array
 
 
@@ -79,19 +80,22 @@ def kernel_source(
     epilogue, captured = trace(program.epilogue, array((m, n), jnp.float32), operands)
     if captured:
         raise ValueError("the programs here capture nothing")
-    out_dtypes = [np.dtype(out_dtype) for out_dtype in program.out_dtypes]
-    return kernel.lower(
-        epilogue.program,
-        array((k, m) if transpose_a else (m, k), dtype),
-        array((n, k) if transpose_b else (k, n), dtype),
-        operands,
-        out_dtypes=out_dtypes,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        batched=(False,) * (2 + len(operands)),
-        tiling=choose_tiling(Product(m, n, k, transpose_b=transpose_b), epilogue.program, out_dtypes, config),
-        name=epilogue.name,
-    ).source
+    a, b = array((k, m) if transpose_a else (m, k), dtype), array((n, k) if transpose_b else (k, n), dtype)
+    spec = spec_of(program, epilogue, len(operands), transpose_a=transpose_a, transpose_b=transpose_b)
+    return lowered((a, b, *operands), spec, config).call.source
+
+
+def spec_of(program: Program, epilogue: Epilogue, operands: int, **options: Any) -> GemmSpec:
+    """The primitive's parameter for this traced program and so many operands, with `CallOptions`."""
+    out_dtypes = [out.dtype for out in epilogue.out_avals]
+    for store, dtype in zip(epilogue.program.stores, program.out_dtypes, strict=True):
+        out_dtypes[store.output] = np.dtype(dtype)
+    return GemmSpec.of(CallOptions(**options), epilogue.program, out_dtypes, epilogue.name, operands)
+
+
+def lowered(types: Sequence[Any], spec: GemmSpec, config: GemmConfig | None) -> kernel.Kernel:
+    """The kernel of a product, with what `config` leaves open chosen for an H200."""
+    return kernel.lower(types, spec, problem_of(types, spec).config(config, None))
 
 
 def check(name: str, out: Any, expected: Any) -> None:

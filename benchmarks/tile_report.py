@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.lab import tile_losses
 from benchmarks.markdown import grouped, table
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.constants import by_time, constants_for
 
 
 def at_one_clock(path: pathlib.Path) -> str:

@@ -16,9 +16,9 @@ from coda_jax.operators import rotary as rotary
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm
 from coda_jax.tiles import GemmConfig as GemmConfig
-from coda_jax.tools import Explanation as Explanation
-from coda_jax.tools import Tuning as Tuning
-from coda_jax.tools import explain as explain
-from coda_jax.tools import tune as tune
+from coda_jax.tools.explain import Explanation as Explanation
+from coda_jax.tools.explain import explain as explain
+from coda_jax.tools.tune import Tuning as Tuning
+from coda_jax.tools.tune import tune as tune
 
 __version__ = "0.1.0"

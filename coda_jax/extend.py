@@ -1,10 +1,10 @@
 """For libraries of layers: what `flax_layers` is made with beside the operators."""
 
+from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.epilogue.equations import bind as bind_equation
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
-from coda_jax.primitives.call_site import hide as hide_frames
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes

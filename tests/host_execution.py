@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program, Width, emit
+from coda_jax.epilogue import Axis, Kind, Program, Width, emit, finish
 
 HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
@@ -226,7 +226,7 @@ class HostPrograms:
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
         width = {width: program.width(width, columns) for width in Width}
-        sizes = [s.part[1] - s.part[0] if s.part else width[s.width] for s in program.stores]
+        sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
         stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
         reductions = [
             np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions
@@ -236,7 +236,7 @@ class HostPrograms:
         self.library[f"run_{index}"](
             m, n, acc.ctypes.data_as(ctypes.c_void_p), _addresses(maps), pitches, _addresses(pointers)
         )
-        outputs = program.finish([jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
+        outputs = finish(program, [jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
         outputs.update({store.output: x for store, x in zip(program.stores, stores, strict=True)})
         return [np.asarray(outputs[i]) for i in range(program.num_outputs)]
 

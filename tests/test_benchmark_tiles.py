@@ -15,8 +15,10 @@ from benchmarks import plots, programs
 from benchmarks.lab import tile_losses, tiles, tiles_energy
 from benchmarks.lab.tile_losses import Shape
 from coda_jax.tiles import table as tile_table
-from coda_jax.tiles.config import EpilogueTraffic, candidates, element_traffic
-from coda_jax.tiles.cost_model import by_time, constants_for, cost
+from coda_jax.tiles.choose import candidates
+from coda_jax.tiles.constants import by_time, constants_for
+from coda_jax.tiles.cost_model import cost
+from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 from coda_jax.tools import tune
 from tests.nvrtc import needs_nvrtc
 
@@ -39,7 +41,7 @@ def test_measured_and_written(tmp_path, monkeypatch, capsys):
     assert device == "cpu" and set(times) == set(grid)
     for shape, of in times.items():
         problem = shape.problem
-        assert set(of) == set(candidates(problem.product, problem.program, problem.out_dtypes)[:2])
+        assert set(of) == set(candidates(problem.shape, problem.program, problem.out_dtypes)[:2])
         assert min(of.values()) > 0
     before = path.read_text()
     assert tiles.main([*options, "--budget=0"]) == 1 and path.read_text() == before  # what there is stays
@@ -71,9 +73,9 @@ def test_report_of_tiles_alone(tmp_path, capsys):
     shapes = [Shape("identity", "NN", 16384, 4096, 4096), Shape("residual_sumsq", "NN", 16384, 2048, 8192)]
     alone, at_one_clock = (times_by(of, shapes=shapes) for of in (constants, H200_BY_TIME))
     rows = [
-        {**vars(shape), **vars(tiling), "joules": 700 * cost, "seconds": cost, "device": "NVIDIA H200"}
+        {**vars(shape), **vars(config), "joules": 700 * cost, "seconds": cost, "device": "NVIDIA H200"}
         for shape, of in alone.items()
-        for tiling, cost in of.items()
+        for config, cost in of.items()
         if cost < float("inf")
     ]
     written(tmp_path / "nvidia_h200_tiles_energy.csv", rows)
@@ -89,9 +91,9 @@ def test_report_of_tiles_alone(tmp_path, capsys):
 def test_table_needs_time_and_energy():
     shape = Shape("identity", "NN", 16384, 2048, 8192)
     problem = shape.problem
-    found = candidates(problem.product, problem.program, problem.out_dtypes, "NVIDIA H200")
-    first, square = found[0], next(tiling for tiling in found if tiling.cut.tile == (128, 128))
-    assert first.cut.tile == (128, 256)  # which takes 5 % less power
+    found = candidates(problem.shape, problem.program, problem.out_dtypes, "NVIDIA H200")
+    first, square = found[0], next(config for config in found if config.tile.size == (128, 128))
+    assert first.tile.size == (128, 256)  # which takes 5 % less power
     of = constants_for("NVIDIA H200")
     assert not tile_losses.table({shape: {first: 100.0, square: 94.0}}, of)
     (entry,) = tile_losses.table({shape: {first: 100.0, square: 88.0}}, of).values()
@@ -144,8 +146,8 @@ def times_by(constants, tokens=(256, 1024, 16384), shapes=None):
         problem = shape.problem
         traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
         found[shape] = {
-            tiling: cost(problem.product, tiling.cut, traffic, constants)
-            for tiling in candidates(problem.product, problem.program, problem.out_dtypes)
+            config: cost(problem.shape, config.tile, traffic, constants)
+            for config in candidates(problem.shape, problem.program, problem.out_dtypes)
         }
     return found
 
@@ -167,16 +169,16 @@ def test_fit():
     of_tiles = {name: of for name, of in vars(H200_BY_TIME).items() if isinstance(of, dict)}
     of_others = {name: {tile: of[tile] for tile in of if tile != SHARED} for name, of in of_tiles.items()}
     without = dataclasses.replace(H200_BY_TIME, **of_others)
-    assert {tiling.cut.tile for of in times.values() for tiling in of} > set(without.of_block)
+    assert {config.tile.size for of in times.values() for config in of} > set(without.of_block)
     assert set(tile_losses.fit(times, without, rounds=1, moves=0).of_block) == set(without.of_block)
     assert tile_losses.shown(fitted).startswith("Constants(\n    of_block={(128, 128): (")
 
 
 def rows_of(times):
     return [
-        {**vars(shape), **vars(tiling), "us": us, "us_even": us, "us_odd": us, "device": "NVIDIA H200"}
+        {**vars(shape), **vars(config), "us": us, "us_even": us, "us_odd": us, "device": "NVIDIA H200"}
         for shape, of in times.items()
-        for tiling, us in of.items()
+        for config, us in of.items()
     ]
 
 
@@ -198,15 +200,15 @@ def test_read_alone(tmp_path, monkeypatch, capsys):
     constants = constants_for("NVIDIA H200")
     lost = {}
     for shape, of in times.items():
-        energy, first = tune.energies(shape.problem.product, of, constants), tile_losses.chosen(shape, of, constants)
-        best = min(of, key=lambda tiling: energy[tiling] * of[tiling])
+        energy, first = tune.energies(shape.problem.shape, of, constants), tile_losses.chosen(shape, of, constants)
+        best = min(of, key=lambda config: energy[config] * of[config])
         if min(energy[first] / energy[best], of[first] / of[best]) > 1.04 and shape.k <= 8192:
             lost[shape] = best, of[best], of[first]
     entries = tile_table.read(tmp_path / "nvidia_h200.json")["NVIDIA H200"]
     assert set(entries) == {shape.problem.key for shape in lost} and 0 < len(lost) < len(times)
     for shape, (best, us, cost_model_us) in lost.items():
         entry = entries[shape.problem.key]
-        assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == FLAT == best.cut.tile
+        assert (entry["config"]["tile_m"], entry["config"]["tile_n"]) == FLAT == best.tile.size
         assert (entry["us"], entry["cost_model_us"]) == pytest.approx((us, cost_model_us), abs=0.01)
     worst = max(tile_losses.losses(times, H200_BY_TIME).values())
     assert f"{worst:6.1%}" in capsys.readouterr().out

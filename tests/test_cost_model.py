@@ -12,25 +12,18 @@ import coda_jax as coda
 from benchmarks.lab.tile_losses import Shape
 from benchmarks.programs import PROGRAMS, kernel_source
 from coda_jax.epilogue import trace
-from coda_jax.tiles.config import EpilogueTraffic, candidates, choose_tiling, element_traffic, keeps_tables
-from coda_jax.tiles.cost_model import (
-    Cut,
-    ElementTraffic,
-    Product,
-    best_first,
-    by_time,
-    constants_for,
-    cost,
-    relative_power,
-    split_tiles,
-)
+from coda_jax.tiles.choose import candidates, choose_config
+from coda_jax.tiles.config import TileShape
+from coda_jax.tiles.constants import by_time, constants_for
+from coda_jax.tiles.cost_model import GemmShape, best_first, cost, relative_power, split_tiles
+from coda_jax.tiles.traffic import ElementTraffic, EpilogueTraffic, element_traffic, keeps_tables
 
 DEVICE, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 H200 = constants_for(DEVICE)
 
 
 @pytest.mark.parametrize(
-    "device, name, k, is_shared",
+    "device, name, k, is_cooperative",
     [
         (H100, "rotary_qkv", 4096, True),
         (H100, "rotary_qkv", 1536, False),
@@ -41,11 +34,10 @@ H200 = constants_for(DEVICE)
         (H100, "rotary_whole_tables", 8192, False),  # nor tables that each head loads
     ],
 )
-def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k, is_shared):
+def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k, is_cooperative):
     problem = Shape(name, "NN", 16384, PROGRAMS[name].columns(10240), k).problem
-    assert (
-        choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device).tile_n == 256
-    ) == is_shared
+    config = choose_config(problem.shape, problem.program, problem.out_dtypes, None, device)
+    assert config.tile.is_cooperative == is_cooperative
 
 
 @pytest.mark.parametrize("device", [DEVICE, H100])
@@ -61,8 +53,8 @@ def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k,
 )
 def test_tiles_of_few_rows(device, m, n, k, tile, is_split):
     problem = Shape("identity", "NN", m, n, k).problem
-    tiling = choose_tiling(problem.product, problem.program, problem.out_dtypes, None, device)
-    assert (tiling.cut.tile, tiling.split_k) == (tile, is_split)
+    config = choose_config(problem.shape, problem.program, problem.out_dtypes, None, device)
+    assert (config.tile.size, config.split_k) == (tile, is_split)
 
 
 @pytest.mark.parametrize(
@@ -70,22 +62,21 @@ def test_tiles_of_few_rows(device, m, n, k, tile, is_split):
 )
 def test_tiles_of_few_rows_only_for_what_has_been_timed(name, m, n):
     problem = Shape(name, "NT", m, n, 1024).problem
-    arguments = problem.product, problem.program, problem.out_dtypes
-    assert (64, 64) not in {tiling.cut.tile for tiling in candidates(*arguments)}
+    arguments = problem.shape, problem.program, problem.out_dtypes
+    assert (64, 64) not in {config.tile.size for config in candidates(*arguments)}
     if name != "rotary_256":
-        assert choose_tiling(*arguments, coda.GemmConfig(tile_m=64, tile_n=64)).cut.tile == (64, 64)
+        assert choose_config(*arguments, coda.GemmConfig(tile_m=64, tile_n=64)).tile.size == (64, 64)
 
 
 def test_no_product_is_faster_than_memory():
-    traffic, product = ElementTraffic(0, 2, 0, False, 0.0, False), Product(16, 4096, 14336)
+    traffic, shape = ElementTraffic(0, 2, 0, False, 0.0, False), GemmShape(16, 4096, 14336)
     at_once = dataclasses.replace(
         H200, alone=dict.fromkeys(H200.alone, 0.0), of_block=dict.fromkeys(H200.of_block, (0.0, 0.0)), store=0.0
     )
     least = H200.start[0] + H200.memory * 2e-6 * (16 + 4096) * 14336
-    for tile in ((64, 64), (64, 128)):
-        cut = Cut(*tile, 1, False)
-        assert cost(product, cut, traffic, at_once) == pytest.approx(least, rel=2e-3)
-        assert cost(product, cut, traffic, H200) > least
+    for tile in (TileShape(64, 64, 1, False), TileShape(64, 128, 1, False)):
+        assert cost(shape, tile, traffic, at_once) == pytest.approx(least, rel=2e-3)
+        assert cost(shape, tile, traffic, H200) > least
 
 
 @pytest.mark.parametrize(
@@ -147,54 +138,55 @@ def test_of_tiles_that_take_as_much_the_faster_is_chosen():
     problem = Shape("identity", "NT", 16384, 2048, 3072).problem
     program, dtypes = problem.program, problem.out_dtypes
     traffic = element_traffic(program, EpilogueTraffic.of(program, dtypes))
-    wide, square = Cut(128, 256, 2, False), Cut(128, 128, 2, False)
-    energy, time = ([cost(problem.product, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
+    wide, square = TileShape(128, 256, 2, False), TileShape(128, 128, 2, False)
+    energy, time = ([cost(problem.shape, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
     assert energy[0] * time[0] < energy[1] * time[1] and time[0] > time[1]
-    assert choose_tiling(problem.product, program, dtypes, None, DEVICE).cut == square
+    assert choose_config(problem.shape, program, dtypes, None, DEVICE).tile == square
 
 
 def test_power_is_what_the_cost_model_makes_of_a_time():
     """A split tile keeps the whole chip at work, or as much of it as there are parts."""
-    whole, split = Cut(128, 192, 2, False), Cut(128, 192, 2, True)
+    whole, split = TileShape(128, 192, 2, False), TileShape(128, 192, 2, True)
     of = dataclasses.replace(H200, power={**H200.power, (128, 192): 0.9})
-    assert relative_power(Product(2048, 16384, 16384), split, of) == pytest.approx(0.9)
-    assert relative_power(Product(2048, 16384, 16384), whole, of) < 0.9
-    tiles, parts = split_tiles(Product(768, 768, 16384), split)
-    assert relative_power(Product(768, 768, 16384), split, of) == pytest.approx(1 - 0.1 * tiles * parts / 66)
+    assert relative_power(GemmShape(2048, 16384, 16384), split, of) == pytest.approx(0.9)
+    assert relative_power(GemmShape(2048, 16384, 16384), whole, of) < 0.9
+    tiles, parts = split_tiles(GemmShape(768, 768, 16384), split)
+    assert relative_power(GemmShape(768, 768, 16384), split, of) == pytest.approx(1 - 0.1 * tiles * parts / 66)
 
 
 def test_column_sums_count_where_nothing_hides_them():
-    shape, none, one = Product(16384, 4096, 4096), *(ElementTraffic(0, 2, count, False, 0.0, False) for count in (0, 1))
-    for tile, counts in (((128, 256), True), ((128, 128), False)):
-        cut = Cut(*tile, 2, False)
-        assert (cost(shape, cut, one, H200) > cost(shape, cut, none, H200)) == counts
+    shape = GemmShape(16384, 4096, 4096)
+    none, one = (ElementTraffic(0, 2, count, False, 0.0, False) for count in (0, 1))
+    for size, counts in (((128, 256), True), ((128, 128), False)):
+        tile = TileShape(*size, 2, False)
+        assert (cost(shape, tile, one, H200) > cost(shape, tile, none, H200)) == counts
 
 
 @pytest.mark.parametrize("waves, saved", [(3, False), (4, True), (8, True)])
 def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
-    whole, one_more = (Product(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
-    cut, traffic = Cut(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
+    whole, one_more = (GemmShape(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
+    tile, traffic = TileShape(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
     of = dataclasses.replace(H200, memory=0.0)
-    alone, plain = ((cost(one_more, cut, traffic, c) - cost(whole, cut, traffic, c)) for c in (of, by_time(of)))
+    alone, plain = ((cost(one_more, tile, traffic, c) - cost(whole, tile, traffic, c)) for c in (of, by_time(of)))
     assert (alone < 0.6 * plain) if saved else (alone == plain)
-    power = relative_power(one_more, cut, H200)
+    power = relative_power(one_more, tile, H200)
     assert (power == pytest.approx((waves + alone / plain) / (waves + 1), rel=1e-3)) if saved else (power == 1)
 
 
 @pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
-def test_what_a_shared_tile_loads_is_there_when_its_products_end(epilogue):
+def test_what_a_cooperative_tile_loads_is_there_when_its_products_end(epilogue):
     """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
     shape = Shape(epilogue, "NN", 16384, 2048, 16384)
     types, dtypes = shape.types[2:], shape.problem.out_dtypes
     config = coda.GemmConfig(tile_m=128, tile_n=256)
-    tiling = choose_tiling(shape.problem.product, shape.problem.program, dtypes, config, DEVICE)
+    config = choose_config(shape.problem.shape, shape.problem.program, dtypes, config, DEVICE)
     if not types:
-        assert tiling.stages == 4
+        assert config.stages == 4
     else:
-        row = tiling.box_n * sum(type_.dtype.itemsize for type_ in types if type_.ndim == 2 and type_.shape[1] > 1)
-        assert tiling.stages == 3 and 64 * row * tiling.load_slots >= 24 * 1024
-    assert tiling.box_n * max(dtype.itemsize for dtype in dtypes) in (64, 128)
+        row = config.box_n * sum(type_.dtype.itemsize for type_ in types if type_.ndim == 2 and type_.shape[1] > 1)
+        assert config.stages == 3 and 64 * row * config.load_slots >= 24 * 1024
+    assert config.box_n * max(dtype.itemsize for dtype in dtypes) in (64, 128)
 
 
 def test_candidates_begin_with_what_is_chosen(monkeypatch):
@@ -203,14 +195,14 @@ def test_candidates_begin_with_what_is_chosen(monkeypatch):
     found = set()
     for by in ("energy_delay", "time"):
         monkeypatch.setenv("CODA_JAX_TILES_BY", by)
-        first, *_ = candidates(problem.product, problem.program, problem.out_dtypes, DEVICE)
-        assert first == choose_tiling(problem.product, problem.program, problem.out_dtypes, None, DEVICE)
-        found.add(first.cut.tile)
+        first, *_ = candidates(problem.shape, problem.program, problem.out_dtypes, DEVICE)
+        assert first == choose_config(problem.shape, problem.program, problem.out_dtypes, None, DEVICE)
+        found.add(first.tile.size)
     assert found == {(128, 256), (128, 128)}
 
 
 @pytest.mark.parametrize(
-    "name, tile, turns",
+    "name, tile, passes",
     [
         ("gated_backward", (128, 192), 1),
         ("geglu_backward", (128, 192), 2),
@@ -221,23 +213,23 @@ def test_candidates_begin_with_what_is_chosen(monkeypatch):
         ("mish", (128, 256), 2),
     ],
 )
-def test_turns_are_as_many_as_the_instruction_cache_asks_for(name, tile, turns):
+def test_column_passes_are_as_many_as_the_instruction_cache_asks_for(name, tile, passes):
     problem = Shape(name, "NT", 16384, 8192, 2048).problem
     config = coda.GemmConfig(tile_m=tile[0], tile_n=tile[1])
-    assert choose_tiling(problem.product, problem.program, problem.out_dtypes, config, DEVICE).turns == turns
+    assert choose_config(problem.shape, problem.program, problem.out_dtypes, config, DEVICE).column_passes == passes
 
 
 def test_boxes_are_as_wide_as_turns_of_cached_code_allow():
-    """Two of 64 columns in 128 x 128 would be two turns, of 11,000 instructions in all."""
+    """Two of 64 columns in 128 x 128 would be two passes, of 11,000 instructions in all."""
     types = tuple(jax.ShapeDtypeStruct((4096, 4096), dtype) for dtype in (jnp.float32, jnp.bfloat16))
     program = trace(lambda acc, x: jnp.tan(acc) + jnp.abs(x) ** 2.5, types[0], types[1:])[0].program
     config = coda.GemmConfig(tile_m=128, tile_n=128)
-    tiling = choose_tiling(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], config, DEVICE)
-    assert (tiling.box_n, tiling.turns) == (32, 4)
+    config = choose_config(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], config, DEVICE)
+    assert (config.box_n, config.column_passes) == (32, 4)
 
 
 def test_heads_that_are_long_have_a_tile_of_two():
-    """In 128 x 128 one head of 128 columns is all, so that there are no turns."""
+    """In 128 x 128 one head of 128 columns is all, so that there are no passes."""
 
     def heads(acc, x):
         y = acc.reshape(acc.shape[0], -1, 128)
@@ -246,9 +238,9 @@ def test_heads_that_are_long_have_a_tile_of_two():
 
     types = tuple(jax.ShapeDtypeStruct((4096, 4096), dtype) for dtype in (jnp.float32, jnp.bfloat16))
     program = trace(heads, types[0], types[1:])[0].program
-    tiling = choose_tiling(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], None, DEVICE)
-    assert program.head == 128 and (tiling.tile_n, tiling.turns) == (256, 2)
-    assert candidates(Product(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], DEVICE)[0] == tiling
+    config = choose_config(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], None, DEVICE)
+    assert program.head == 128 and (config.tile_n, config.column_passes) == (256, 2)
+    assert candidates(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], DEVICE)[0] == config
 
 
 @pytest.mark.parametrize(
@@ -262,20 +254,21 @@ def test_heads_that_are_long_have_a_tile_of_two():
         ("rotary_neighbours", {"tile_n": 128, "tile_m": 128, "box_n": 16}, {1, 2}),  # boxes have both neighbours
     ],
 )
-def test_turns_are_whole_boxes_and_whole_heads(name, config, possible):
+def test_column_passes_are_whole_boxes_and_whole_heads(name, config, possible):
     problem = Shape(name, "NT", 16384, PROGRAMS[name].columns(8192), 2048).problem
 
-    def with_turns(turns):
-        given = coda.GemmConfig(turns=turns, **config)
-        return choose_tiling(problem.product, problem.program, problem.out_dtypes, given, DEVICE).turns
+    def with_passes(passes):
+        given = coda.GemmConfig(column_passes=passes, **config)
+        return choose_config(problem.shape, problem.program, problem.out_dtypes, given, DEVICE).column_passes
 
-    for turns in range(1, 13):
-        if turns in possible:
-            assert with_turns(turns) == turns
+    for passes in range(1, 13):
+        if passes in possible:
+            assert with_passes(passes) == passes
         else:
             with pytest.raises(
-                ValueError, match=rf"GemmConfig: turns = {turns}; it must be one of \[1,? ?.*\], parts of whole boxes"
+                ValueError,
+                match=rf"GemmConfig: column_passes = {passes}; it must be one of \[1,? ?.*\], groups of whole boxes",
             ):
-                with_turns(turns)
-    with pytest.raises(ValueError, match="GemmConfig: turns = 17; it must be one of"):
-        coda.GemmConfig(turns=17)
+                with_passes(passes)
+    with pytest.raises(ValueError, match="GemmConfig: column_passes = 17; it must be one of"):
+        coda.GemmConfig(column_passes=17)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue import Kind, trace
+from coda_jax.epilogue import Kind, evaluate, trace
 from tests.trace_cases import ACC, M, N, close, typed, values
 
 
@@ -23,7 +23,7 @@ def _apply(w, b):
     epilogue, captured = trace(f, typed(M, N), (typed(M, N),))
     assert len(captured) == 2
     (out,) = epilogue.evaluate(acc, values(M, N, seed=5), *captured)
-    (same,) = epilogue.program.evaluate(acc, values(M, N, seed=5), *captured)
+    (same,) = evaluate(epilogue.program, acc, values(M, N, seed=5), *captured)
     return out, same
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import trace
+from coda_jax.epilogue import evaluate, finish, trace
 from tests.host_execution import HostPrograms
 
 M, N, DIM = 5, 40, 8
@@ -57,13 +57,13 @@ def test_generated_code(tmp_path):
     for number, (f, operands) in enumerate(CASES):
         want = jax.tree.leaves(f(acc, *operands))
         results = generated.run(number, np.asarray(acc), list(map(np.asarray, operands)))
-        for out, again, expected in zip(results, programs[number].evaluate(acc, *operands), want, strict=True):
+        for out, again, expected in zip(results, evaluate(programs[number], acc, *operands), want, strict=True):
             np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6, err_msg=f.__name__)
             np.testing.assert_allclose(again, expected, rtol=2e-5, atol=2e-6, err_msg=f.__name__)
 
 
 def test_a_count_of_the_whole_tile_is_exact_beyond_2_to_the_24():
     program = trace(lambda acc: jnp.count_nonzero(acc > 0), _values(3, N), ())[0].program
-    (count,) = program.finish([jnp.asarray([2.0**24 - 1, 1, 1], jnp.float32)], ()).values()
+    (count,) = finish(program, [jnp.asarray([2.0**24 - 1, 1, 1], jnp.float32)], ()).values()
     assert count.dtype == jnp.int32
     assert int(count) == 2**24 + 1  # which float32 does not have

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Kind, NotTileLocalError, emit, trace
+from coda_jax.epilogue import Kind, NotTileLocalError, emit, evaluate, trace
 from coda_jax.epilogue.trace import _WIDEST_HEAD
 from coda_jax.primitives.addressing import unsupported_reason
+from coda_jax.primitives.spec import CallOptions, GemmSpec
 from coda_jax.tiles.config import TILES
 from tests.host_execution import HostPrograms
 from tests.test_epilogue_heads import acc_of, angles, turned, turned_neighbours
@@ -121,7 +122,7 @@ def test_program_and_generated_code(name, on_the_host):
     expected = jax.tree.leaves(f(acc, *(x.astype(jnp.float32) for x in operands)))
     program = on_the_host.programs[number]
     for outputs in (
-        program.evaluate(acc, *operands),
+        evaluate(program, acc, *operands),
         on_the_host.run(number, np.asarray(acc), [np.asarray(x) for x in operands]),
     ):
         for out, want in zip(outputs, expected, strict=True):
@@ -178,7 +179,8 @@ def test_heads_of_a_tile_operand_are_left_to_xla():
 
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 64), (64, 64), (16, 64)))
     program = trace(f, jax.ShapeDtypeStruct((16, 64), jnp.float32), (x,))[0].program
-    reason = unsupported_reason(a, b, program, [np.dtype(jnp.bfloat16)], False, False)
+    spec = GemmSpec.of(CallOptions(), program, [jnp.bfloat16], "f", 1)
+    reason = unsupported_reason((a, b, x), spec)
     assert reason is not None and "operand 0: a reduction of each head depends on this tile" in reason
     arrays = [jax.random.normal(jax.random.key(i), s.shape, s.dtype) for i, s in enumerate((a, b, x))]
     got = coda.gemm(*arrays, epilogue=f)

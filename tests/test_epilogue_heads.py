@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Kind, NotTileLocalError, trace
+from coda_jax.epilogue import Kind, NotTileLocalError, evaluate, trace
 from tests.host_execution import HostPrograms
 
 M = 5
@@ -213,7 +213,7 @@ def test_program_and_generated_code(name, on_the_host):
     program = on_the_host.programs[list(CASES).index(name)]
     assert len(program.stores) == sum(x.ndim == 2 for x in expected)
     for outputs in (
-        program.evaluate(acc, *operands),
+        evaluate(program, acc, *operands),
         on_the_host.run(list(CASES).index(name), np.asarray(acc), [np.asarray(x) for x in operands]),
     ):
         for out, want in zip(outputs, expected, strict=True):

@@ -12,7 +12,7 @@ from jax import lax
 
 import coda_jax as coda
 from coda_jax import ffi
-from coda_jax.epilogue import emit, trace
+from coda_jax.epilogue import emit, evaluate, trace
 from tests.host_execution import HostPrograms
 from tests.tolerance import check_erfc
 
@@ -330,7 +330,7 @@ def results(tmp_path_factory):
             name: (
                 [] if name in rounds else plain(name, acc, arguments[name]),
                 epilogue.evaluate(acc, *arguments[name]),
-                epilogue.program.evaluate(acc, *arguments[name]),
+                evaluate(epilogue.program, acc, *arguments[name]),
             )
             for name, epilogue in traced.items()
         }

@@ -7,7 +7,7 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from coda_jax.epilogue import NotTileLocalError, trace
+from coda_jax.epilogue import NotTileLocalError, evaluate, trace
 from coda_jax.primitives import lowering as gemm_cuda
 from tests.host_execution import HostPrograms
 from tests.nvrtc import needs_nvrtc
@@ -102,7 +102,7 @@ def test_program_and_generated_code(name, on_the_host):
     acc, index = normal(0, M, N), list(CASES).index(name)
     expected = jax.tree.leaves(f(acc, *(x.astype(jnp.float32) for x in operands)))
     for outputs in (
-        on_the_host.programs[index].evaluate(acc, *operands),
+        evaluate(on_the_host.programs[index], acc, *operands),
         on_the_host.run(index, np.asarray(acc), [np.asarray(x) for x in operands]),
     ):
         for out, want in zip(outputs, expected, strict=True):

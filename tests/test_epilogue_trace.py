@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Axis, Kind, NotTileLocalError, ReductionOp, Width, emit, trace
+from coda_jax.epilogue import Axis, Kind, NotTileLocalError, ReductionOp, Width, emit, evaluate, trace
 from tests.trace_cases import ACC, M, N, close, typed, values
 
 # ---- operands and axes
@@ -47,7 +47,7 @@ def test_axes_do_not_depend_on_sizes(m, n):
     acc, operands = values(m, n), (values(n, seed=1), values(m, 1, seed=2), values(m, n, seed=3))
     epilogue, _ = trace(f, acc, operands)
     for out, expected in zip(
-        epilogue.program.evaluate(acc, *operands), jax.tree.leaves(f(acc, *operands)), strict=True
+        evaluate(epilogue.program, acc, *operands), jax.tree.leaves(f(acc, *operands)), strict=True
     ):
         assert out.shape == expected.shape
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -140,7 +140,7 @@ def test_symbolic_rows():
     assert epilogue.out_avals[1].shape == (m,)
 
     def whole(acc, x, c):
-        return epilogue.program.evaluate(acc, x, c)
+        return evaluate(epilogue.program, acc, x, c)
 
     exported = jax.export.export(jax.jit(whole))(typed(m, N), typed(m, N, dtype=jnp.bfloat16), typed(m, 1))
     acc, x, c = values(5, N), values(5, N, seed=1).astype(jnp.bfloat16), values(5, 1, seed=2)
@@ -157,7 +157,7 @@ def test_symbolic_rows_of_a_gradient():
 
     epilogue, _ = trace(f, typed(m, N), (typed(m, N // 2),))
     acc, ct = values(5, N), values(5, N // 2, seed=1)
-    np.testing.assert_allclose(epilogue.program.evaluate(acc, ct)[0], f(acc, ct), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(evaluate(epilogue.program, acc, ct)[0], f(acc, ct), rtol=1e-5, atol=1e-6)
 
 
 def test_explicit_rounding_survives_jit():

@@ -14,6 +14,7 @@ from jax import export
 
 from coda_jax import ffi
 from tests.nvrtc import needs_nvrtc
+from tests.tensor_maps import TensorMaps
 
 SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
 M, N, K = 256, 192, 64
@@ -21,9 +22,7 @@ M, N, K = 256, 192, 64
 
 def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
     m = a.shape[0]
-    return ffi.gemm_call(
-        [a, b] if aliases is None else [a, b, jnp.zeros((m, N), jnp.bfloat16)],
-        [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)],
+    call = ffi.GemmCall(
         name="gemm[test]",
         source=source,
         maps=[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128],
@@ -36,8 +35,9 @@ def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
         cluster_m=2,
         threads=384,
         smem_bytes=200_000,
-        input_output_aliases=aliases,
-    )[0]
+    )
+    args = [a, b] if aliases is None else [a, b, jnp.zeros((m, N), jnp.bfloat16)]
+    return ffi.gemm_call(args, [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)], call, input_output_aliases=aliases)[0]
 
 
 A = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
@@ -46,6 +46,12 @@ B = jax.ShapeDtypeStruct((N, K), jnp.bfloat16)
 
 def cuda_text(f, *args) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_both_sides_name_the_same_attributes():
+    """XLA hands them over sorted by name, as the handler reads them."""
+    (equation,) = jax.make_jaxpr(product)(A, B).eqns
+    assert tuple(sorted(dict(equation.params["attributes"]))) == ffi._ffi.ATTRIBUTES
 
 
 def test_custom_call_carries_everything():
@@ -177,6 +183,11 @@ def test_without_a_gpu_execution_is_an_error_and_no_crash():
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 
 
+@pytest.fixture(scope="module")
+def describe_map(tmp_path_factory):
+    return TensorMaps(tmp_path_factory.mktemp("tensor_maps"))
+
+
 @pytest.mark.parametrize(
     ("map_", "dtype", "dims", "expected_dims", "expected_strides", "box"),
     [
@@ -192,29 +203,29 @@ BF16, F16, F32 = "bfloat16", "float16", "float32"
         ((0, 1, 0, 8, 1, 32), BF16, (1, 4), (4, 1, 1, 1), (16, 16, 16), (8, 1, 1, 1)),
     ],
 )
-def test_tensor_map(map_, dtype, dims, expected_dims, expected_strides, box):
-    layout = ffi._ffi.describe_map(map_, dtype, dims)
-    assert tuple(layout["dims"]) == expected_dims
-    assert tuple(layout["strides_bytes"]) == expected_strides
-    assert tuple(layout["box"]) == box
-    assert layout["type"] == {F16: 6, F32: 7, BF16: 9}[dtype]
-    assert layout["swizzle"] == {32: 1, 128: 3}[map_[5]]
+def test_tensor_map(describe_map, map_, dtype, dims, expected_dims, expected_strides, box):
+    layout = describe_map(map_, dtype, dims)
+    assert tuple(layout.dims) == expected_dims
+    assert tuple(layout.strides_bytes) == expected_strides
+    assert tuple(layout.box) == box
+    assert layout.type == {F16: 6, F32: 7, BF16: 9}[dtype]
+    assert layout.swizzle == {32: 1, 128: 3}[map_[5]]
 
 
 @pytest.mark.parametrize("split_rows", [0, 1])
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("dims", [(48, 64), (3, 48, 64)])
-def test_tensor_map_addresses_every_element(ways, split_rows, dims):
+def test_tensor_map_addresses_every_element(describe_map, ways, split_rows, dims):
     """The map's (column, way, row, batch) order is that of the reshaped array."""
-    layout = ffi._ffi.describe_map((0, ways, split_rows, 8, 8, 0), F32, dims)
+    layout = describe_map((0, ways, split_rows, 8, 8, 0), F32, dims)
     batch, rows, columns = (1, *dims)[-3:]
     array = np.arange(batch * rows * columns)
     if split_rows:
         expected = array.reshape(batch, ways, rows // ways, columns).transpose(3, 1, 2, 0)
     else:
         expected = array.reshape(batch, rows, ways, columns // ways).transpose(3, 2, 1, 0)
-    index = np.indices(layout["dims"])
-    strides = (4, *layout["strides_bytes"])
+    index = np.indices(tuple(layout.dims))
+    strides = (4, *layout.strides_bytes)
     np.testing.assert_array_equal(sum(i * s for i, s in zip(index, strides, strict=True)) // 4, expected)
 
 
@@ -235,9 +246,9 @@ def test_tensor_map_addresses_every_element(ways, split_rows, dims):
         ((0, 1, 0, 8, 8, 48), BF16, (8, 8), r"swizzle of 48 bytes"),
     ],
 )
-def test_tensor_map_refused(map_, dtype, dims, message):
+def test_tensor_map_refused(describe_map, map_, dtype, dims, message):
     with pytest.raises(ValueError, match=message):
-        ffi._ffi.describe_map(map_, dtype, dims)
+        describe_map(map_, dtype, dims)
 
 
 def geometry(

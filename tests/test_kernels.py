@@ -75,25 +75,25 @@ def test_the_instruction_cache_holds_long_epilogues(name, tile):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_turns_spill_little(name):
+def test_column_passes_spill_little(name):
     is_one_head = name in ("rotary_256", "qk_norm_rotary_192")  # the tile
-    config = None if is_one_head else GemmConfig(tile_m=128, turns=2)
+    config = None if is_one_head else GemmConfig(tile_m=128, column_passes=2)
     log = ffi.compile(kernel_source(PROGRAMS[name], 264, PROGRAMS[name].columns(400), 136, config=config), name).log
     assert resource_usage(log).spilled_bytes <= 32
     assert "serialized" not in log
 
 
-def test_turns_share_their_code():
-    def size(turns):
-        config = GemmConfig(tile_m=128, tile_n=192, turns=turns)
+def test_column_passes_share_their_code():
+    def size(passes):
+        config = GemmConfig(tile_m=128, tile_n=192, column_passes=passes)
         return machine_instructions(
             ffi.compile(kernel_source(PROGRAMS["mish"], 264, 400, 136, config=config), "mish").cubin
         )
 
     whole, *sizes = map(size, (1, 2, 3, 6))
     assert whole > CACHED
-    for turns, of_turns in zip((2, 3, 6), sizes, strict=True):
-        assert of_turns < 1200 + whole / turns  # what is not the epilogue's, and to move the accumulator up
+    for passes, of_passes in zip((2, 3, 6), sizes, strict=True):
+        assert of_passes < 1200 + whole / passes  # what is not the epilogue's, and to move the accumulator up
 
 
 @pytest.mark.parametrize("tile", TILES[1:], ids=str)

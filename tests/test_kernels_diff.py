@@ -129,8 +129,8 @@ def swapped(*arguments):
 kernel._pointers = swapped
 """
 OTHER_TILE = """
-from coda_jax.primitives import config
-config.TILES = ((64, 256),)
+from coda_jax.tiles import choose
+choose.TILES = ((64, 256),)
 """
 
 

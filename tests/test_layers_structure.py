@@ -51,7 +51,7 @@ def test_a_llama_is_four_products_a_block_and_the_head():
     names = [e.primitive.name for e in found]
     assert names.count("dot_general") == 2
     assert names.count("square") == 1
-    assert [(e.params["name"], *e.invars[1].aval.shape) for e in gemms] == [
+    assert [(e.params["spec"].name, *e.invars[1].aval.shape) for e in gemms] == [
         ("row_scale_split", 64, 128),
         ("add_residual_sumsq", 64, 64),
         ("norm_gated", 64, 192),

@@ -20,7 +20,6 @@ def test_epilogue():
     assert names["y"].shape == (8, 16) and names["largest"].shape == (8,)
 
 
-@pytest.mark.skipif(not hasattr(coda, "DeferredNorm"), reason="the operators do not take deferred norms yet")
 def test_operators():
     names = {"coda": coda}
     exec(OPERATORS, names)
@@ -33,7 +32,6 @@ def test_operators():
     assert jnp.allclose(names["feed_forward"](x, scale, w_gate_up, w_down), expected, atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(coda, "DeferredNorm"), reason="the operators do not take deferred norms yet")
 def test_table_of_operators():
     """Every operator that it names is there, in the file that it names."""
     rows = re.findall(r"^\| (`\w+\(.*) \| .* \| (`.*`) \|$", TEXT, re.MULTILINE)

@@ -10,7 +10,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from coda_jax.tiles.cost_model import Cut, Product, split_tiles
+from coda_jax.tiles.config import TileShape
+from coda_jax.tiles.cost_model import GemmShape, split_tiles
 
 HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
 SOURCE = r"""
@@ -247,8 +248,8 @@ def test_parts(run, sizes, options):
 )
 def test_the_cost_model_knows(run, sizes, options):
     m, n, k = sizes
-    product = Product(m, n, k, options.get("batch", 1))
-    expected = split_tiles(product, Cut(128, 128, options.get("cluster_m", 2), True))
+    shape = GemmShape(m, n, k, options.get("batch", 1))
+    expected = split_tiles(shape, TileShape(128, 128, options.get("cluster_m", 2), True))
     split, parts = run(*sizes, **options)[0, 6:8]
     assert (split, parts if split else 1) == expected
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.programs import PROGRAMS
 from coda_jax.epilogue import trace
-from coda_jax.tiles.cost_model import Product
+from coda_jax.tiles.cost_model import GemmShape
 from coda_jax.tiles.table import SHIPPED, Problem, read
 
 KEYS = pathlib.Path(__file__).with_name("tile_keys.json")
@@ -26,10 +26,10 @@ def key(name, m, n, k, *, batch=1, transpose_a=False, transpose_b=True, dtype=jn
     program = PROGRAMS[name]
     operands = program.operand_types(m, n)
     traced, _ = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
-    product = Product(m, n, k, batch, transpose_b)
+    shape = GemmShape(m, n, k, batch, transpose_b)
     out_dtypes = tuple(np.dtype(dtype) for dtype in program.out_dtypes)
     batched = (False,) * (2 + len(operands))
-    return Problem(product, traced.program, np.dtype(dtype), out_dtypes, transpose_a, batched).key
+    return Problem(shape, traced.program, np.dtype(dtype), out_dtypes, transpose_a, batched).key
 
 
 def keys():

@@ -17,8 +17,10 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax.tiles import table as tile_table
-from coda_jax.tiles.config import TILES, candidates
-from coda_jax.tiles.cost_model import constants_for, relative_power
+from coda_jax.tiles.choose import candidates
+from coda_jax.tiles.config import TILES
+from coda_jax.tiles.constants import constants_for
+from coda_jax.tiles.cost_model import relative_power
 from coda_jax.tools import tune
 from tests.nvrtc import needs_nvrtc
 from tests.tuned import is_no_worse
@@ -68,7 +70,7 @@ def fastest(tile, gain=0.2):
 
     def measure(works):
         return [
-            {tiling: 1e-3 * (1 - gain * ((tiling.tile_m, tiling.tile_n) == tile)) for tiling in work.tilings}
+            {config: 1e-3 * (1 - gain * ((config.tile_m, config.tile_n) == tile)) for config in work.configs}
             for work in works
         ]
 
@@ -101,7 +103,7 @@ def test_found_kept_and_used(table):
     other = next(tile for tile in TILES if tile != default[:2])
     found = tune.tune_with(fastest(other), DEVICE, layer, A, B)
     (one,) = found.products
-    assert (one.epilogue, one.tiling.tile_m, one.tiling.tile_n) == ("tanh", *other)
+    assert (one.epilogue, one.config.tile_m, one.config.tile_n) == ("tanh", *other)
     assert (one.us, one.cost_model_us) == (pytest.approx(800), pytest.approx(1000))
     assert f"{other[0]} x {other[1]}, cluster of 2" in str(found) and str(table) in str(found)
     entry = json.loads(table.read_text())["devices"][DEVICE][one.key]
@@ -118,7 +120,7 @@ def test_found_kept_and_used(table):
 def test_gains_within_noise_are_none(table):
     other = next(tile for tile in TILES if tile != cut(product, A, B)[0][:2])
     (one,) = tune.tune_with(fastest(other, gain=0.005), DEVICE, product, A, B).products
-    assert (one.tiling.tile_m, one.tiling.tile_n) != other and one.us == one.cost_model_us
+    assert (one.config.tile_m, one.config.tile_n) != other and one.us == one.cost_model_us
 
 
 @needs_nvrtc
@@ -126,7 +128,7 @@ def test_a_tile_of_less_power_may_take_longer(table):
     """Of two tiles, the one that takes less energy times time."""
     types = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2
     by_gain = {
-        gain: tune.tune_with(fastest((128, 128), gain=gain), DEVICE, product, *types).products[0].tiling.cut.tile
+        gain: tune.tune_with(fastest((128, 128), gain=gain), DEVICE, product, *types).products[0].config.tile.size
         for gain in (0.01, 0.03)
     }
     assert by_gain[0.01] == (128, 256) and by_gain[0.03] == (128, 128)
@@ -147,11 +149,11 @@ def test_tiles_by_time(table, monkeypatch):
     assert tile_table.user_key("key", "NVIDIA H100 80GB HBM3") == "key"
     by_time = tune.tune_with(measure, DEVICE, product, *types)
     tile_table._load.cache_clear()
-    assert by_both.products[0].tiling.cut.tile != by_time.products[0].tiling.cut.tile == (128, 128)
+    assert by_both.products[0].config.tile.size != by_time.products[0].config.tile.size == (128, 128)
     assert len(json.loads(table.read_text())["devices"][DEVICE]) == 2
     assert cut(product, *types) == [(128, 128, 2)]
     monkeypatch.setenv("CODA_JAX_TILES_BY", "energy_delay")
-    assert cut(product, *types)[0] == by_both.products[0].tiling.cut[:3]
+    assert cut(product, *types)[0] == by_both.products[0].config.tile[:3]
     monkeypatch.setenv("CODA_JAX_TILES_BY", "clock")
     with pytest.raises(RuntimeError, match="CODA_JAX_TILES_BY = 'clock'; it must be 'energy_delay' or 'time'"):
         cut(product, *types)
@@ -256,7 +258,7 @@ def test_each_device_has_a_cost_model(device, tile, monkeypatch):
     assert cut(product, *types) == [(*tile, 2)]
     assert f"{tile[0]} x {tile[1]} (cost model)" in str(coda.explain(product, *types, platform="cuda"))
     (one,) = tune.tune_with(fastest(tile), device, product, *types).products
-    assert (one.tiling.tile_m, one.tiling.tile_n) == tile and one.us == one.cost_model_us
+    assert (one.config.tile_m, one.config.tile_n) == tile and one.us == one.cost_model_us
     exported = export.export(
         jax.jit(lambda a, b: product(a, b)),
         platforms=["cuda"],
@@ -275,7 +277,7 @@ def test_split_k_is_chosen_where_it_pays(k, split):
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "k, epilogue, is_shared",
+    "k, epilogue, is_cooperative",
     [
         (8192, None, True),
         (2048, None, False),
@@ -287,14 +289,14 @@ def test_split_k_is_chosen_where_it_pays(k, split):
         (8192, lambda acc, x: (acc + x, jax.nn.logsumexp(acc, axis=1)), False),
     ],
 )
-def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_short(k, epilogue, is_shared):
+def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_short(k, epilogue, is_cooperative):
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, k), (k, 2048), (16384, 2048))]
 
     def function(a, b, x):
         return coda.gemm(a, b, *([x] if epilogue else []), epilogue=epilogue)
 
     shown = str(coda.explain(function, *types, platform="cuda"))
-    assert ("128 x 256 (cost model)" in shown) == is_shared and "(cost model)" in shown
+    assert ("128 x 256 (cost model)" in shown) == is_cooperative and "(cost model)" in shown
 
 
 @needs_nvrtc
@@ -303,7 +305,7 @@ def test_what_is_kept_takes_no_more_energy_times_time(table, seed):
     random = np.random.default_rng(seed)
 
     def seconds(work):
-        return {tiling: 1e-3 * random.uniform(1, 1.05) for tiling in work.tilings}
+        return {config: 1e-3 * random.uniform(1, 1.05) for config in work.configs}
 
     (one,) = tune.tune_with(lambda works: map(seconds, works), DEVICE, product, A, B).products
     (work,) = tune.products_of(product, A, B).values()
@@ -315,7 +317,7 @@ def test_of_tiles_that_take_as_much_the_fastest_is_kept(table):
     """Every tile takes the same energy, so that time is the less, the more power."""
 
     def seconds(work):
-        return {tiling: 1e-3 / relative_power(work.problem.product, tiling.cut, H200) for tiling in work.tilings}
+        return {config: 1e-3 / relative_power(work.problem.shape, config.tile, H200) for config in work.configs}
 
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 8192), (8192, 2048))]
     (one,) = tune.tune_with(lambda works: map(seconds, works), DEVICE, product, *types).products
@@ -324,7 +326,7 @@ def test_of_tiles_that_take_as_much_the_fastest_is_kept(table):
 
 
 @needs_nvrtc
-def test_a_shared_tile_is_not_split():
+def test_a_cooperative_tile_is_not_split():
     with pytest.raises(ValueError, match="split_k = True with tiles of 128x256; it must be one of 128x128, 128x192"):
         coda.GemmConfig(tile_m=128, tile_n=256, split_k=True)
     a = jax.ShapeDtypeStruct((4096, 768), jnp.bfloat16)
@@ -365,7 +367,7 @@ def test_symbolic_sizes_have_no_key(table):
 
 WRITER = """
 import sys, pathlib
-from coda_jax.primitives import tile_table
+from coda_jax.tiles import table as tile_table
 print("begin", flush=True)
 for i in range(20):
     tile_table.update(pathlib.Path(sys.argv[1]), sys.argv[2], {f"{sys.argv[3]}{i}": {"config": {}}})
@@ -415,9 +417,9 @@ def test_programs_that_are_measured():
 
     (work,) = tune.products_of(f, *types).values()
     assert (tune.number_of_sets(work), tune.number_of_launches(work)) == (8, 64)
-    for tiling in (work.tilings[0], work.tilings[-1]):
-        lowered = jax.jit(tune.program(work, tiling)).trace(*[work.types] * 8).lower(lowering_platforms=("cuda",))
-        assert cuts(lowered.as_text()) == [(tiling.tile_m, tiling.tile_n, tiling.cluster_m)] * 64
+    for config in (work.configs[0], work.configs[-1]):
+        lowered = jax.jit(tune.launches(work, config)).trace(*[work.types] * 8).lower(lowering_platforms=("cuda",))
+        assert cuts(lowered.as_text()) == [(config.tile_m, config.tile_n, config.cluster_m)] * 64
     calls = re.findall(r"call @coda_gemm\w*\((.*?)\)|custom_call @coda_gemm\((.*?)\)", lowered.as_text())
     assert len(calls) == len(set(calls)) == 64
     sets = tune.random_sets(work, jax.local_devices()[0])()
@@ -427,13 +429,13 @@ def test_programs_that_are_measured():
 
 @needs_nvrtc
 def test_measured_on_a_device(monkeypatch):
-    """Every tiling of every product has a time; XLA's form stands for the kernels here."""
+    """Every config of every product has a time; XLA's form stands for the kernels here."""
 
-    def program(work, tiling):
-        assert tiling in work.tilings
-        return lambda *sets: [tune.coda_gemm_p.bind(*of, **{**work.params, "implementation": "xla"}) for of in sets]
+    def launches(work, config):
+        assert config in work.configs
+        return lambda *sets: [tune.coda_gemm_p.bind(*of, spec=work.spec.replace(implementation="xla")) for of in sets]
 
-    monkeypatch.setattr(tune, "program", program)
+    monkeypatch.setattr(tune, "launches", launches)
     monkeypatch.setattr(tune, "candidates", lambda *about: candidates(*about)[:2])
 
     def f(a, b, x):
@@ -443,7 +445,7 @@ def test_measured_on_a_device(monkeypatch):
     small = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 32), (32, 64), (16, 1))]
     works = list(tune.products_of(f, *small).values())
     found = tune.measure_on(works, device=jax.local_devices()[0])
-    assert [list(of) for of in found] == [work.tilings for work in works] and len(works) == 2
+    assert [list(of) for of in found] == [work.configs for work in works] and len(works) == 2
     assert all(0 < seconds < 0.1 for of in found for seconds in of.values())
     monkeypatch.setattr(tune, "interleaved", lambda calls: [1.0] * len(calls))
     for work, of in zip(works, tune.measure_on(works, device=jax.local_devices()[0]), strict=True):

@@ -1,10 +1,10 @@
 """`python -m benchmarks.lab.ablation`: what the parts of an epilogue cost, each as an epilogue of its own.
 
-All parts of a program run in the tile that is chosen for the whole of it, and so does the bare product ("none"); prices
-are over the bare product in the tile that is chosen for that one, all at one clock. Beside them stands what to move a
-part's bytes to and from memory, beyond the product's own, takes of the bare product's energy where each byte costs what
-it costs a copy: at the power limit energy is time. Everything is checked against XLA before it is timed.
-Writes benchmarks/results/<device>_ablation.csv.
+All parts of a program run in the tile that is chosen for the whole of it, and so does the bare product ("none").
+Overheads are over the bare product in the tile that is chosen for that one, all at one clock. Beside them stands the
+energy of moving a part's bytes to and from memory, beyond the product's own, as a share of the bare product's: each
+byte costs what it costs a copy, and at the power limit energy is time. Everything is checked against XLA before it is
+timed. Writes benchmarks/results/<device>_ablation.csv.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.lab.tile_losses import Shape
 from benchmarks.programs import PROGRAMS, Program, swiglu
 from coda_jax.operators.feed_forward import activation_backward, gated
 from coda_jax.tiles.config import GemmConfig
-from coda_jax.tiles.table import attached_device, tiling_for
+from coda_jax.tiles.table import attached_device, config_for
 
 # Of an H200 (`make lab-energy`, 2519ddb): joules for a byte that is copied, and watts at the power limit.
 JOULES_OF_BYTE, WATTS = 116e-12, 690.0
@@ -83,13 +83,13 @@ PARTS: dict[str, dict[str, Program]] = {
 
 def chosen_tile(name: str, m: int, n: int, k: int) -> GemmConfig:
     """That of the whole program."""
-    tiling, _ = tiling_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
-    return GemmConfig(tile_m=tiling.tile_m, tile_n=tiling.tile_n)
+    config, _ = config_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
+    return GemmConfig(tile_m=config.tile_m, tile_n=config.tile_n)
 
 
 def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}  {'part':20}{'us':>10}{'price':>8}{'MB':>8}{'copied':>8}")
+    print(f"{'program':16}{'m':>7}{'n':>7}{'k':>7}  {'part':20}{'us':>10}{'overhead':>10}{'MB':>8}{'copied':>8}")
     for name, m, n, k in setting.epilogues:
         if name not in PARTS:
             continue
@@ -103,7 +103,7 @@ def measure(setting: cases.Setting, timer: Callable[..., Any]) -> list[dict[str,
             copied = JOULES_OF_BYTE * moved / (WATTS * 1e-6 * bare)
             about = {"program": name, "m": m, "n": n, "k": k, "part": part, "bare": bare, "kernel": us}
             rows.append({**about, "price": us / bare - 1, "extra_bytes": moved, "copied": copied})
-            shown = f"{us:10.1f}{us / bare - 1:8.1%}{moved / 1e6:8.0f}{copied:8.1%}"
+            shown = f"{us:10.1f}{us / bare - 1:10.1%}{moved / 1e6:8.0f}{copied:8.1%}"
             print(f"{name:16}{m:7}{n:7}{k:7}  {part:20}{shown}", flush=True)
     return rows
 

@@ -160,12 +160,7 @@ def product(
     """One call with three tensor maps; each number `kernel` stands for a kernel of its own. With `flags` it is one
     with split-K, for so many blocks. `map_of_a` is a's, without the buffer.
     """
-    return ffi.gemm_call(
-        [a, b, bias],
-        [
-            jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[0]), jnp.bfloat16),
-            *([jax.ShapeDtypeStruct((flags, 4), jnp.int32)] if flags else []),
-        ],
+    call = ffi.GemmCall(
         name="gemm[launch]",
         source=f'extern "C" __global__ void coda_gemm(int* x) {{ *x = {kernel}; }}',
         maps=[0, *map_of_a, 1, 1, 0, 64, 64, 128, 3, 1, 0, 64, 16, 128],
@@ -180,6 +175,10 @@ def product(
         smem_bytes=200_000,
         flags=4 if flags else -1,
     )
+    results = [jax.ShapeDtypeStruct((*a.shape[:-1], b.shape[0]), jnp.bfloat16)]
+    if flags:
+        results.append(jax.ShapeDtypeStruct((flags, 4), jnp.int32))
+    return ffi.gemm_call([a, b, bias], results, call)
 
 
 def main() -> None:

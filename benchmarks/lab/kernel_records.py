@@ -55,7 +55,7 @@ class Call:
     attributes: Mapping[str, Any]
 
 
-class Program:
+class Module:
     """The custom calls of a StableHLO module, in order; private functions count where they are called.
 
     Attributes:
@@ -135,9 +135,9 @@ def attached(device_kind: str) -> Iterator[None]:
         yield
 
 
-def lowered(function: Any, *arguments: Any) -> Program:
+def lowered(function: Any, *arguments: Any) -> Module:
     """The custom calls of function(*arguments) for a GPU."""
-    return Program(jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
+    return Module(jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
 
 
 def products(function: Any, *arguments: Any) -> list[core.JaxprEqn]:
@@ -148,8 +148,7 @@ def products(function: Any, *arguments: Any) -> list[core.JaxprEqn]:
         for equation in jaxpr.eqns:
             if equation.primitive.name == TARGET:
                 types = [v.aval.str_short() for v in equation.invars]
-                params = [str(item) for item in sorted(equation.params.items()) if item[0] not in ("name", "site")]
-                found.setdefault(f"{types} {params}", equation)
+                found.setdefault(f"{types} {_about(equation.params)}", equation)
             for inner in jax.tree.leaves(
                 list(equation.params.values()), is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)
             ):
@@ -160,9 +159,9 @@ def products(function: Any, *arguments: Any) -> list[core.JaxprEqn]:
     return list(found.values())
 
 
-def in_every_tile(case: Case) -> dict[str, Program | None]:
+def in_every_tile(case: Case) -> dict[str, Module | None]:
     """Each product of a case alone, in each of `CONFIGS`; None where it cannot be cut so."""
-    found: dict[str, Program | None] = {}
+    found: dict[str, Module | None] = {}
     for i, equation in enumerate(products(case.function, *case.arguments)):
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
         for config in CONFIGS:
@@ -177,6 +176,12 @@ def in_every_tile(case: Case) -> dict[str, Program | None]:
             except ValueError:
                 found[name] = None
     return found
+
+
+def _about(params: Mapping[str, Any]) -> list[str]:
+    """The primitive's parameters, or the fields of the dataclass that is the only one, but for names."""
+    given = vars(params["spec"]) if "spec" in params else params
+    return [str(item) for item in sorted(given.items()) if item[0] not in ("name", "site")]
 
 
 def _with_config(params: Mapping[str, Any], config: coda.GemmConfig) -> dict[str, Any]:
@@ -194,7 +199,7 @@ def _with_config(params: Mapping[str, Any], config: coda.GemmConfig) -> dict[str
 def record(small: bool, directory: pathlib.Path) -> dict[str, Any]:
     """All that is compared, of all cases or of the small ones; the kernels' images go to `directory`."""
     chosen = {name: case for name, case in cases().items() if case.is_small or not small}
-    programs: dict[str, Program | None] = {}
+    programs: dict[str, Module | None] = {}
     explained: dict[str, list[list[Any]]] = {}
     for name, case in chosen.items():
         for device, kind in DEVICES.items():

@@ -20,9 +20,12 @@ import numpy as np
 from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.tiles import table as tile_table
-from coda_jax.tiles.config import TILES, EpilogueTraffic, GemmConfig, Tiling, cuts_for, element_traffic
-from coda_jax.tiles.cost_model import Constants, Cut, Product, best_first, by_time, constants_for, cost, may_split
+from coda_jax.tiles.choose import tiles_for
+from coda_jax.tiles.config import TILES, GemmConfig, KernelConfig, TileShape
+from coda_jax.tiles.constants import Constants, by_time, constants_for
+from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.table import Problem
+from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 from coda_jax.tools.tune import energies
 
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
@@ -34,8 +37,8 @@ SIZES = (0.01, 0.03, 0.1, 0.25)  # of moves at random, in the logarithm
 HELD = {
     ("of_block", (128, 128), 1),
     ("with_long_epilogue", (128, 128)),
-    ("shared_column_reduction",),
-    ("shared_heads",),
+    ("cooperative_column_reduction",),
+    ("cooperative_heads",),
     ("memory",),
 }
 # From which a shape is entered in the library's table, and the k up to which: beyond it the time of one and the same
@@ -74,10 +77,10 @@ class Shape:
     def problem(self) -> Problem:
         """As the lowering and its tables know it."""
         transpose_a, transpose_b = self.transposes
-        product = Product(self.m, self.n, self.k, transpose_b=transpose_b)
+        shape = GemmShape(self.m, self.n, self.k, transpose_b=transpose_b)
         dtypes = tuple(map(np.dtype, programs.PROGRAMS[self.program].out_dtypes))
         batched = (False,) * len(self.types)
-        return Problem(product, _traced(self.program), np.dtype(jnp.bfloat16), dtypes, transpose_a, batched)
+        return Problem(shape, _traced(self.program), np.dtype(jnp.bfloat16), dtypes, transpose_a, batched)
 
 
 @functools.cache
@@ -88,36 +91,36 @@ def _traced(name: str) -> Any:
     return trace(program.epilogue, acc, program.operand_types(m, n))[0].program
 
 
-Times = Mapping[Shape, Mapping[Tiling, float]]  # microseconds, or what else was measured
+Times = Mapping[Shape, Mapping[KernelConfig, float]]  # microseconds, or what else was measured
 
 
-def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[Tiling, float]]]:
-    """The device, and the times of each shape's tilings: by all rounds, or those in another column of the file."""
+def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[KernelConfig, float]]]:
+    """The device, and the times of each shape's configs: by all rounds, or those in another column of the file."""
     with path.open() as file:
-        rows = [{"turns": "1"} | row for row in csv.DictReader(file)]  # older files have no other
+        rows = [{"column_passes": row.get("turns", "1")} | row for row in csv.DictReader(file)]  # of files of record
     if not rows or not {column, "layout", *FIELDS} <= rows[0].keys():
         raise ValueError(f"{path} is no file of `python -m benchmarks.lab.tiles` or tiles_energy with {column}")
-    times: dict[Shape, dict[Tiling, float]] = {}
+    times: dict[Shape, dict[KernelConfig, float]] = {}
     for row in rows:
         shape = Shape(row["program"], row["layout"], *(int(row[name]) for name in "mnk"))
-        tiling = Tiling(**{name: json.loads(row[name].lower()) for name in FIELDS})
-        if not tiling.split_k or may_split(shape.problem.product, tiling.cut):  # else it is noise beside whole tiles
-            times.setdefault(shape, {})[tiling] = float(row[column])
+        config = KernelConfig(**{name: json.loads(row[name].lower()) for name in FIELDS})
+        if not config.split_k or may_split(shape.problem.shape, config.tile):  # else it is noise beside whole tiles
+            times.setdefault(shape, {})[config] = float(row[column])
     return rows[0]["device"], times
 
 
-def chosen(shape: Shape, of: Mapping[Tiling, float], constants: Constants) -> Tiling | None:
-    """The one of the measured tilings that the cost model chooses."""
-    for cut in cuts(shape, constants):
-        fitting = [tiling for tiling in of if tiling.cut == cut]
+def chosen(shape: Shape, of: Mapping[KernelConfig, float], constants: Constants) -> KernelConfig | None:
+    """The one of the measured configs that the cost model chooses."""
+    for tile in tiles(shape, constants):
+        fitting = [config for config in of if config.tile == tile]
         if fitting:  # else it has no room for the epilogue
             return fitting[0]
     return None
 
 
-def cuts(shape: Shape, constants: Constants) -> list[Cut]:
+def tiles(shape: Shape, constants: Constants) -> list[TileShape]:
     """As the cost model orders them."""
-    return cuts_for(shape.problem.product, shape.problem.program, _traffic(shape.program), None, constants)
+    return tiles_for(shape.problem.shape, shape.problem.program, _traffic(shape.program), None, constants)
 
 
 @functools.cache
@@ -126,12 +129,12 @@ def _traffic(name: str) -> EpilogueTraffic:
 
 
 def losses(times: Times, constants: Constants) -> dict[Shape, float]:
-    """What the cost model's choice takes more than the tiling that takes least, in shares of that."""
+    """What the cost model's choice takes more than the config that takes least, in shares of that."""
     found = {}
     for shape, of in times.items():
-        tiling = chosen(shape, of, constants)
-        if tiling is not None:
-            found[shape] = of[tiling] / min(of.values()) - 1
+        config = chosen(shape, of, constants)
+        if config is not None:
+            found[shape] = of[config] / min(of.values()) - 1
     return found
 
 
@@ -168,18 +171,18 @@ def loss_lines(title: str, found: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def worst_lines(found: Mapping[Shape, float], times: Times, constants: Constants, count: int) -> list[str]:
-    """The shapes that lose most, with what the choice and the best tiling take."""
+    """The shapes that lose most, with what the choice and the best config take."""
     lines = []
     for shape, loss in sorted(found.items(), key=lambda item: -item[1])[:count]:
-        us, tiling = times[shape], chosen(shape, times[shape], constants)
-        assert tiling is not None
+        us, config = times[shape], chosen(shape, times[shape], constants)
+        assert config is not None
         best = min(us, key=us.__getitem__)
-        lines.append(f"  {loss:6.1%}  {shape}: {_named(tiling)} {us[tiling]:.1f} us, {_named(best)} {us[best]:.1f} us")
+        lines.append(f"  {loss:6.1%}  {shape}: {_named(config)} {us[config]:.1f} us, {_named(best)} {us[best]:.1f} us")
     return lines
 
 
-def _named(tiling: Tiling) -> str:
-    return f"{tiling.name}, cluster of {tiling.cluster_m}:"
+def _named(config: KernelConfig) -> str:
+    return f"{config.name}, cluster of {config.cluster_m}:"
 
 
 def fit(times: Times, start: Constants, *, rounds: int = 30, moves: int = 20_000) -> Constants:
@@ -196,14 +199,14 @@ def fit(times: Times, start: Constants, *, rounds: int = 30, moves: int = 20_000
     of_shapes = []
     for shape, of in times.items():
         traffic = element_traffic(_traced(shape.program), _traffic(shape.program))
-        known = {tiling.cut: us for tiling, us in of.items() if tiling.cut.tile in start.of_block}
+        known = {config.tile: us for config, us in of.items() if config.tile.size in start.of_block}
         best = min(known.values())
-        of_shapes.append((shape.problem.product, traffic, [(cut, us / best - 1) for cut, us in known.items()]))
+        of_shapes.append((shape.problem.shape, traffic, [(tile, us / best - 1) for tile, us in known.items()]))
 
     def objective(numbers: Sequence[float]) -> float:
         by, total = by_time(Constants(**jax.tree.unflatten(structure, numbers))), 0.0
-        for product, traffic, of in of_shapes:
-            _, loss = min((cost(product, cut, traffic, by), loss) for cut, loss in of)
+        for shape, traffic, of in of_shapes:
+            _, loss = min((cost(shape, tile, traffic, by), loss) for tile, loss in of)
             total += min(loss, LARGE) + (CLOSE if loss > CLOSE else 0)
         return total / len(of_shapes)
 
@@ -242,7 +245,7 @@ def _flat(constants: Constants) -> tuple[list[tuple[Any, ...]], list[float], Any
 
 
 def shown(constants: Constants) -> str:
-    """As cost_model.py has them."""
+    """As constants.py has them."""
     lines = []
     for field in dataclasses.fields(constants):
         of = getattr(constants, field.name)
@@ -257,17 +260,17 @@ def table(times: Times, constants: Constants) -> dict[str, Any]:
     energy, by their keys. None where it would choose a tile that has not been measured.
     """
     entries = {}
-    measured = {tiling.cut.tile for of in times.values() for tiling in of}
+    measured = {config.tile.size for of in times.values() for config in of}
     for shape, of in times.items():
-        tiling = chosen(shape, of, constants)
-        if tiling is None or shape.k > LARGEST_K or cuts(shape, constants)[0].tile not in measured:
+        config = chosen(shape, of, constants)
+        if config is None or shape.k > LARGEST_K or tiles(shape, constants)[0].size not in measured:
             continue
-        energy = energies(shape.problem.product, of, constants)
+        energy = energies(shape.problem.shape, of, constants)
         best = best_first({one: (energy[one], us) for one, us in of.items()})[0]
-        if min(each[tiling] / each[best] for each in (of, energy)) > 1 + WORTH_AN_ENTRY:
+        if min(each[config] / each[best] for each in (of, energy)) > 1 + WORTH_AN_ENTRY:
             key = shape.problem.key
             assert key is not None
-            entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[tiling])
+            entries[key] = tile_table.entry(best, epilogue=shape.program, us=of[best], cost_model_us=of[config])
     return dict(sorted(entries.items()))
 
 

@@ -7,8 +7,8 @@ Shapes come in random order too, so that some of them are a fair sample of the g
 benchmarks/results/<device>_tiles.csv, a row a shape and tile.
 
 From that file alone, without a GPU: `--report` says how good the cost model's choice is, `--fit` the constants of
-coda_jax/tiles/cost_model.py that suit it best, and `--table` writes the library's table of the shapes where the
-cost model loses, coda_jax/tuned/<device>.json.
+coda_jax/tiles/constants.py that suit it best, and `--table` writes the library's table of the shapes where the
+cost model loses, coda_jax/tiles/tuned/<device>.json.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from benchmarks import programs, results, timing
 from benchmarks.lab import tile_losses
 from benchmarks.lab.tile_losses import Shape
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
-from coda_jax.tiles.config import GemmConfig, Tiling, candidates
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.choose import candidates
+from coda_jax.tiles.config import GemmConfig, KernelConfig
+from coda_jax.tiles.constants import by_time, constants_for
 from coda_jax.tools import tune
-from coda_jax.tools.explain import program_of
+from coda_jax.tools.walk import equations_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +120,12 @@ def _product(shape: Shape, implementation: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A shape's programs: what makes its arguments, and one for each tiling, by the name of its XLA module."""
+    """A shape's programs: what makes its arguments, and one for each config, by the name of its XLA module."""
 
     shape: Shape
     bytes: int
     make: jax.stages.Compiled
-    tilings: dict[str, Tiling]
+    configs: dict[str, KernelConfig]
     calls: dict[str, jax.stages.Compiled]
 
 
@@ -138,31 +140,31 @@ def compiled(number: int, shape: Shape, implementation: str) -> Compiled:
 
     problem = shape.problem
     device = jax.devices()[0].device_kind
-    found = candidates(problem.product, problem.program, problem.out_dtypes, device)
-    tilings = {f"tile_{number}_{i}": tiling for i, tiling in enumerate(found)}
+    found = candidates(problem.shape, problem.program, problem.out_dtypes, device)
+    configs = {f"tile_{number}_{i}": config for i, config in enumerate(found)}
     # Traced once, for that takes longer than all else that one thread at a time can do.
-    equations, _ = program_of(_product(shape, implementation), *shape.types)
-    (params,) = (equation.params for equation, _ in equations if equation.primitive is coda_gemm_p)
+    equations, _ = equations_of(_product(shape, implementation), *shape.types)
+    (spec,) = (equation.params["spec"] for equation, _ in equations if equation.primitive is coda_gemm_p)
     calls = {}
-    for name, tiling in tilings.items():
-        config = GemmConfig(**dataclasses.asdict(tiling))
+    for name, config in configs.items():
+        with_config = spec.replace(config=GemmConfig(**dataclasses.asdict(config)))
 
-        def run(*arguments: jax.Array, config: GemmConfig = config) -> list[jax.Array]:
-            return coda_gemm_p.bind(*arguments, **{**params, "config": config})
+        def run(*arguments: jax.Array, spec: GemmSpec = with_config) -> list[jax.Array]:
+            return coda_gemm_p.bind(*arguments, spec=spec)
 
         run.__name__ = name  # timing.executions tells programs apart by it
         # What a command buffer launches has no module's name in the trace.
         options = {"xla_gpu_enable_command_buffer": ""}
         calls[name] = jax.jit(run).lower(*shape.types).compile(options)
-    return Compiled(shape, sum(array_bytes(shape)), jax.jit(make).lower().compile(), tilings, calls)
+    return Compiled(shape, sum(array_bytes(shape)), jax.jit(make).lower().compile(), configs, calls)
 
 
 def check(one: Compiled) -> None:
-    """Raises unless every tiling gives what XLA gives."""
+    """Raises unless every config gives what XLA gives."""
     arguments = one.make()
     expected = jax.jit(_product(one.shape, "xla"))(*arguments)
     for name, call in one.calls.items():
-        programs.check(f"{one.shape} {one.tilings[name]}", call(*arguments), expected)
+        programs.check(f"{one.shape} {one.configs[name]}", call(*arguments), expected)
 
 
 def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
@@ -188,14 +190,14 @@ def measure(chunk: Sequence[Compiled], seconds: float) -> list[dict[str, Any]]:
         executed = timing.executions_of_groups(groups)
     rows = []
     for one in chunk:
-        us = [[sum(kernel.duration for kernel in of) / 1e3 for of in executed[name]] for name in one.tilings]
+        us = [[sum(kernel.duration for kernel in of) / 1e3 for of in executed[name]] for name in one.configs]
         of_rounds = (us, [of[0::2] for of in us], [of[1::2] for of in us])
         medians = zip(*map(tune.relative_medians, of_rounds), strict=True)
-        for tiling, (all_rounds, even, odd) in zip(one.tilings.values(), medians, strict=True):
+        for config, (all_rounds, even, odd) in zip(one.configs.values(), medians, strict=True):
             rows.append(
                 {
                     **dataclasses.asdict(one.shape),
-                    **dataclasses.asdict(tiling),
+                    **dataclasses.asdict(config),
                     "us": round(all_rounds, 3),
                     "us_even": round(even, 3),
                     "us_odd": round(odd, 3),

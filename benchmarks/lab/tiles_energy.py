@@ -27,8 +27,8 @@ from benchmarks import results, timing
 from benchmarks.alone import device_counter, executed
 from benchmarks.lab import tile_losses, tiles
 from benchmarks.lab.tile_losses import Shape
-from coda_jax.tiles.config import Tiling
-from coda_jax.tiles.cost_model import by_time, constants_for
+from coda_jax.tiles.config import KernelConfig
+from coda_jax.tiles.constants import by_time, constants_for
 
 FLOPS = (7e10, 2.5e12)  # of a product: long enough to be measured, short enough for many of them
 MOST_BYTES, MOST_K = 3e9, 32768
@@ -41,9 +41,9 @@ def is_measured(shape: Shape) -> bool:
     return fits and least < 2 * shape.m * shape.n * shape.k < most
 
 
-def tilings(number: int, one: tiles.Compiled) -> dict[str, Tiling]:
+def configs(number: int, one: tiles.Compiled) -> dict[str, KernelConfig]:
     """Those of the number-th shape that are measured, in random order."""
-    found = {name: tiling for name, tiling in one.tilings.items() if number % SELDOM.get(tiling.cut.tile, 1) == 0}
+    found = {name: config for name, config in one.configs.items() if number % SELDOM.get(config.tile.size, 1) == 0}
     return dict(random.sample(list(found.items()), len(found)))
 
 
@@ -57,9 +57,9 @@ def measure(
         calls = {name: functools.partial(one.calls[name], *arguments) for name in one.calls}
         if number == 0:  # a cold chip takes less
             executed(next(iter(calls.values())), counter, 4 * seconds)
-        for name, tiling in tilings(number, one).items():
+        for name, config in configs(number, one).items():
             execution = executed(calls[name], counter, seconds)
-            yield {**dataclasses.asdict(one.shape), **dataclasses.asdict(tiling), **execution._asdict()}
+            yield {**dataclasses.asdict(one.shape), **dataclasses.asdict(config), **execution._asdict()}
         if time.perf_counter() - started > budget:
             return
 
@@ -70,7 +70,7 @@ def summary(path: pathlib.Path) -> str:
     """
     device, joules = tile_losses.read(path, "joules")
     times = {
-        shape: {tiling: 1e6 * seconds for tiling, seconds in of.items()}
+        shape: {config: 1e6 * seconds for config, seconds in of.items()}
         for shape, of in tile_losses.read(path, "seconds")[1].items()
     }
     constants = constants_for(device)
@@ -96,7 +96,7 @@ def relative_powers(alone: tile_losses.Times, at_one_clock: tile_losses.Times) -
     found: dict[tuple[int, int], list[float]] = {}
     for shape in alone.keys() & at_one_clock.keys():
         both = [
-            {tiling.cut.tile: of[tiling] for tiling in of if tiling.cluster_m == 2 and not tiling.split_k}
+            {config.tile.size: of[config] for config in of if config.cluster_m == 2 and not config.split_k}
             for of in (alone[shape], at_one_clock[shape])
         ]
         for tile in both[0].keys() & both[1].keys() - {(128, 128)}:

@@ -1,7 +1,21 @@
-"""The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA."""
+"""The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA.
+
+From a function to a kernel's epilogue, in order:
+  user_code     traces it with 32-bit types, and says what Python cannot ask of a tracer; call_site says at which line
+  flatten       makes one list of equations of the jaxpr, and hoists captured arrays; logsumexp recognises its pattern
+  analysis      translates equations to nodes for one element, with the rules of axis_rules, column_rules, reductions
+                and elementwise; tags say what indexes each axis, values holds what is known of a value
+  finishing     leaves to XLA what follows from finished reductions
+  simplify      shortens the nodes; assemble numbers them and makes the program
+  program       is the data model; evaluate runs it with XLA; code_size estimates its instructions
+  emit          writes its CUDA
+trace is the way in: it calls all of these but the last two lines.
+"""
 
 from coda_jax.epilogue.code_size import instructions as instructions
 from coda_jax.epilogue.emit import emit as emit
+from coda_jax.epilogue.evaluate import evaluate as evaluate
+from coda_jax.epilogue.evaluate import finish as finish
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind

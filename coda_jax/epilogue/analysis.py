@@ -1,8 +1,17 @@
 """The check that a flat jaxpr is local to its tile, and its translation to one element's program.
 
-Every array axis carries a tag: it is indexed by the row, by the column, by the column inside one half of N, by the head
-or the column inside a head, or the array does not vary along it. Tags, not sizes, decide what an array is, so that
+`Analysis` walks the equations once, in order. It gives each value a `Local`: a node of the element's program, or one
+for each way where a tile's element has two (halves of N, of heads, or even and odd columns), and a tag for each array
+axis. The tag says what indexes the axis: the row, the column, the column inside one half of N, the head or the column
+inside a head; None says that the value does not vary along it. Tags, not sizes, decide what an array is, so that
 M == N, M == 1 and N == 1 mean nothing special.
+
+What has no form for one element alone, as a sum along the rows, becomes a reduction, and what follows from finished
+reductions is left to XLA (`Finished`). An equation that would need both, a tile and a finished reduction, is refused
+with the user's line.
+
+Whether f looks at its columns in halves, as heads or in slices shows only when the walk meets the operation that takes
+them apart. Values that came before have another form then, so that it raises `NeedsLayout`, and the walk begins again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +27,7 @@ from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width
 from coda_jax.epilogue.values import (
     ALLOWED,
     BOTH_WAYS,
-    BY_PARTS,
+    BY_SLICES,
     CHANNEL,
     COLUMN,
     COLUMNS,
@@ -42,20 +51,10 @@ from coda_jax.epilogue.values import (
     same_size,
 )
 
-IDENTITIES = frozenset(
-    {
-        "copy",
-        "copy_p",
-        "stop_gradient",
-        "optimization_barrier",
-        "pvary",
-        "pcast",
-        "name",
-        "reduce_precision",
-        "sharding_constraint",
-        "reshard",
-    }
-)
+IDENTITIES = frozenset((
+    "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "reduce_precision",
+    "sharding_constraint", "reshard",
+))  # fmt: skip
 
 
 class Analysis:
@@ -95,9 +94,8 @@ class Analysis:
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
         self.producers: dict[int, Equation] = {}
-        self.sequence: list[
-            Equation
-        ] = []  # the flat equations, those of finished reductions in the place of the kernel's
+        # The flat equations, those of finished reductions in the place of the kernel's.
+        self.sequence: list[Equation] = []
         self.is_halved = False  # halves of N have been taken apart or joined
         self.heads_are_halved = False
         acc_ways = range(1 if layout.acc_is_half else self.ways)
@@ -268,7 +266,7 @@ class Analysis:
         ranked = [value if len(value.tags) == rank else replace(value, tags=(None,) * rank) for value in inputs]
         tags = tuple(self.unify([value.tags[axis] for value in ranked]) for axis in range(rank))
         out = self.local(tags, (), inputs)
-        resolved = [self.resolve(value, tags, out.part) for value in ranked]
+        resolved = [self.resolve(value, tags, out.slice) for value in ranked]
         ways = self.ways if BOTH_WAYS.intersection(tags) else 1
         nodes = tuple(
             f(tuple(v.nodes[way] if len(v.nodes) > 1 else v.nodes[0] for v in resolved)) for way in range(ways)
@@ -277,12 +275,12 @@ class Analysis:
 
     def local(self, tags: tuple[Tag, ...], nodes: tuple[int, ...], inputs: Sequence[Local]) -> Local:
         """A value made from `inputs`."""
-        parts = {value.part for value in inputs if value.part is not None}
+        parts = {value.slice for value in inputs if value.slice is not None}
         if len(parts) > 1:
             one, other = (f"{start}:{stop}" for start, stop in sorted(parts)[:2])
             raise NotElementwise(f"combines columns {one} with columns {other}")
         for value in inputs:
-            if parts and value.part is None and not BY_PARTS.isdisjoint(value.tags):
+            if parts and value.slice is None and not BY_SLICES.isdisjoint(value.tags):
                 start, stop = next(iter(parts))
                 raise NotElementwise(f"combines columns {start}:{stop} with all columns")
         tile = any(value.tile for value in inputs) or (ROW in tags and not COLUMNS.isdisjoint(tags))
@@ -316,7 +314,7 @@ class Analysis:
         else:
             return value
         nodes = tuple(self.substitute(value.nodes[0], leaf, {}) for leaf in leaves)
-        return Local(tuple(tag if t == INDEX else t for t in value.tags), nodes, value.tile, value.part)
+        return Local(tuple(tag if t == INDEX else t for t in value.tags), nodes, value.tile, value.slice)
 
     def substitute(self, number: int, leaf: int, done: dict[int, int]) -> int:
         node = self.nodes[number]
@@ -329,14 +327,14 @@ class Analysis:
 
     def twice(self) -> None:
         """Notes that f joins two arrays of N columns."""
-        if self.head or self.layout.parts:
+        if self.head or self.layout.slices:
             raise NotElementwise("joins two arrays of N columns beside heads or parts of the columns")
         if self.ways == 1:
             raise NeedsLayout(Layout(ways=2, acc_is_half=True))
 
     def halves(self) -> None:
         """Notes that f works on halves of N."""
-        if self.head or self.layout.parts:
+        if self.head or self.layout.slices:
             raise NotElementwise("works on halves of all columns beside heads or parts of the columns")
         if self.ways == 1:
             raise NeedsLayout(replace(self.layout, ways=2))
@@ -351,28 +349,28 @@ class Analysis:
         if size % 2 or self.n % size:
             raise NotElementwise(f"makes heads of {size} of {self.n} columns; heads are whole and have an even size")
         if not self.head:
-            raise NeedsLayout(Layout(ways=2, head=size, parts=self.layout.parts or self.is_halved))
+            raise NeedsLayout(Layout(ways=2, head=size, slices=self.layout.slices or self.is_halved))
 
     def halves_of_heads(self) -> None:
         """Notes that f works on the first and the second half of heads."""
-        if self.layout.neighbours:
+        if self.layout.interleaved:
             raise NotElementwise("works on halves of heads beside even and odd columns")
         self.heads_are_halved = True
 
-    def neighbours(self) -> None:
+    def interleaved_halves(self) -> None:
         """Notes that f works on even and odd columns of heads."""
         if not self.head or self.heads_are_halved:
             raise NotElementwise("takes every second column; that is possible in heads, acc.reshape(M, H, Dh)")
-        if not self.layout.neighbours:
-            raise NeedsLayout(replace(self.layout, neighbours=True))
+        if not self.layout.interleaved:
+            raise NeedsLayout(replace(self.layout, interleaved=True))
 
-    def part(self, value: Local, start: int, stop: int) -> tuple[int, int]:
+    def slice(self, value: Local, start: int, stop: int) -> tuple[int, int]:
         """Columns start:stop of `value`, counted from the first of all."""
         if self.layout.acc_is_half:
             raise NotElementwise("takes a part of the columns beside tiles of 2N columns")
-        if not self.layout.parts:
-            raise NeedsLayout(replace(self.layout, ways=2 if self.head else 1, parts=True))
-        first, end = value.part or (0, self.n)
+        if not self.layout.slices:
+            raise NeedsLayout(replace(self.layout, ways=2 if self.head else 1, slices=True))
+        first, end = value.slice or (0, self.n)
         if not 0 <= start < stop <= end - first:
             raise NotElementwise(f"takes columns {start}:{stop} of {end - first}")
         if self.head and (start % self.head or stop % self.head):

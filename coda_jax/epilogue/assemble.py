@@ -1,5 +1,6 @@
 """From an analysed epilogue to its Program: stores and reductions, in canonical numbering."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from coda_jax.epilogue.values import (
     Finished,
     NotTileLocalError,
     Stacked,
+    Tag,
     same_shape,
     same_size,
 )
@@ -49,8 +51,8 @@ def assemble(analysis: Analysis) -> Program:
         finish,
         acc_width,
         analysis.head,
-        analysis.layout.neighbours,
-        analysis.n if analysis.layout.parts else 0,
+        analysis.layout.interleaved,
+        analysis.n if analysis.layout.slices else 0,
     )
 
 
@@ -68,19 +70,14 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, a value for each head; such values "
             f"can be used in the epilogue but not returned."
         )
-    first, end = value.part or (0, analysis.n)
+    first, end = value.slice or (0, analysis.n)
     whole = same_shape(aval.shape, (analysis.m, end - first))
     halved = analysis.ways == 2 and not analysis.head
     half = halved and same_shape(aval.shape, (analysis.m, analysis.half))
     unit = same_size(analysis.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
     if not value.tile and (not (whole or half) or unit):
         return None
-    rows_ok = (
-        len(value.tags) == 2
-        and value.tags[0] in (ROW, None)
-        and value.tags[1] in ((COLUMN, CHANNEL, None) if whole else (HALF, None))
-    )
-    if not (whole or half) or not rows_ok:
+    if not (whole or half) or not _is_matrix(value.tags, (COLUMN, CHANNEL, None) if whole else (HALF, None)):
         made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
@@ -93,7 +90,12 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             "bfloat16, float16 or float32. Convert it to a float inside the epilogue, or compute it outside."
         )
     nodes = value.nodes * analysis.ways if whole and len(value.nodes) < analysis.ways else value.nodes
-    return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.part)
+    return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.slice)
+
+
+def _is_matrix(tags: Sequence[Tag], columns: Sequence[Tag]) -> bool:
+    """Whether the axes are the rows and one of `columns`."""
+    return len(tags) == 2 and tags[0] in (ROW, None) and tags[1] in columns
 
 
 def _compact(

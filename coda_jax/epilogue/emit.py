@@ -69,7 +69,7 @@ class _Emitter:
         self.program = program
         self.user_names = program.user_names if for_reader else None
         self.lists: dict[str, list[str]] = {name: [] for name in _LISTS}
-        self.entry_values = 2 if program.neighbours else 1  # of an entry of a list over columns
+        self.entry_values = 2 if program.interleaved else 1  # of an entry of a list over columns
         self.places: dict[tuple[int, int], tuple[str, int]] = {}  # of an operand's half: member of Element, and index
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
@@ -146,7 +146,7 @@ class _Emitter:
             results: list[tuple[str, np.dtype]] = []
             for i in chosen:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
-                column = store.part[0] if store.part else 0
+                column = store.slice[0] if store.slice else 0
                 for half, value in enumerate(store.values):
                     if half < self.program.entries(store.width):
                         fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
@@ -210,7 +210,7 @@ class _Emitter:
         sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
         sizes += [f"head = {program.head}"] if program.head else []
         lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
-        return lines + ["  static constexpr bool interleaved = true;"] * program.neighbours
+        return lines + ["  static constexpr bool interleaved = true;"] * program.interleaved
 
     def heads(self) -> list[str]:
         """The values of heads: their operations, and where each program needs them the pass that makes them."""

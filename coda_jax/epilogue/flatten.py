@@ -1,9 +1,7 @@
 """Inlining: a jaxpr with nested calls becomes one straight list of equations over numbered variables."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +14,6 @@ from jax.extend import source_info_util
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.equations import bind
 from coda_jax.epilogue.rounding import round_to
-
-# The source line of an operation, in messages and in profiles, is the user's, not one of this package.
-source_info_util.register_exclusion(str(Path(__file__).resolve().parents[1]) + os.sep)
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite"})
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -203,14 +198,19 @@ def evaluate(flat: Flat, arguments: Sequence[Any], captured: Sequence[Any]) -> l
     """Runs the equations with XLA; operations on 16-bit floats round as they do in a kernel."""
     values: dict[int, Any] = dict(enumerate(arguments))
     values.update({variable: captured[index] for index, variable in flat.constants.items()})
+    return run(flat.equations, values, flat.outputs)
+
+
+def run(equations: Sequence[Equation], values: dict[int, Any], outputs: Sequence[Atom]) -> list[Any]:
+    """The outputs of equations over variables, from the values of those that are inputs."""
 
     def read(atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else values[atom]
 
-    for equation in flat.equations:
-        outputs = bind_equation(equation, [read(atom) for atom in equation.inputs])
-        values.update(zip(equation.outputs, outputs, strict=True))
-    return [read(atom) for atom in flat.outputs]
+    for equation in equations:
+        results = bind_equation(equation, [read(atom) for atom in equation.inputs])
+        values.update(zip(equation.outputs, results, strict=True))
+    return [read(atom) for atom in outputs]
 
 
 def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

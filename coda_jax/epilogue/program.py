@@ -1,4 +1,4 @@
-"""The data model: what a checked epilogue is, independent of the sizes M and N, and how XLA evaluates it."""
+"""The data model: what a checked epilogue is, independent of the sizes M and N."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.flatten import Equation, Literal, bind_equation
+from coda_jax.epilogue.flatten import Equation, Literal
 from coda_jax.epilogue.user_names import UserNames
 
 
@@ -123,13 +122,13 @@ class Node:
 class TileStore:
     """Output number `output`, a tile of `width`; `values` are its nodes, one for each way it spans.
 
-    `part` is the first and the end of the columns that it has, where these are not all.
+    `slice` is the first and the end of the columns that it has, where these are not all.
     """
 
     output: int
     width: Width
     values: tuple[int, ...]
-    part: tuple[int, int] | None = None
+    slice: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,8 @@ class Program:
       finishing: how the outputs that are no tiles follow from the reductions.
       acc_width: HALF where acc (M, N) meets tiles of 2N columns.
       head: columns of a head, where the two halves are those of heads; else 0, and they are those of the widest arrays.
-      neighbours: the halves of a head are its even and its odd columns.
-      columns: N where stores are parts of the columns; else 0, and the program is independent of it.
+      interleaved: the halves of a head are its even and its odd columns.
+      columns: N where stores are slices of the columns; else 0, and the program is independent of it.
       user_names: for a reader of the generated source; programs that differ in them alone are equal.
     """
 
@@ -191,7 +190,7 @@ class Program:
     finishing: Finish = field(default=Finish())
     acc_width: Width = Width.FULL
     head: int = 0
-    neighbours: bool = False
+    interleaved: bool = False
     columns: int = 0
     user_names: UserNames | None = field(default=None, repr=False)
 
@@ -205,8 +204,8 @@ class Program:
         return self.ways_of(self.acc_width)
 
     def entries(self, width: Width) -> int:
-        """How many places of a tile an array of this width takes its columns from: neighbours lie in one."""
-        return 1 if self.neighbours else self.ways_of(width)
+        """How many places of a tile an array of this width takes its columns from: interleaved ways share one."""
+        return 1 if self.interleaved else self.ways_of(width)
 
     @property
     def splits(self) -> int:
@@ -220,14 +219,16 @@ class Program:
     @cached_property
     def sections(self) -> tuple[tuple[int, int], ...]:
         """First and end of the columns that tiles do not straddle. (0, 0) stands for all."""
-        ends = sorted({end for store in self.stores if store.part for end in store.part} - {0, self.columns})
+        ends = sorted({end for store in self.stores if store.slice for end in store.slice} - {0, self.columns})
         return tuple(zip([0, *ends], [*ends, self.columns], strict=True))
 
     def stores_of(self, section: tuple[int, int]) -> tuple[int, ...]:
         """Indices of the stores that have columns of this section."""
         first, end = section
         return tuple(
-            i for i, store in enumerate(self.stores) if not store.part or store.part[0] <= first < end <= store.part[1]
+            i
+            for i, store in enumerate(self.stores)
+            if not store.slice or store.slice[0] <= first < end <= store.slice[1]
         )
 
     @cached_property
@@ -243,10 +244,10 @@ class Program:
 
         return "\n".join(
             [f"ways {self.ways}, acc {self.acc_width.value}, heads of {self.head}, columns {self.columns}"]
-            + ["neighbours"] * self.neighbours
+            + ["neighbours"] * self.interleaved  # tables of tiles have digests of this text
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
-            + [f"store output {s.output} {s.width.value} {s.part or ''}: {names(s.values)}" for s in self.stores]
+            + [f"store output {s.output} {s.width.value} {s.slice or ''}: {names(s.values)}" for s in self.stores]
             + [f"{r.op.value} along {r.axis.value} {r.width.value}: {names(r.values)}" for r in self.reductions]
         )
 
@@ -323,118 +324,8 @@ class Program:
         return tuple(sorted(ways))
 
     def entry_ways(self, index: int) -> tuple[int, ...]:
-        """Those that have an entry of their own: of neighbours, worked on together, the first stands for both."""
-        return self.loads(index)[: 1 if self.neighbours else None]
-
-    def evaluate(self, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        """The program on whole arrays with XLA: the reference for the kernel, and for the check that trace() makes.
-
-        Args:
-          acc: (M, N) float32.
-          operands: as in `self.operands`.
-
-        Returns:
-          The flat outputs; tiles have the dtype that f gives them.
-        """
-        rows, columns = acc.shape[0], acc.shape[1] // self.acc_ways
-        values: list[jax.Array] = []
-        for node in self.nodes:
-            values.append(self._evaluate_node(node, values, acc, operands, columns))
-
-        def full(value: int) -> jax.Array:
-            return jnp.broadcast_to(values[value], (rows, columns))
-
-        outputs: dict[int, jax.Array] = {}
-        for store in self.stores:
-            tile = self._joined([full(value) for value in store.values])
-            outputs[store.output] = tile if store.part is None else tile[:, slice(*store.part)]
-        reductions = []
-        for reduction in self.reductions:
-            axis = 1 if reduction.axis is Axis.ROW else 0
-            parts = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
-            reductions.append(self._joined(parts) if axis == 0 else _combine(reduction.op, parts))
-        outputs.update(self.finish(reductions, operands))
-        return [outputs[i] for i in range(self.num_outputs)]
-
-    def _evaluate_node(
-        self, node: Node, values: list[jax.Array], acc: jax.Array, operands: Sequence[jax.Array], columns: int
-    ) -> jax.Array:
-
-        def half(x: jax.Array, way: int) -> jax.Array:
-            if x.shape[1] <= columns:
-                return x
-            if self.neighbours:
-                return x[:, way::2]
-            if self.head:
-                return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, way].reshape(x.shape[0], columns)
-            return x[:, way * columns : (way + 1) * columns]
-
-        def over_heads(x: jax.Array, way: int, period: int) -> jax.Array:
-            width = self.head // 2
-            if x.shape[1] > width:
-                x = x[:, way::2] if self.neighbours else x[:, way * width : (way + 1) * width]
-            return jnp.tile(x, (acc.shape[0] // period if period else 1, columns // width))
-
-        match node.op:
-            case "acc":
-                return half(acc, node["way"])
-            case "operand":
-                operand, x = self.operands[node["index"]], operands[node["index"]]
-                if operand.kind in (Kind.HEAD_TABLE, Kind.HEAD_VECTOR):
-                    x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
-                    return over_heads(x.astype(operand.traced_dtype), node["way"], operand.period)
-                shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
-                return half(x.astype(operand.traced_dtype).reshape(shape[operand.kind]), node["way"])
-            case "row":
-                return lax.broadcasted_iota(jnp.int32, (acc.shape[0], 1), 0)
-            case "column":
-                return half(lax.broadcasted_iota(jnp.int32, (1, columns * self.ways), 1), node["way"])
-            case "literal":
-                return jnp.full((1, 1), node["value"], node.dtype)
-        if node.op in HEAD_REDUCTIONS:
-            op, width = HEAD_REDUCTIONS[node.op], self.head // 2
-            ways = [jnp.broadcast_to(values[i], (acc.shape[0], columns)) for i in node.inputs]
-            total = _combine(op, [op.reduce(x.reshape(acc.shape[0], -1, width), axis=2) for x in ways])
-            return jnp.repeat(total, width, axis=1, total_repeat_length=columns)
-        inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
-        return elementwise.apply(node.op, list(inputs), dict(node.attributes))
-
-    def _joined(self, ways: Sequence[jax.Array]) -> jax.Array:
-        """Whole columns, along the last axis, from those of each way."""
-        if not self.head:
-            return jnp.concatenate(ways, axis=-1)
-        *rows, columns = ways[0].shape
-        if self.neighbours:
-            return jnp.stack(ways, axis=-1).reshape(*rows, columns * len(ways))
-        heads = [x.reshape(*rows, -1, self.head // 2) for x in ways]
-        return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(ways))
-
-    def finish(self, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
-        """Outputs that are not tile stores.
-
-        Args:
-          reductions: finished, (M,), (N,) or (N/2,) float32, as in `self.reductions`.
-          operands: as in `self.operands`; tile operands are not read and may be None.
-
-        Returns:
-          The outputs by their number.
-        """
-        values: dict[int, Any] = {}
-        for variable, source, index in self.finishing.inputs:
-            if source == "reduction":
-                values[variable] = reductions[index]
-            else:
-                x = operands[index]
-                assert x is not None
-                values[variable] = x.astype(self.operands[index].traced_dtype)
-
-        def read(atom: int | Literal) -> Any:
-            return jnp.asarray(atom.value) if isinstance(atom, Literal) else values[atom]
-
-        for equation in self.finishing.equations:
-            inputs = [read(atom) for atom in equation.inputs]
-            values.update(zip(equation.outputs, bind_equation(equation, inputs), strict=True))
-        return {output: read(atom) for output, atom in self.finishing.outputs}
+        """The ways in `loads` that have an entry of their own: interleaved ways share one."""
+        return self.loads(index)[: 1 if self.interleaved else None]
 
 
 def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> frozenset[int]:
@@ -444,10 +335,3 @@ def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> frozenset[int]:
         if number in needed:
             needed.update(nodes[number].inputs)
     return frozenset(needed)
-
-
-def _combine(op: ReductionOp, parts: Sequence[jax.Array]) -> jax.Array:
-    out = parts[0]
-    for part in parts[1:]:
-        out = op.combine(out, part)
-    return out

@@ -54,9 +54,9 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         return [replace(value, tags=kept)]
     if (within := _within_heads(analysis, REDUCTIONS[equation.name], value, aval, reduced)) is not None:
         kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
-        return [Local(kept, (analysis.convert(within, np.dtype(aval.dtype).name),), True, value.part)]
+        return [Local(kept, (analysis.convert(within, np.dtype(aval.dtype).name),), True, value.slice)]
     in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
-    if value.part is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
+    if value.slice is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
         raise NotElementwise("is a reduction of a part of the columns; reduce whole rows, whole columns or each head")
     if any(
         tag is None and axis not in axes and not same_size(aval.shape[axis], 1) for axis, tag in enumerate(value.tags)

@@ -193,6 +193,9 @@ def _divides(divisor: Any, size: Any) -> bool:
     return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
 
 
+_Candidate = tuple[tuple[Any, ...], Kind, Width]  # a shape, and what an array of it is
+
+
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
     """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
@@ -201,50 +204,16 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
             f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
         )
     dtype = np.dtype(x.dtype)
-    if layout.acc_is_half:
-        full, half = 2 * n, n
-    else:
-        full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.parts) else None
-    is_repeated = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
-    table_rows = (m, shape[0]) if is_repeated else (m,)
-    candidates: list[tuple[tuple[Any, ...], Kind, Width]] = [
-        ((), Kind.SCALAR, Width.FULL),
-        ((1,), Kind.SCALAR, Width.FULL),
-        ((1, 1), Kind.SCALAR, Width.FULL),
-        ((full,), Kind.ROW_VECTOR, Width.FULL),
-        ((1, full), Kind.ROW_VECTOR, Width.FULL),
-        ((m, 1), Kind.COLUMN_VECTOR, Width.FULL),
-        ((m, full), Kind.TILE, Width.FULL),
-        ((half,), Kind.ROW_VECTOR, Width.HALF),
-        ((1, half), Kind.ROW_VECTOR, Width.HALF),
-        ((m, half), Kind.TILE, Width.HALF),
-    ]
+    table_rows = (m, shape[0]) if _is_repeated(shape, m) else (m,)
+    candidates = _beside_acc(m, n, layout)
     if layout.head:
-        of_heads: list[tuple[tuple[Any, ...], Kind, Width]] = []
-        for size, width in ((layout.head, Width.FULL), (layout.head // 2, Width.HALF)):
-            of_heads += [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
-            of_heads += [((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
+        of_heads = _beside_heads(layout.head, table_rows)
         candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
     elif not is_final and not layout.acc_is_half and len(shape) in (1, 2) and _divides(shape[-1], n):
-        candidates += [((rows, shape[-1]), Kind.HEAD_TABLE, Width.FULL) for rows in table_rows]
-        candidates += [((shape[-1],), Kind.HEAD_VECTOR, Width.FULL), ((1, shape[-1]), Kind.HEAD_VECTOR, Width.FULL)]
+        candidates += _along_heads(shape[-1], Width.FULL, table_rows)
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
-        advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
-        may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
-        if may_repeat and not isinstance(m, int) and not is_repeated:
-            advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
-        raise NotTileLocalError(
-            f"epilogue '{name}': {label} has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) "
-            f"as a scalar (), row vector (N,) or (1, N), column vector (M, 1) or tile (M, N)"
-            + (
-                f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,), or (S, Dh) where S is "
-                f"known to divide M"
-                if layout.head
-                else ""
-            )
-            + f".{advice}"
-        )
+        raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout)}")
     kind, width = found
     is_float = kind in (Kind.TILE, Kind.HEAD_TABLE) or (kind is Kind.HEAD_VECTOR and bool(layout.head))
     allowed = FLOATS if is_float else (*FLOATS, "int32", "bool")
@@ -259,3 +228,56 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         )
     period = int(shape[0]) if kind is Kind.HEAD_TABLE and not same_size(shape[0], m) else 0
     return Operand(kind, dtype, dtype, width, period)
+
+
+def _beside_acc(m: Any, n: Any, layout: Layout) -> list[_Candidate]:
+    """Shapes that broadcast against acc, or against the other tiles where they have other columns."""
+    if layout.acc_is_half:
+        full, half = 2 * n, n
+    else:
+        full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.slices) else None
+    return [
+        ((), Kind.SCALAR, Width.FULL),
+        ((1,), Kind.SCALAR, Width.FULL),
+        ((1, 1), Kind.SCALAR, Width.FULL),
+        ((full,), Kind.ROW_VECTOR, Width.FULL),
+        ((1, full), Kind.ROW_VECTOR, Width.FULL),
+        ((m, 1), Kind.COLUMN_VECTOR, Width.FULL),
+        ((m, full), Kind.TILE, Width.FULL),
+        ((half,), Kind.ROW_VECTOR, Width.HALF),
+        ((1, half), Kind.ROW_VECTOR, Width.HALF),
+        ((m, half), Kind.TILE, Width.HALF),
+    ]
+
+
+def _beside_heads(head: int, table_rows: Sequence[Any]) -> list[_Candidate]:
+    """Shapes that broadcast against heads, or halves of them."""
+    return [*_along_heads(head, Width.FULL, table_rows), *_along_heads(head // 2, Width.HALF, table_rows)]
+
+
+def _along_heads(size: Any, width: Width, table_rows: Sequence[Any]) -> list[_Candidate]:
+    tables: list[_Candidate] = [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
+    return [*tables, ((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
+
+
+def _is_repeated(shape: tuple[Any, ...], m: Any) -> bool:
+    """Whether it may be a table whose rows f repeats to M."""
+    return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
+
+
+def _misfit(shape: tuple[Any, ...], m: Any, n: Any, layout: Layout) -> str:
+    """Why an operand of this shape is refused."""
+    advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
+    may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
+    if may_repeat and not isinstance(m, int) and not _is_repeated(shape, m):
+        advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
+    heads = (
+        f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,), or (S, Dh) where S is known to "
+        "divide M"
+        if layout.head
+        else ""
+    )
+    return (
+        f"has shape {shape}, which does not broadcast against acc (M, N) = ({m}, {n}) as a scalar (), row vector (N,) "
+        f"or (1, N), column vector (M, 1) or tile (M, N){heads}.{advice}"
+    )

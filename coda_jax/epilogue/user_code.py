@@ -9,19 +9,15 @@ float64 that it names, by astype or dtype=, is refused, as are arrays that have 
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+from coda_jax.epilogue.call_site import line_of
 from coda_jax.epilogue.values import NotTileLocalError
 
-# The packages whose lines are not the user's: JAX, NumPy, this one.
-_PACKAGES = (Path(jax.__file__).parent, Path(np.__file__).parent, Path(__file__).resolve().parents[1])
 _FLOAT64 = "Explicitly requested dtype float64"  # how JAX's warning begins
 _BRANCH = "The truth value of an array with more than one element"  # and its error
 
@@ -54,8 +50,8 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
         if not str(error).startswith(_FLOAT64):
             raise
         raise NotTileLocalError(
-            f"epilogue '{name}': {_line(error)} asks for float64; an epilogue computes in float32, bfloat16, float16, "
-            "int32 and bool."
+            f"epilogue '{name}': {line_of(error)} asks for float64; an epilogue computes in float32, bfloat16, "
+            "float16, int32 and bool."
         ) from error
     except (
         jax.errors.ConcretizationTypeError,
@@ -65,7 +61,7 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
     ) as error:
         if isinstance(error, ValueError) and not str(error).startswith(_BRANCH):
             raise
-        raise NotTileLocalError(f"epilogue '{name}': {_line(error)} {_asked(error)}") from error
+        raise NotTileLocalError(f"epilogue '{name}': {line_of(error)} {_asked(error)}") from error
 
 
 def _asked(error: Exception) -> str:
@@ -81,13 +77,3 @@ def _asked(error: Exception) -> str:
         "asks for the number that a traced value is (float(), int(), range(), or an index), which is another "
         "for each element. Use astype, or close over a number that is known when the epilogue is traced."
     )
-
-
-def _line(error: BaseException) -> str:
-    """The user's line from which an error came: "train.py:12 (my_epilogue)"."""
-    frames = [
-        f"{code.co_filename}:{line} ({code.co_name})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not any(Path((code := frame.f_code).co_filename).is_relative_to(package) for package in _PACKAGES)
-    ]
-    return frames[-1] if frames else "a line that is not known"

@@ -19,7 +19,7 @@ TABLE_ROW = "row of a repeated table"  # until jnp.tile repeats it
 INDEX = "index"
 Tag = str | None
 COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})
-BY_PARTS = frozenset({COLUMN, HALF, HEAD})  # axes whose index says which part of the columns it is in
+BY_SLICES = frozenset({COLUMN, HALF, HEAD})  # axes whose index says which slice of the columns it is in
 BOTH_WAYS = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans all ways
 
 ALLOWED = (
@@ -73,16 +73,16 @@ class Layout:
       ways: 1, or 2 when two halves are worked on together.
       acc_is_half: acc (M, N) meets tiles of 2N columns.
       head: columns of a head when the halves are those of heads, else 0.
-      neighbours: the halves of a head are its even and its odd columns.
-      parts: the columns are taken apart into outputs of their own.
+      interleaved: the halves of a head are its even and its odd columns.
+      slices: the columns are taken apart into outputs of their own.
       one_head: all columns are a head, which f makes of them by an axis of size 1.
     """
 
     ways: int = 1
     acc_is_half: bool = False
     head: int = 0
-    neighbours: bool = False
-    parts: bool = False
+    interleaved: bool = False
+    slices: bool = False
     one_head: bool = False
 
 
@@ -112,13 +112,13 @@ class Local:
       tags: one per array axis.
       nodes: one, or one for each way where an axis is in BOTH_WAYS and there are two ways.
       tile: it varies with both row and column, or comes from something that does.
-      part: first and end of the columns that it has, where these are not all of them.
+      slice: first and end of the columns that it has, where these are not all of them.
     """
 
     tags: tuple[Tag, ...]
     nodes: tuple[int, ...]
     tile: bool
-    part: tuple[int, int] | None = None
+    slice: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

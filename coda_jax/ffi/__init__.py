@@ -26,6 +26,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "ABI",
     "ARCH",
     "Compiled",
+    "GemmCall",
     "cache_directory",
     "compile",
     "compile_async",
@@ -118,33 +120,16 @@ def unavailable_reason() -> str | None:
     return _ffi.unavailable_reason() or None
 
 
-def gemm_call(
-    args: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-    *,
-    name: str,
-    source: str,
-    maps: Sequence[int] | Sequence[Sequence[int]],
-    pointers: Sequence[int] | np.ndarray,
-    transpose_a: bool,
-    transpose_b: bool,
-    tile_m: int,
-    tile_n: int,
-    ways: int,
-    cluster_m: int,
-    threads: int,
-    smem_bytes: int,
-    flags: int = -1,
-    input_output_aliases: Mapping[int, int] | None = None,
-) -> list[jax.Array]:
-    """The custom call. Buffers are numbered operands first, then results, all row-major.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmCall:
+    """What the custom call of a product says. Its attributes are these fields and what `attributes` adds.
 
-    Args:
-      args: a, b, then the epilogue's operands.
-      results: tiles, then one array of partials per reduction, then with split-K its workspace and flags.
+    Buffers are numbered operands first, then results, all row-major.
+
+    Attributes:
       name: the operator, for messages.
       source: CUDA text of the kernel, as for `compile_async`.
-      maps: six int32 per tensor map: buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes.
+      maps: six numbers per tensor map: buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes.
       pointers: buffers whose addresses follow the maps in the kernel's parameter block.
       transpose_a: a is (k, m), else (m, k); either may have a batch dimension in front.
       transpose_b: b is (n, k), else (k, n).
@@ -155,31 +140,51 @@ def gemm_call(
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
       flags: with split-K, the int32 buffer with a row for each block that may run, which is zeroed before; or -1.
+    """
+
+    name: str
+    source: str
+    maps: Sequence[int]
+    pointers: Sequence[int]
+    transpose_a: bool
+    transpose_b: bool
+    tile_m: int
+    tile_n: int
+    ways: int
+    cluster_m: int
+    threads: int
+    smem_bytes: int
+    flags: int = -1
+
+    def attributes(self) -> dict[str, Any]:
+        """In the types of `struct GemmCall` in handler.h; with the version, the headers and the kernel's name."""
+        given = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        versions = {"abi": np.int32(ABI), "arch": ARCH, "headers": headers_hash(), "key": kernel_key(self.source)}
+        return versions | given
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    return np.bool_(value) if isinstance(value, bool | np.bool_) else np.asarray(value, np.int32)[()]
+
+
+def gemm_call(
+    args: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    call: GemmCall,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """The custom call.
+
+    Args:
+      args: a, b, then the epilogue's operands.
+      results: tiles, then one array of partials per reduction, then with split-K its workspace and flags.
+      call: its attributes.
       input_output_aliases: operand number to result number, equal in shape and dtype.
     """
-    call = jax.ffi.ffi_call(TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
-    return list(
-        call(
-            *args,
-            abi=np.int32(ABI),
-            headers=headers_hash(),
-            name=name,
-            key=kernel_key(source),
-            arch=ARCH,
-            source=source,
-            maps=np.asarray(maps, np.int32).ravel(),
-            pointers=np.asarray(pointers, np.int32),
-            transpose_a=np.bool_(transpose_a),
-            transpose_b=np.bool_(transpose_b),
-            tile_m=np.int32(tile_m),
-            tile_n=np.int32(tile_n),
-            ways=np.int32(ways),
-            cluster_m=np.int32(cluster_m),
-            threads=np.int32(threads),
-            smem_bytes=np.int32(smem_bytes),
-            flags=np.int32(flags),
-        )
-    )
+    launch = jax.ffi.ffi_call(TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
+    return list(launch(*args, **call.attributes()))
 
 
 def cache_directory() -> str:

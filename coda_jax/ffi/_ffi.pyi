@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ABI: int
+ATTRIBUTES: tuple[str, ...]
 
 def configure(
     *,
@@ -21,7 +22,6 @@ def compile(name: str, source: str, arch: str) -> tuple[bytes, str, float, bool]
 def unavailable_reason() -> str: ...
 def shutdown() -> None: ...
 def handlers() -> dict[str, Any]: ...
-def describe_map(map: Sequence[int], dtype: str, dims: Sequence[int]) -> dict[str, Any]: ...
 def describe_geometry(
     *,
     a: Sequence[int],

@@ -15,8 +15,8 @@
 
 #include "compiler.h"
 
-/// XLA hands attributes over sorted by name, so one pass reads them. XLA's own decoding of a struct searches for every
-/// name at every call, which took longer than all else that the handler does.
+/// XLA hands attributes over sorted by name, as `kAttributes` has them, so one pass reads them. XLA's own decoding of a
+/// struct searches for every name at every call, which took longer than all else that the handler does.
 template <>
 struct xla::ffi::AttrDecoding<coda::GemmCall> {
   using Type = coda::GemmCall;
@@ -24,30 +24,25 @@ struct xla::ffi::AttrDecoding<coda::GemmCall> {
   static std::optional<Type> Decode(XLA_FFI_AttrType, void* dictionary, DiagnosticEngine& diagnostic) {
     const auto& attributes = *static_cast<const XLA_FFI_Attrs*>(dictionary);
     int64_t next = 0;
-    const auto read = [&]<typename T>(std::string_view name, T& value) {
+    Type call{};
+    const auto read = [&]<typename T>(const coda::Attribute<T>& attribute) {
       if (next == attributes.size ||
-          std::string_view(attributes.names[next]->ptr, attributes.names[next]->len) != name) {
-        diagnostic.Emit("there is no attribute ") << name;
+          std::string_view(attributes.names[next]->ptr, attributes.names[next]->len) != attribute.name) {
+        diagnostic.Emit("there is no attribute ") << attribute.name;
         return false;
       }
       const std::optional<T> decoded =
           AttrDecoding<T>::Decode(attributes.types[next], attributes.attrs[next], diagnostic);
-      if (decoded) value = *decoded;
+      if (decoded) call.*attribute.member = *decoded;
       ++next;
+      if (decoded && next == 1 && call.abi != coda::kAbi) {  // its other attributes may be others
+        diagnostic.Emit("the program was made by a coda_jax of another version (program ABI ")
+            << call.abi << "); this one has program ABI " << coda::kAbi << ". Export it again.";
+        return false;
+      }
       return decoded.has_value();
     };
-    Type call{};
-    if (!read("abi", call.abi)) return std::nullopt;
-    if (call.abi != coda::kAbi) {  // its other attributes may be others
-      return diagnostic.Emit("the program was made by a coda_jax of another version (program ABI ")
-             << call.abi << "); this one has program ABI " << coda::kAbi << ". Export it again.";
-    }
-    if (!read("arch", call.arch) || !read("cluster_m", call.cluster_m) || !read("flags", call.flags) ||
-        !read("headers", call.headers) || !read("key", call.key) || !read("maps", call.maps) ||
-        !read("name", call.name) || !read("pointers", call.pointers) || !read("smem_bytes", call.smem_bytes) ||
-        !read("source", call.source) || !read("threads", call.threads) || !read("tile_m", call.tile_m) ||
-        !read("tile_n", call.tile_n) || !read("transpose_a", call.transpose_a) ||
-        !read("transpose_b", call.transpose_b) || !read("ways", call.ways)) {
+    if (!std::apply([&](const auto&... attribute) { return (read(attribute) && ...); }, coda::kAttributes)) {
       return std::nullopt;
     }
     if (next != attributes.size) return diagnostic.Emit("more attributes than a product has");

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <tuple>
 
 #include "tensor_map.h"
 #include "xla/ffi/api/ffi.h"
@@ -23,6 +24,34 @@ struct GemmCall {
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
   int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
   int32_t flags = -1;  // buffer index; -1 without split-K
+};
+
+/// A member of GemmCall by its name in the program.
+template <typename T>
+struct Attribute {
+  std::string_view name;
+  T GemmCall::* member;
+};
+
+/// All of them, sorted by name. Python's list is `GemmCall.attributes` in __init__.py.
+inline constexpr std::tuple kAttributes{
+    Attribute{"abi", &GemmCall::abi},
+    Attribute{"arch", &GemmCall::arch},
+    Attribute{"cluster_m", &GemmCall::cluster_m},
+    Attribute{"flags", &GemmCall::flags},
+    Attribute{"headers", &GemmCall::headers},
+    Attribute{"key", &GemmCall::key},
+    Attribute{"maps", &GemmCall::maps},
+    Attribute{"name", &GemmCall::name},
+    Attribute{"pointers", &GemmCall::pointers},
+    Attribute{"smem_bytes", &GemmCall::smem_bytes},
+    Attribute{"source", &GemmCall::source},
+    Attribute{"threads", &GemmCall::threads},
+    Attribute{"tile_m", &GemmCall::tile_m},
+    Attribute{"tile_n", &GemmCall::tile_n},
+    Attribute{"transpose_a", &GemmCall::transpose_a},
+    Attribute{"transpose_b", &GemmCall::transpose_b},
+    Attribute{"ways", &GemmCall::ways},
 };
 
 /// The product's sizes, read off operands 0 and 1 and the first result, and the number of thread blocks.

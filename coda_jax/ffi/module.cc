@@ -1,14 +1,12 @@
 // Python bindings. coda_jax/ffi/__init__.py is the only caller.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
-#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -69,26 +67,6 @@ nb::dict Handlers() {
   return handlers;
 }
 
-xla::ffi::DataType ParseType(const std::string& dtype) {
-  if (dtype == "bfloat16") return xla::ffi::DataType::BF16;
-  if (dtype == "float16") return xla::ffi::DataType::F16;
-  if (dtype == "float32") return xla::ffi::DataType::F32;
-  if (dtype == "int32") return xla::ffi::DataType::S32;
-  throw std::invalid_argument("dtype " + dtype);
-}
-
-nb::dict DescribeMapForTest(std::array<int32_t, 6> map, const std::string& dtype, const Dims& dims) {
-  const Buffer buffer{ParseType(dtype), dims, nullptr};
-  const MapLayout layout = DescribeMap({map[0], map[1], map[2], map[3], map[4], map[5]}, buffer);
-  nb::dict result;
-  result["type"] = static_cast<int>(layout.type);
-  result["dims"] = nb::cast(std::to_array(layout.dims));
-  result["strides_bytes"] = nb::cast(std::to_array(layout.strides_bytes));
-  result["box"] = nb::cast(std::to_array(layout.box));
-  result["swizzle"] = static_cast<int>(layout.swizzle);
-  return result;
-}
-
 nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& result_dims, bool transpose_a,
                                  bool transpose_b, int tile_m, int tile_n, int ways, int cluster_m, int multiprocessors,
                                  int flags) {
@@ -115,6 +93,8 @@ nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& resul
 
 NB_MODULE(_ffi, module) {
   module.attr("ABI") = kAbi;
+  module.attr("ATTRIBUTES") =
+      std::apply([](const auto&... attribute) { return nb::make_tuple(std::string(attribute.name)...); }, kAttributes);
   module.def("configure", Configure, nb::kw_only(), nb::arg("headers"), nb::arg("headers_hash"), nb::arg("options"),
              nb::arg("libraries"), nb::arg("cache_directory"), nb::arg("cache_limit_bytes"), nb::arg("dump_directory"),
              nb::arg("quiet"), nb::call_guard<nb::gil_scoped_release>());
@@ -128,7 +108,6 @@ NB_MODULE(_ffi, module) {
       nb::call_guard<nb::gil_scoped_release>());
   module.def("shutdown", [] { Compiler::Get()->Shutdown(); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("handlers", Handlers);
-  module.def("describe_map", DescribeMapForTest, nb::arg("map"), nb::arg("dtype"), nb::arg("dims"));
   module.def("describe_geometry", DescribeGeometryForTest, nb::kw_only(), nb::arg("a"), nb::arg("b"), nb::arg("result"),
              nb::arg("transpose_a"), nb::arg("transpose_b"), nb::arg("tile_m"), nb::arg("tile_n"), nb::arg("ways"),
              nb::arg("cluster_m"), nb::arg("multiprocessors"), nb::arg("flags"));

@@ -15,7 +15,7 @@ from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_an
 from coda_jax.operators.norm_products import Cotangents
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.tiles.config import takes_heads
+from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
 

@@ -1,59 +1,63 @@
-"""Which products the kernel can address and cut at all."""
+"""Which products the kernel can address at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Program
-from coda_jax.tiles.config import choose_tiling
-from coda_jax.tiles.cost_model import Product
+from coda_jax.primitives.spec import GemmSpec
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
 
 
-def unsupported_reason(
-    a: jax.ShapeDtypeStruct,
-    b: jax.ShapeDtypeStruct,
-    program: Program,
-    out_dtypes: Sequence[np.dtype],
-    transpose_a: bool,
-    transpose_b: bool,
-) -> str | None:
+def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
     """The rule that keeps the kernel from computing this product, with the value that breaks it; None if none does.
 
-    Shapes are those of the product itself: (M, K) or (K, M), (K, N) or (N, K), with or without a leading batch axis.
+    Args:
+      avals: types of the arguments, without a batch axis or with it.
     """
+    a, b, _ = spec.split(avals)
+    return (
+        _unsupported_factors(a, b, spec)
+        or _unsupported_program(spec.program)
+        or _unsupported_rows(a, b, spec)
+        or _unsupported_size(a, b)
+        or _unsupported_count(spec.program)
+    )
+
+
+def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     for name, array in (("a", a), ("b", b)):
         if array.dtype not in (jnp.bfloat16, jnp.float16):
             return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies bfloat16 and float16"
     if a.dtype != b.dtype:
         return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
-    k, m = a.shape[-2:] if transpose_a else a.shape[::-1][:2]
-    n = b.shape[-2] if transpose_b else b.shape[-1]
+    m, n, k = spec.sizes(a, b)
     for name, size in (("n", n), ("k", k)):
         if not isinstance(size, int):
             return f"{name} = {size} is symbolic; only m may be"
     if 0 in (m, n, k) or 0 in a.shape or 0 in b.shape:
         return f"m, n, k = {m}, {n}, {k}; an empty product needs no kernel"
+    return None
 
-    if program.tiles_of_heads:
-        return (
-            f"operand {program.tiles_of_heads[0]}: a reduction of each head depends on this tile, which the kernel "
-            "reads once; it reduces heads of what follows from acc and vectors"
-        )
-    split = program.splits
-    rows = [("a", a.shape[-1], a.dtype), ("b", b.shape[-1] if transpose_b else n // split, b.dtype)]
-    rows += [(f"operand {i}", n // split, program.operands[i].dtype) for i in program.tile_operands]
-    rows += [
-        (f"output {store.output}", store.part[1] - store.part[0] if store.part else n // split, dtype)
-        for store, dtype in zip(program.stores, out_dtypes, strict=True)
-    ]
-    for name, size, dtype in rows:
+
+def _unsupported_program(program: Program) -> str | None:
+    if not program.tiles_of_heads:
+        return None
+    return (
+        f"operand {program.tiles_of_heads[0]}: a reduction of each head depends on this tile, which the kernel "
+        "reads once; it reduces heads of what follows from acc and vectors"
+    )
+
+
+def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
+    split = spec.program.splits
+    for name, size, dtype in _rows(a, b, spec):
         if not isinstance(size, int):
             return f"{name}: its rows have the symbolic length {size}"
         row_bytes = size * np.dtype(dtype).itemsize
@@ -62,10 +66,29 @@ def unsupported_reason(
                 f"{name}: a row{' of a half' if split > 1 and name != 'a' else ''} of {size} {np.dtype(dtype).name} is "
                 f"{row_bytes} bytes; TMA addresses multiples of 16"
             )
+    return None
+
+
+def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one."""
+    program, columns = spec.program, spec.sizes(a, b).n // spec.program.splits
+    yield "a", a.shape[-1], a.dtype
+    yield "b", b.shape[-1] if spec.transpose_b else columns, b.dtype
+    for i in program.tile_operands:
+        yield f"operand {i}", columns, program.operands[i].dtype
+    for store, dtype in zip(program.stores, spec.store_dtypes, strict=True):
+        yield f"output {store.output}", store.slice[1] - store.slice[0] if store.slice else columns, dtype
+
+
+def _unsupported_size(a: Any, b: Any) -> str | None:
     for name, array in (("a", a), ("b", b)):
         known = [size for size in array.shape if isinstance(size, int)]
         if math.prod(known) >= 2**40 or math.prod(known[:-1]) >= 2**31 or known[-1] >= 2**31:
             return f"{name}: shape {array.shape} is beyond the kernel's 32-bit coordinates"
+    return None
+
+
+def _unsupported_count(program: Program) -> str | None:
     buffers = 2 + len(program.operands) + len(program.stores) + len(program.reductions)
     maps = 2 + len(program.tile_operands) + len(program.stores)
     if 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
@@ -73,8 +96,4 @@ def unsupported_reason(
             f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes "
             f"{_MAX_PARAMETER_BYTES - 16} bytes, at 128 a matrix and 8 an array"
         )
-    try:
-        choose_tiling(Product(m, n, k, transpose_b=transpose_b), program, out_dtypes)
-    except ValueError as error:
-        return str(error)
     return None

@@ -10,25 +10,26 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.spec import GemmSpec
 
 
 def _batch(
-    arguments: Sequence[jax.Array], dims: Sequence[int | None], *, batched: Sequence[bool], **params: Any
+    arguments: Sequence[jax.Array], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[int]]:
     """Adds a batch axis, or merges it with the one already there, repeating what lacks one of the two."""
     mapped = [dim is not None for dim in dims]
     new = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
-    if not any(batched):
-        return _bind(moved, mapped, **params), [0] * len(params["out_dtypes"])
+    if not any(spec.batched):
+        return coda_gemm_p.bind(*moved, spec=_batched(spec, mapped)), [0] * len(spec.out_dtypes)
 
-    old = next(x.shape[is_mapped] for x, flag, is_mapped in zip(moved, batched, mapped, strict=True) if flag)
+    old = next(x.shape[is_mapped] for x, flag, is_mapped in zip(moved, spec.batched, mapped, strict=True) if flag)
     merged = [
         _merge(x, new, old, is_mapped, flag) if is_mapped or flag else x
-        for x, is_mapped, flag in zip(moved, mapped, batched, strict=True)
+        for x, is_mapped, flag in zip(moved, mapped, spec.batched, strict=True)
     ]
-    flags = [is_mapped or flag for is_mapped, flag in zip(mapped, batched, strict=True)]
-    outputs = _bind(merged, flags, **params)
+    flags = [is_mapped or flag for is_mapped, flag in zip(mapped, spec.batched, strict=True)]
+    outputs = coda_gemm_p.bind(*merged, spec=_batched(spec, flags))
     return [x.reshape(new, old, *x.shape[1:]) for x in outputs], [0] * len(outputs)
 
 
@@ -38,15 +39,11 @@ def _merge(x: jax.Array, new: Any, old: Any, is_mapped: bool, has_old: bool) -> 
     return jnp.broadcast_to(x, (new, old, *matrix)).reshape(new * old, *matrix)
 
 
-def _bind(
-    arguments: Sequence[jax.Array],
-    batched: Sequence[bool],
-    input_output_aliases: tuple[tuple[int, int], ...],
-    **params: Any,
-) -> list[jax.Array]:
+def _batched(spec: GemmSpec, batched: Sequence[bool]) -> GemmSpec:
     # An operand that all products of the batch share cannot take the place of a result of each.
-    aliases = tuple((operand, output) for operand, output in input_output_aliases if batched[2 + operand])
-    return coda_gemm_p.bind(*arguments, batched=tuple(batched), input_output_aliases=aliases, **params)
+    _, _, flags = spec.split(batched)
+    aliases = tuple((operand, output) for operand, output in spec.input_output_aliases if flags[operand])
+    return spec.replace(batched=tuple(batched), input_output_aliases=aliases)
 
 
 batching.primitive_batchers[coda_gemm_p] = _batch

@@ -120,7 +120,14 @@ def gemm(
         _check_aliases(traced, dtypes, aliases, len(operands))
         return dtypes
 
-    options = Options(transpose_a, transpose_b, residuals, implementation, config, aliases)
+    options = Options(
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        residuals=residuals,
+        implementation=implementation,
+        config=config,
+        input_output_aliases=aliases,
+    )
     outputs, traced = product(matrix, b, flat_operands, epilogue, checked_dtypes, options)
     if leading:
         outputs = [
@@ -261,7 +268,7 @@ def _check_aliases(
                 "float32 tile can be aliased"
             )
         store = stores.get(output)
-        whole = store is not None and store.width is operand.width and store.part is None
+        whole = store is not None and store.width is operand.width and store.slice is None
         if not whole or dtypes[output] != jnp.float32:
             raise ValueError(
                 f"gemm: input_output_aliases gives operand {index} to output {output}, which is not a float32 tile of "

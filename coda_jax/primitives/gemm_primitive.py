@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,58 +12,11 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from coda_jax.epilogue import Program, types_of
-from coda_jax.primitives.call_site import call_site
-from coda_jax.tiles.config import GemmConfig
+from coda_jax.epilogue import evaluate, types_of
+from coda_jax.primitives.spec import GemmSpec
 
-coda_gemm_p = jex_core.Primitive("coda_gemm")
+coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
 coda_gemm_p.multiple_results = True
-
-
-def bind(
-    a: jax.Array,
-    b: jax.Array,
-    operands: Sequence[jax.Array],
-    *,
-    program: Program,
-    out_dtypes: Sequence[np.dtype],
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    implementation: str = "auto",
-    config: GemmConfig | None = None,
-    name: str,
-    input_output_aliases: tuple[tuple[int, int], ...] = (),
-    out_sharding: Any = None,
-) -> list[jax.Array]:
-    """Binds the primitive on unbatched arguments.
-
-    Args:
-      a: (M, K), or (K, M) with transpose_a.
-      b: (K, N), or (N, K) with transpose_b.
-      operands: as in `program.operands`.
-      out_dtypes: one for each flat output.
-      input_output_aliases: pairs (operand index, output index).
-      out_sharding: of the product, where a mesh has explicit axes and the factors' shardings leave it open.
-
-    Returns:
-      The flat outputs of the program.
-    """
-    return coda_gemm_p.bind(
-        a,
-        b,
-        *operands,
-        program=program,
-        out_dtypes=tuple(np.dtype(dtype) for dtype in out_dtypes),
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        batched=(False,) * (2 + len(operands)),
-        implementation=implementation,
-        config=config,
-        name=name,
-        input_output_aliases=input_output_aliases,
-        out_sharding=out_sharding,
-        site=call_site(),
-    )
 
 
 def compute_dtype(a: Any, b: Any) -> np.dtype:
@@ -94,70 +46,50 @@ def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bo
     )
 
 
-def xla_form(
-    a: jax.Array,
-    b: jax.Array,
-    *operands: jax.Array,
-    program: Program,
-    out_dtypes: Sequence[np.dtype],
-    transpose_a: bool,
-    transpose_b: bool,
-    batched: Sequence[bool],
-    out_sharding: Any,
-    **_: Any,
-) -> list[jax.Array]:
-    """The program on the float32 product. Arguments flagged in `batched`, and then results, have a batch axis first."""
+def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """The program on the float32 product. Arguments flagged in `spec.batched`, and then results, have a batch axis."""
 
-    def matrix(a: jax.Array, b: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-        acc = accumulate(a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_sharding=out_sharding)
-        outputs = program.evaluate(acc, *operands)
-        return [output.astype(dtype) for output, dtype in zip(outputs, out_dtypes, strict=True)]
+    def matrix(*arguments: jax.Array) -> list[jax.Array]:
+        a, b, operands = spec.split(arguments)
+        acc = accumulate(
+            a, b, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
+        )
+        outputs = evaluate(spec.program, acc, *operands)
+        return [output.astype(dtype) for output, dtype in zip(outputs, spec.out_dtypes, strict=True)]
 
-    function = jax.vmap(matrix, in_axes=tuple(0 if flag else None for flag in batched)) if any(batched) else matrix
-    return function(a, b, *operands)
+    axes = tuple(0 if flag else None for flag in spec.batched)
+    function = jax.vmap(matrix, in_axes=axes) if any(spec.batched) else matrix
+    return function(*arguments)
 
 
 @coda_gemm_p.def_abstract_eval
-def _types(*avals: Any, **params: Any) -> list[Any]:
+def _types(*avals: Any, spec: GemmSpec) -> list[Any]:
     # Through JAX's own typing, so that shardings and the mesh axes over which a result varies are kept.
-    return types_of(functools.partial(xla_form, **params), *avals)
+    return types_of(functools.partial(xla_form, spec=spec), *avals)
 
 
-def _bind_flat(*arguments: jax.Array, **params: Any) -> list[jax.Array]:
+def _bind_flat(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if not any(isinstance(x, jax.core.Tracer) for x in arguments):  # jit is disabled, or looks for a NaN
-        return xla_form(*arguments, **params)
-    return coda_gemm_p.bind(*arguments, **params)
+        return xla_form(*arguments, spec=spec)
+    return coda_gemm_p.bind(*arguments, spec=spec)
 
 
-# One jitted function for all calls outside jit: its cache is keyed by the parameters, programs by their mathematics.
-_PARAMETERS = (
-    "program",
-    "out_dtypes",
-    "transpose_a",
-    "transpose_b",
-    "batched",
-    "implementation",
-    "config",
-    "name",
-    "input_output_aliases",
-    "out_sharding",
-    "site",
-)
-coda_gemm_p.def_impl(jax.jit(_bind_flat, static_argnames=_PARAMETERS))
+# One jitted function for all calls outside jit: its cache is keyed by the specs, programs by their mathematics.
+coda_gemm_p.def_impl(jax.jit(_bind_flat, static_argnames=("spec",)))
 
 
-def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
-    if params["implementation"] == "cuda":
+def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
+    if spec.implementation == "cuda":
         raise NotImplementedError(
-            f"gemm '{params['name']}': implementation='cuda' was asked for on platform {_platforms(ctx)}; the kernel "
+            f"gemm '{spec.name}': implementation='cuda' was asked for on platform {_platforms(ctx)}; the kernel "
             "runs on NVIDIA Hopper GPUs. Use 'auto' or 'xla' here."
         )
-    return lower_xla(ctx, *arguments, **params)
+    return lower_xla(ctx, *arguments, spec=spec)
 
 
-def lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
+def lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     """Lowers to the XLA form, on whatever platform."""
-    return mlir.lower_fun(functools.partial(xla_form, **params), multiple_results=True)(ctx, *arguments)
+    return mlir.lower_fun(functools.partial(xla_form, spec=spec), multiple_results=True)(ctx, *arguments)
 
 
 def _platforms(ctx: mlir.LoweringRuleContext) -> str:

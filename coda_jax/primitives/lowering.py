@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import mlir
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Operand, Program
+from coda_jax.epilogue import Axis, Kind, Operand, finish
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
 from coda_jax.primitives.mesh_types import partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import warn_once
-from coda_jax.tiles.cost_model import Product
-from coda_jax.tiles.table import Problem, attached_device, tiling_for
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.config import KernelConfig
+from coda_jax.tiles.cost_model import GemmShape
+from coda_jax.tiles.table import Problem, attached_device, config_for
 
 CAPABILITY = "9.0"
 
 
-def fallback_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: int) -> str | None:
-    """Why this product takes the XLA form on the attached GPUs (on a Hopper GPU if there are none), or None.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a product is lowered to on a GPU.
+
+    Attributes:
+      reason: why it takes the XLA form; None where it is the kernel.
+      config: of the kernel.
+      origin: who says so, as `config_for`.
+    """
+
+    reason: str | None = None
+    config: KernelConfig | None = None
+    origin: str = ""
+
+
+def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, device: str | None) -> Choice:
+    """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
-      avals, params: of the product's equation.
+      avals: types of the arguments.
       num_devices: how many XLA partitions the program over, if its types are on no mesh.
+      device: kind of the device whose tiles are chosen, as in `config_for`.
+
+    Raises:
+      ValueError: the user's config is none that a kernel of this product can have.
     """
-    if params["implementation"] == "xla":
-        return "implementation='xla'"
-    return _machine_reason() or _product_reason(avals, params) or _partition_reason(avals, params, num_devices)
+    if spec.implementation == "xla":
+        return Choice("implementation='xla'")
+    reason = _machine_reason() or unsupported_reason(avals, spec) or _partition_reason(avals, spec, num_devices)
+    if reason is not None:
+        return Choice(reason)
+    problem = problem_of(avals, spec)
+    try:
+        return Choice(None, *config_for(problem, spec.config, device))
+    except ValueError as error:
+        if spec.config is None:
+            return Choice(str(error))
+        if reason := choose(avals, spec.replace(config=None), num_devices, device).reason:
+            return Choice(reason)
+        raise
 
 
 def _machine_reason() -> str | None:
@@ -47,17 +79,10 @@ def _machine_reason() -> str | None:
     return ffi.unavailable_reason()
 
 
-def _product_reason(avals: Sequence[Any], params: dict[str, Any]) -> str | None:
-    a, b = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals[:2])
-    program = params["program"]
-    dtypes = store_dtypes(program, params["out_dtypes"])
-    return unsupported_reason(a, b, program, dtypes, params["transpose_a"], params["transpose_b"])
-
-
-def _partition_reason(avals: Sequence[Any], params: dict[str, Any], num_devices: int) -> str | None:
+def _partition_reason(avals: Sequence[Any], spec: GemmSpec, num_devices: int) -> str | None:
     """Which parts of a program each device has only XLA knows; it would gather a kernel's arguments on all of them."""
     shardings = [aval.sharding for aval in avals]
-    axes = partitioned_axes(*shardings, *filter(None, [params["out_sharding"]]))
+    axes = partitioned_axes(*shardings, *filter(None, [spec.out_sharding]))
     if axes:
         over = f"mesh axes {', '.join(axes)}"
     elif num_devices > 1 and all(sharding.mesh.empty for sharding in shardings):
@@ -67,65 +92,60 @@ def _partition_reason(avals: Sequence[Any], params: dict[str, Any], num_devices:
     return f"XLA partitions it over {over}; inside a jax.shard_map each device runs the kernel on its own part"
 
 
-def store_dtypes(program: Program, out_dtypes: Sequence[np.dtype]) -> tuple[np.dtype, ...]:
-    """Dtypes of the program's stores, from those of all flat outputs."""
-    return tuple(out_dtypes[store.output] for store in program.stores)
-
-
-def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, **params: Any) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # of a shard_map the types say it
-    reason = fallback_reason(ctx.avals_in, params, num_devices)
-    if reason is None:
-        # What is exported runs anywhere: no table of this machine has a say in it.
-        device = None if ctx.module_context.lowering_parameters.for_export else attached_device()
-        form = functools.partial(kernel_form, device=device, **params)
+    # What is exported runs anywhere: no table of this machine has a say in it.
+    device = None if ctx.module_context.lowering_parameters.for_export else attached_device()
+    choice = choose(ctx.avals_in, spec, num_devices, device)
+    if choice.config is not None:
+        form = functools.partial(kernel_form, spec=spec, config=choice.config)
         return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)
-    if params["implementation"] == "cuda":
-        raise NotImplementedError(f"gemm '{params['name']}': implementation='cuda' was asked for, but {reason}")
-    if params["implementation"] == "auto":
-        warn_once(f"gemm '{params['name']}' takes its XLA form: {reason}", reason, params["site"])
-    return lower_xla(ctx, *arguments, **params)
+    if spec.implementation == "cuda":
+        raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {choice.reason}")
+    if spec.implementation == "auto":
+        message = f"takes its XLA form: {choice.reason}"
+        warn_once(f"gemm '{spec.name}' {message}", message, spec.site)
+    return lower_xla(ctx, *arguments, spec=spec)
 
 
 mlir.register_lowering(coda_gemm_p, _lower, platform="cuda")
 
 
-def kernel_form(
-    a: jax.Array, b: jax.Array, *operands: jax.Array, batched: Sequence[bool], device: str | None, **params: Any
-) -> list[jax.Array]:
+def kernel_form(*arguments: jax.Array, spec: GemmSpec, config: KernelConfig) -> list[jax.Array]:
     """The custom call, the finish of its reductions, and the outputs in f's order."""
-    program, out_dtypes = params["program"], params["out_dtypes"]
-    batch: Any = next((x.shape[0] for x, flag in zip((a, b, *operands), batched, strict=True) if flag), None)
-    if _folds(program, batched, params["transpose_a"]):
-        rows = a.shape[1]
-        folded = _folded(a, b, *operands, program=program)
-        stores, reductions = _launch(*folded, batched=(False,) * len(batched), device=device, **params)
+    program, batch = spec.program, spec.batch(arguments)
+    if _folds(spec):
+        rows = arguments[0].shape[1]
+        stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config)
         stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
         reductions = [x.reshape(batch, rows) for x in reductions]
     else:
-        stores, reductions = _launch(a, b, *operands, batched=batched, device=device, **params)
+        stores, reductions = _launch(arguments, spec, config)
 
     finished: dict[int, jax.Array] = {}
     if program.finishing.outputs:
-        axes = [0 if flag else None for flag in batched[2:]]
-        finish = jax.vmap(program.finish, in_axes=(0, axes), axis_size=batch) if any(batched) else program.finish
-        finished = finish(reductions, list(operands))
+        _, _, operands = spec.split(arguments)
+        _, _, flags = spec.split(spec.batched)
+        one = functools.partial(finish, program)
+        axes = [0 if flag else None for flag in flags]
+        each = jax.vmap(one, in_axes=(0, axes), axis_size=batch) if any(spec.batched) else one
+        finished = each(reductions, operands)
     outputs = finished | {store.output: x for store, x in zip(program.stores, stores, strict=True)}
-    return [outputs[i].astype(dtype) for i, dtype in enumerate(out_dtypes)]
+    return [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
 
 
-def _folds(program: Program, batched: Sequence[bool], transpose_a: bool) -> bool:
+def _folds(spec: GemmSpec) -> bool:
     """Whether a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
-    a_batched, b_batched, *flags = batched
+    a_batched, b_batched, flags = spec.split(spec.batched)
     return (
         a_batched
         and not b_batched
-        and not transpose_a
-        and all(reduction.axis is Axis.ROW for reduction in program.reductions)
-        and not any(node.op == "row" for node in program.nodes)
+        and not spec.transpose_a
+        and all(reduction.axis is Axis.ROW for reduction in spec.program.reductions)
+        and not any(node.op == "row" for node in spec.program.nodes)
         and all(
             flag if operand.kind is Kind.TILE else _has_rows(operand) or not flag
-            for operand, flag in zip(program.operands, flags, strict=True)
+            for operand, flag in zip(spec.program.operands, flags, strict=True)
         )
     )
 
@@ -135,10 +155,11 @@ def _has_rows(operand: Operand) -> bool:
     return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) and not operand.period
 
 
-def _folded(a: jax.Array, b: jax.Array, *operands: jax.Array, program: Program) -> list[jax.Array]:
+def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """The arguments with a's batch as rows."""
+    a, b, operands = spec.split(arguments)
     batch, rows, k = a.shape
-    flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, program.operands, strict=True)]
+    flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, spec.program.operands, strict=True)]
     return [a.reshape(batch * rows, k), b, *flat]
 
 
@@ -151,64 +172,31 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
     return x.reshape(batch * rows, columns)
 
 
-def problem_of(avals: Sequence[Any], params: dict[str, Any]) -> Problem:
+def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     """The product that the lowering launches for arguments of these types."""
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    batched, program = params["batched"], params["program"]
-    if _folds(program, batched, params["transpose_a"]):
-        types = jax.eval_shape(functools.partial(_folded, program=program), *types)
-        batched = (False,) * len(batched)
-    return _problem(types, batched, params)
-
-
-def _problem(arguments: Sequence[Any], batched: Sequence[bool], params: dict[str, Any]) -> Problem:
-    a, b, *_ = arguments
-    transpose_a, transpose_b, program = params["transpose_a"], params["transpose_b"], params["program"]
-    k, m = a.shape[-2:] if transpose_a else a.shape[:-3:-1]
-    batch = next((x.shape[0] for x, flag in zip(arguments, batched, strict=True) if flag), 1)
-    product = Product(m, b.shape[-2] if transpose_b else b.shape[-1], k, batch, transpose_b)
-    dtypes = store_dtypes(program, params["out_dtypes"])
-    return Problem(product, program, a.dtype, dtypes, transpose_a, tuple(batched))
+    types: Sequence[Any] = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    if _folds(spec):
+        types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
+        spec = spec.unbatched()
+    a, b, _ = spec.split(types)
+    m, n, k = spec.sizes(a, b)
+    batch = spec.batch(types)
+    shape = GemmShape(m, n, k, 1 if batch is None else batch, spec.transpose_b)
+    return Problem(shape, spec.program, a.dtype, spec.store_dtypes, spec.transpose_a, spec.batched)
 
 
 def _launch(
-    a: jax.Array,
-    b: jax.Array,
-    *operands: jax.Array,
-    batched: Sequence[bool],
-    config: Any,
-    name: str,
-    device: str | None,
-    input_output_aliases: Sequence[tuple[int, int]],
-    **params: Any,
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
-    problem = _problem((a, b, *operands), batched, params)
-    program, dtypes = problem.program, problem.out_dtypes
-    a_type, b_type, *operand_types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b, *operands))
-    lowered = kernel.lower(
-        program,
-        a_type,
-        b_type,
-        operand_types,
-        out_dtypes=dtypes,
-        transpose_a=problem.transpose_a,
-        transpose_b=problem.product.transpose_b,
-        batched=batched,
-        tiling=tiling_for(problem, config, device)[0],
-        name=name,
-    )
-    ffi.compile_async(lowered.source, name)
+    program = spec.program
+    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments], spec, config)
+    ffi.compile_async(lowered.call.source, spec.name)
     position = {store.output: i for i, store in enumerate(program.stores)}
-    results = ffi.gemm_call(
-        (a, b, *operands),
-        lowered.results,
-        source=lowered.source,
-        input_output_aliases={2 + operand: position[output] for operand, output in input_output_aliases},
-        **lowered.attributes,
-    )
+    aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
+    results = ffi.gemm_call(arguments, lowered.results, lowered.call, input_output_aliases=aliases)
     # The custom call's results are typed as varying over no mesh axis.
-    results = vary(varying_axes(a, b, *operands), *results)
-    stores, partials = results[: len(dtypes)], results[len(dtypes) :]
+    results = vary(varying_axes(*arguments), *results)
+    stores, partials = results[: len(program.stores)], results[len(program.stores) :]
     over_tiles = zip(program.reductions, partials, strict=False)  # split-K's come last
     return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]

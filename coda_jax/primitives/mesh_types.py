@@ -38,7 +38,10 @@ def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
 
 
 def explicit_sharding(x: Any) -> Any:
-    """The sharding in x's type if the mesh has explicit axes, and of none of them if x has no mesh; else None."""
+    """The sharding that x's type names on a mesh with explicit axes; None if no axis is explicit.
+
+    An x whose type has no mesh is replicated over the mesh in use.
+    """
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * x.ndim))

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from coda_jax.primitives.call_site import call_site
+from coda_jax.epilogue.call_site import call_site
 
 
 class FallbackWarning(UserWarning):

@@ -13,26 +13,20 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
-from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
+from coda_jax.primitives.gemm_primitive import accumulate, coda_gemm_p, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.tiles.config import GemmConfig
+from coda_jax.primitives.spec import CallOptions, GemmSpec
 
 PREACTIVATION_NAME = "coda_preactivation"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What a call says beside its arrays and its epilogue."""
+class Options(CallOptions):
+    """What a call says beside its arrays and its epilogue; `residuals` as in `coda.gemm`."""
 
-    transpose_a: bool = False
-    transpose_b: bool = False
     residuals: str = "preactivation"
-    implementation: str = "auto"
-    config: GemmConfig | None = None
-    input_output_aliases: tuple[tuple[int, int], ...] = ()
-    out_sharding: Any = None
 
 
 def product(
@@ -68,40 +62,35 @@ def product(
     captured = tuple(map(jnp.asarray, captured))  # a Python number that JAX differentiates is captured as it is
     dtypes = tuple(out_dtypes(traced))
     name = "gemm" if epilogue is None else traced.name
-    return _differentiable(traced, acc, dtypes, name, options)(a, b, *operands, *captured), traced
+    arguments = (*operands, *captured)
+    types = tuple(map(jax.typeof, arguments))
+    return _differentiable(traced, acc, types, dtypes, name, options)(a, b, *arguments), traced
 
 
 def _differentiable(
-    epilogue: Epilogue, acc: Any, out_dtypes: Sequence[np.dtype], name: str, options: Options
+    epilogue: Epilogue, acc: Any, types: Sequence[Any], out_dtypes: Sequence[np.dtype], name: str, options: Options
 ) -> Callable[..., Any]:
-    """The differentiable function of (a, b, *operands, *captured); it closes over no array."""
-    pullbacks: list[Pullback] = []
+    """The differentiable function of (a, b, *operands, *captured); it closes over no array.
+
+    Args:
+      acc, types: types of the product and of what follows b.
+    """
+
+    @functools.cache
+    def pullback() -> Pullback:
+        return Pullback.of(epilogue, acc, types)
 
     def evaluate(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        return bind(
-            a,
-            b,
-            arguments,
-            program=epilogue.program,
-            out_dtypes=out_dtypes,
-            transpose_a=options.transpose_a,
-            transpose_b=options.transpose_b,
-            implementation=options.implementation,
-            config=options.config,
-            name=name,
-            input_output_aliases=options.input_output_aliases,
-            out_sharding=options.out_sharding,
-        )
+        spec = GemmSpec.of(options, epilogue.program, out_dtypes, name, len(arguments))
+        return coda_gemm_p.bind(a, b, *arguments, spec=spec)
 
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
-        pullback = Pullback.of(epilogue, acc, arguments)
-        pullbacks[:] = [pullback]
         kept = None
-        if pullback.needs_acc and options.residuals == "preactivation":
+        if pullback().needs_acc and options.residuals == "preactivation":
             dtype = kept_dtype(compute_dtype(a, b))
             index = _acc_output(epilogue.program, out_dtypes, dtype)
             if index is None:
-                extended = _differentiable(epilogue.with_acc(), acc, (*out_dtypes, dtype), name, options)
+                extended = _differentiable(epilogue.with_acc(), acc, types, (*out_dtypes, dtype), name, options)
                 *outputs, kept = extended(a, b, *arguments)
             else:
                 outputs = run(a, b, *arguments)
@@ -109,15 +98,14 @@ def _differentiable(
             kept = checkpoint_name(kept, PREACTIVATION_NAME)
         else:
             outputs = run(a, b, *arguments)
-        return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback.needs, strict=True) if needed])
+        return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback().needs, strict=True) if needed])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
         a, b, kept, arguments = residuals
-        (pullback,) = pullbacks
-        if pullback.needs_acc and kept is None:
-            dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
+        if pullback().needs_acc and kept is None:
+            dacc, darguments = _recomputed(pullback(), a, b, arguments, cotangents, options)
         else:
-            dacc, darguments = pullback(kept, arguments, cotangents)
+            dacc, darguments = pullback()(kept, arguments, cotangents)
         da, db = _factors(a, b, dacc.astype(compute_dtype(a, b)), options)
         return (da, db, *darguments)
 
@@ -130,7 +118,7 @@ def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtyp
     for store in program.stores:
         leaves = [program.nodes[value] for value in store.values]
         ways = [leaf["way"] for leaf in leaves if leaf.op == "acc"]
-        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width and store.part is None
+        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width and store.slice is None
         if is_acc and out_dtypes[store.output] == dtype:
             return store.output
     return None
@@ -161,8 +149,8 @@ def _plain(
 ) -> jax.Array:
     """A bare product; it is sharded as `like` where mesh axes are explicit."""
     plain = Options(
-        transpose_a,
-        transpose_b,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
         implementation=options.implementation,
         out_sharding=options.out_sharding if like is None else explicit_sharding(like),
     )

@@ -31,8 +31,10 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.epilogue import Program
-from coda_jax.tiles.config import GemmConfig, Tiling, choose_tiling
-from coda_jax.tiles.cost_model import Product, constants_for, constants_in_use
+from coda_jax.tiles.choose import choose_config
+from coda_jax.tiles.config import GemmConfig, KernelConfig
+from coda_jax.tiles.constants import constants_for, constants_in_use
+from coda_jax.tiles.cost_model import GemmShape
 
 FORMAT = 1
 SHIPPED = pathlib.Path(__file__).resolve().parent / "tuned"
@@ -46,7 +48,7 @@ class Problem:
     """A product as it is launched: all that its best tile depends on, but the device.
 
     Attributes:
-      product: its sizes and b's layout.
+      shape: its sizes and b's layout.
       program: its epilogue.
       dtype: of a and b.
       out_dtypes: of the program's stores.
@@ -54,7 +56,7 @@ class Problem:
       batched: flags for a, b and the operands.
     """
 
-    product: Product
+    shape: GemmShape
     program: Program
     dtype: np.dtype
     out_dtypes: tuple[np.dtype, ...]
@@ -64,31 +66,31 @@ class Problem:
     @property
     def key(self) -> str | None:
         """Its name in tables, the same in every process; None where a size is symbolic."""
-        sizes = (self.product.m, self.product.n, self.product.k, self.product.batch)
+        sizes = (self.shape.m, self.shape.n, self.shape.k, self.shape.batch)
         if not all(isinstance(size, int) for size in sizes):
             return None
         m, n, k, batch = sizes
-        layout = "".join("NT"[transposed] for transposed in (self.transpose_a, self.product.transpose_b))
+        layout = "".join("NT"[transposed] for transposed in (self.transpose_a, self.shape.transpose_b))
         flags = "".join(str(int(flag)) for flag in self.batched)
         names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
         return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
 
-    def tiling(self, config: GemmConfig | None, device: str | None) -> Tiling:
-        """`config` completed, by the cost model of this kind of device what it leaves open."""
-        return choose_tiling(self.product, self.program, self.out_dtypes, config, device)
+    def config(self, given: GemmConfig | None, device: str | None) -> KernelConfig:
+        """`given` completed: what it leaves open is chosen by the cost model of this kind of device."""
+        return choose_config(self.shape, self.program, self.out_dtypes, given, device)
 
 
-def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) -> tuple[Tiling, str]:
-    """How a product is cut, and who says so: "config", "tuned", "tuned by coda_jax" or "cost model".
+def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:
+    """The configuration of a product's kernel, and its source: "config", "tuned", "tuned by coda_jax" or "cost model".
 
     Args:
-      config: the user's, which wins.
+      given: the user's, which wins.
       device: kind of the device it runs on; None where that is not known: no table is looked at, and the cost model is
         that of an H200.
     """
-    if config is not None and config != GemmConfig():
-        return problem.tiling(config, device), "config"
+    if given is not None and given != GemmConfig():
+        return problem.config(given, device), "config"
     key = problem.key
     if device is not None and key is not None:
         for path, name, origin in (
@@ -98,10 +100,10 @@ def tiling_for(problem: Problem, config: GemmConfig | None, device: str | None) 
             entry = _load(path).get(device, {}).get(name) if path else None
             if entry is not None:
                 try:
-                    return problem.tiling(_config(entry), device), origin
+                    return problem.config(_config(entry), device), origin
                 except ValueError as error:
                     _warn(f"{path}: the entry '{name}' of {device} is ignored: {error}")
-    return problem.tiling(None, device), "cost model"
+    return problem.config(None, device), "cost model"
 
 
 def attached_device() -> str | None:
@@ -131,10 +133,10 @@ def shipped_path(device: str) -> pathlib.Path:
     return SHIPPED / f"{device.replace(' ', '_').replace('/', '_').lower()}.json"
 
 
-def entry(tiling: Tiling, *, epilogue: str, us: float, cost_model_us: float) -> dict[str, Any]:
+def entry(config: KernelConfig, *, epilogue: str, us: float, cost_model_us: float) -> dict[str, Any]:
     """What a table says about a product."""
     times = {"us": round(us, 2), "cost_model_us": round(cost_model_us, 2)}
-    return {"config": dataclasses.asdict(tiling), "epilogue": epilogue, **times}
+    return {"config": dataclasses.asdict(config), "epilogue": epilogue, **times}
 
 
 def read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -218,7 +220,7 @@ def _config(entry: Any) -> GemmConfig:
             f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k a boolean and the others "
             "integers"
         )
-    return GemmConfig(**{"split_k": False, **config})  # tables older than split-K measured none
+    return GemmConfig(**config)
 
 
 def _warn(message: str) -> None:

@@ -1,6 +1,1 @@
-"""What a user asks about a program: `explain` and `tune`."""
-
-from coda_jax.tools.explain import Explanation as Explanation
-from coda_jax.tools.explain import explain as explain
-from coda_jax.tools.tune import Tuning as Tuning
-from coda_jax.tools.tune import tune as tune
+"""What a user asks about a program: `coda_jax.explain` and `coda_jax.tune`."""

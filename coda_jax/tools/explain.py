@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ from jax.extend import core
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.kernel import readable_source
-from coda_jax.primitives.lowering import fallback_reason, problem_of
+from coda_jax.primitives.lowering import choose, problem_of
 from coda_jax.primitives.notes import coda_note_p
-from coda_jax.tiles.table import attached_device, tiling_for
+from coda_jax.tiles.table import attached_device
+from coda_jax.tools.walk import equations_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ def explain(
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
     platform = platform or jax.default_backend()
     products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
-    found, num_devices = program_of(function, *args, **kwargs)
+    found, num_devices = equations_of(function, *args, **kwargs)
     for equation, times in found:
         if equation.primitive is coda_gemm_p:
             products[_product(equation, platform, num_devices, source)] += times
@@ -108,41 +109,18 @@ def explain(
 
 
 def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_source: bool) -> Product:
-    avals, params = [v.aval for v in equation.invars], equation.params
-    on_gpu = platform in ("gpu", "cuda")
-    reason = fallback_reason(avals, params, num_devices) if on_gpu else f"the platform is {platform}"
+    avals, spec = [v.aval for v in equation.invars], equation.params["spec"]
     a, b = (
         f"{aval.str_short()}{'^T' if transposed else ''}"
-        for aval, transposed in zip(avals, (params["transpose_a"], params["transpose_b"]), strict=False)
+        for aval, transposed in zip(avals, (spec.transpose_a, spec.transpose_b), strict=False)
     )
-    tile = source = None
-    if reason is None:
-        try:
-            problem = problem_of(avals, params)
-            tiling, origin = tiling_for(problem, params["config"], attached_device())
-            tile = f"{tiling.name} ({origin})"
-            source = readable_source(problem, tiling) if with_source else None
-        except ValueError as error:  # a config that does not fit, which the lowering raises
-            reason = str(error)
-    return Product(params["name"], a, b, reason, tile, source)
-
-
-def program_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
-    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
-    found = list(_equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1))
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
-    shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
-    sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
-    return found, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
-
-
-def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """All equations, those of nested jaxprs too, and how often each is executed."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        inner_times = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
-            if isinstance(inner, core.ClosedJaxpr):
-                yield from _equations(inner.jaxpr, inner_times)
-            elif isinstance(inner, core.Jaxpr):
-                yield from _equations(inner, inner_times)
+    if platform not in ("gpu", "cuda"):
+        return Product(spec.name, a, b, f"the platform is {platform}")
+    try:
+        choice = choose(avals, spec, num_devices, attached_device())
+    except ValueError as error:  # a config that does not fit, which the lowering raises
+        return Product(spec.name, a, b, str(error))
+    if choice.config is None:
+        return Product(spec.name, a, b, choice.reason)
+    source = readable_source(problem_of(avals, spec), choice.config) if with_source else None
+    return Product(spec.name, a, b, None, f"{choice.config.name} ({choice.origin})", source)

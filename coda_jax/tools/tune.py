@@ -19,12 +19,15 @@ import jax.numpy as jnp
 
 from coda_jax import ffi
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
-from coda_jax.primitives.lowering import CAPABILITY, fallback_reason, problem_of
+from coda_jax.primitives.lowering import CAPABILITY, choose, problem_of
+from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
-from coda_jax.tiles.config import GemmConfig, Tiling, candidates
-from coda_jax.tiles.cost_model import Constants, Product, best_first, constants_in_use, relative_power
+from coda_jax.tiles.choose import candidates
+from coda_jax.tiles.config import GemmConfig, KernelConfig
+from coda_jax.tiles.constants import Constants, constants_in_use
+from coda_jax.tiles.cost_model import GemmShape, best_first, relative_power
 from coda_jax.tiles.table import Problem
-from coda_jax.tools.explain import program_of
+from coda_jax.tools.walk import equations_of
 
 _NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
 _SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
@@ -35,23 +38,23 @@ _ROUNDS, _BURST_SECONDS = 7, 2e-3
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product to be tuned: what is launched, the primitive's argument and result types and parameters, the device's
-    kind.
+    """A product to be tuned: what is launched, the primitive's argument and result types and its parameter, the
+    device's kind.
     """
 
     problem: Problem
     types: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
-    params: dict[str, Any] = dataclasses.field(hash=False, compare=False)
+    spec: GemmSpec = dataclasses.field(hash=False, compare=False)
     device: str | None = None
 
     @property
-    def tilings(self) -> list[Tiling]:
+    def configs(self) -> list[KernelConfig]:
         """First the cost model's choice."""
-        return candidates(self.problem.product, self.problem.program, self.problem.out_dtypes, self.device)
+        return candidates(self.problem.shape, self.problem.program, self.problem.out_dtypes, self.device)
 
 
-Measure = Callable[[Sequence[Work]], Iterable[dict[Tiling, float]]]  # seconds of each work's tilings
+Measure = Callable[[Sequence[Work]], Iterable[dict[KernelConfig, float]]]  # seconds of each work's configs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +64,14 @@ class Tuned:
     Attributes:
       epilogue: its name, "gemm" for a bare product.
       key: its name in the table.
-      tiling: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice
+      config: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice
         where that is within 1 % of it in both.
       us, cost_model_us: median time in microseconds, and that of the cost model's choice.
     """
 
     epilogue: str
     key: str
-    tiling: Tiling
+    config: KernelConfig
     us: float
     cost_model_us: float
 
@@ -91,7 +94,7 @@ class Tuning:
             return "no product with known sizes is lowered to the Hopper kernel with a tile of coda_jax's choice"
         rows = [("epilogue", "product", "tile", "us", "cost model's us")]
         for one in self.products:
-            tile = f"{one.tiling.name}, cluster of {one.tiling.cluster_m}"
+            tile = f"{one.config.name}, cluster of {one.config.cluster_m}"
             rows.append((one.epilogue, one.key, tile, f"{one.us:.1f}", f"{one.cost_model_us:.1f}"))
         wide = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = [
@@ -162,81 +165,81 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     found = []
     for work, seconds in zip(works, measure(works), strict=True):
         assert work.problem.key is not None
-        key, first = tile_table.user_key(work.problem.key, device), work.tilings[0]
-        energy = energies(work.problem.product, seconds, constants_in_use(device))
-        best = best_first({tiling: (energy[tiling], seconds[tiling]) for tiling in seconds})[0]
+        key, first = tile_table.user_key(work.problem.key, device), work.configs[0]
+        energy = energies(work.problem.shape, seconds, constants_in_use(device))
+        best = best_first({config: (energy[config], seconds[config]) for config in seconds})[0]
         if all(of[first] <= of[best] * (1 + _NOISE) for of in (energy, seconds)):
             best = first
-        one = Tuned(work.params["name"], key, best, 1e6 * seconds[best], 1e6 * seconds[first])
-        entry = tile_table.entry(one.tiling, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
+        one = Tuned(work.spec.name, key, best, 1e6 * seconds[best], 1e6 * seconds[first])
+        entry = tile_table.entry(one.config, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
         tile_table.update(path, device, {key: entry})
         found.append(one)
     return Tuning(path, device, tuple(found))
 
 
-def energies(product: Product, times: Mapping[Tiling, float], constants: Constants) -> dict[Tiling, float]:
-    """Of each tiling, in the unit of its time and of the power of 128 x 128 tiles."""
-    return {tiling: time * relative_power(product, tiling.cut, constants) for tiling, time in times.items()}
+def energies(shape: GemmShape, times: Mapping[KernelConfig, float], constants: Constants) -> dict[KernelConfig, float]:
+    """Of each configuration, in the unit of its time and of the power of 128 x 128 tiles."""
+    return {config: time * relative_power(shape, config.tile, constants) for config, time in times.items()}
 
 
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
     """The products that the kernel would compute with a tile of the library's choice, each once, by their key."""
     found: dict[str, Work] = {}
-    equations, num_devices = program_of(function, *args, **kwargs)
+    equations, num_devices = equations_of(function, *args, **kwargs)
     for equation, _ in equations:
         if equation.primitive is not coda_gemm_p:
             continue
         avals: list[Any] = [v.aval for v in equation.invars]
-        params = equation.params
-        if params["config"] not in (None, GemmConfig()) or fallback_reason(avals, params, num_devices) is not None:
+        spec = equation.params["spec"]
+        if spec.config not in (None, GemmConfig()) or choose(avals, spec, num_devices, None).reason is not None:
             continue
-        problem = problem_of(avals, params)
+        problem = problem_of(avals, spec)
         if problem.key is not None and problem.key not in found:
             outs: list[Any] = [v.aval for v in equation.outvars]
             types, results = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of) for of in (avals, outs))
-            found[problem.key] = Work(problem, types, results, params)
+            found[problem.key] = Work(problem, types, results, spec)
     return found
 
 
-def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[Tiling, float]]:
-    """Seconds of each work's tilings on a GPU. Programs are compiled side by side, and measured one work at a time."""
+def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[KernelConfig, float]]:
+    """Seconds of each work's configs on a GPU. Programs are compiled side by side, and measured one work at a time."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         # A thread of its own has no mesh: what the caller's context says about arrays is not for these.
-        programs = [[pool.submit(compiled, work, tiling, device) for tiling in work.tilings] for work in works]
+        programs = [[pool.submit(compiled, work, config, device) for config in work.configs] for work in works]
         data = [pool.submit(random_sets, work, device) for work in works]
         for work, of, make in zip(works, programs, data, strict=True):
             sets = make.result()()
             calls = [functools.partial(program.result(), *sets) for program in of]
-            yield dict(zip(work.tilings, [s / number_of_launches(work) for s in interleaved(calls)], strict=True))
+            yield dict(zip(work.configs, [s / number_of_launches(work) for s in interleaved(calls)], strict=True))
             del sets, calls  # before the next product's are made
 
 
-def compiled(work: Work, tiling: Tiling, device: Any) -> jax.stages.Compiled:
-    """`program`, ready to run."""
+def compiled(work: Work, config: KernelConfig, device: Any) -> jax.stages.Compiled:
+    """`launches`, ready to run."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in work.types)
     # A launch from a command buffer could run beside another one, as in a step it cannot.
     options = {"xla_gpu_enable_command_buffer": ""}
-    return jax.jit(program(work, tiling)).lower(*[arguments] * number_of_sets(work)).compile(options)
+    return jax.jit(launches(work, config)).lower(*[arguments] * number_of_sets(work)).compile(options)
 
 
-def program(work: Work, tiling: Tiling) -> Callable[..., Any]:
+def launches(work: Work, config: KernelConfig) -> Callable[..., Any]:
     """A function of sets of arguments that launches the kernel `number_of_launches` times: on each set, then on a of
     one set and the rest of another, for of launches on the same arguments XLA makes one.
     """
-    own = {
-        "config": GemmConfig(**dataclasses.asdict(tiling)),
-        "implementation": "cuda",
-        "input_output_aliases": (),  # XLA would copy what the caller keeps
-        "out_sharding": None,
-    }
+    spec = work.spec.replace(
+        config=GemmConfig(**dataclasses.asdict(config)),
+        implementation="cuda",
+        input_output_aliases=(),  # XLA would copy what the caller keeps
+        out_sharding=None,
+    )
 
     def run(*sets: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
         found = []
         for launch in range(number_of_launches(work)):
             shift, i = divmod(launch, len(sets))
             arguments = sets[i][0], *sets[(i + shift) % len(sets)][1:]
-            found.append(coda_gemm_p.bind(*arguments, **{**work.params, **own}))
+            found.append(coda_gemm_p.bind(*arguments, spec=spec))
         return found
 
     return run
@@ -247,10 +250,12 @@ def number_of_sets(work: Work) -> int:
 
 
 def number_of_launches(work: Work) -> int:
-    """Of a program: each set once, or as many pairs of sets as make it long enough, or all."""
-    product, sets = work.problem.product, number_of_sets(work)
+    """How often a timed program launches the kernel: once on each set, or on as many pairs of sets as make the program
+    long enough, or on all pairs.
+    """
+    shape, sets = work.problem.shape, number_of_sets(work)
     moved = _bytes(work.types) + _bytes(work.results)
-    seconds = max(2 * product.batch * product.m * product.n * product.k / _FLOPS, moved / _BYTES)
+    seconds = max(2 * shape.batch * shape.m * shape.n * shape.k / _FLOPS, moved / _BYTES)
     return max(sets, min(sets * sets, math.ceil(_PROGRAM_SECONDS / seconds)))
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.programs import Program
+from benchmarks.programs import Program, lowered, spec_of
 from coda_jax import ffi
 from coda_jax.epilogue import trace
-from coda_jax.primitives import kernel
-from coda_jax.tiles.config import GemmConfig, choose_tiling
-from coda_jax.tiles.cost_model import Product
+from coda_jax.tiles.config import GemmConfig
 
 
 def poisoned_call(
@@ -32,42 +30,29 @@ def poisoned_call(
     Args:
       rewrite: applied to the kernel's whole source, headers inlined; for planting faults.
     """
-    k, m = a.shape if transpose_a else a.shape[::-1]
+    m = a.shape[1] if transpose_a else a.shape[0]
     n = b.shape[0] if transpose_b else b.shape[1]
     epilogue, captured = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     assert not captured
-    out_dtypes = [np.dtype(dtype) for dtype in program.out_dtypes]
 
     def lower(extra):
-        arguments = (*operands, *extra)
-        return kernel.lower(
-            epilogue.program,
-            a,
-            b,
-            arguments,
-            out_dtypes=out_dtypes,
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            batched=(False,) * (2 + len(arguments)),
-            tiling=choose_tiling(Product(m, n, k, transpose_b=transpose_b), epilogue.program, out_dtypes, config),
-            name=epilogue.name,
-        )
+        types = (a, b, *operands, *extra)
+        spec = spec_of(program, epilogue, len(types) - 2, transpose_a=transpose_a, transpose_b=transpose_b)
+        return lowered(types, spec, config)
 
     def poison_of(result):
         return jnp.full(result.shape, jnp.nan if jnp.issubdtype(result.dtype, jnp.floating) else 1, result.dtype)
 
     poison = [poison_of(result) for result in lower(()).results]
     outputs = len(epilogue.program.stores) + len(epilogue.program.reductions)  # what follows is split-K's
-    lowered = lower(poison)
-    source = rewrite(inline_headers(lowered.source))
+    kernel = lower(poison)
+    rewritten = dataclasses.replace(kernel.call, source=rewrite(inline_headers(kernel.call.source)))
 
     @jax.jit
     def call(a, b, operands, poison):
         arguments = (a, b, *operands, *poison)
         aliases = {2 + len(operands) + i: i for i in range(len(poison))}
-        return ffi.gemm_call(
-            arguments, lowered.results, source=source, input_output_aliases=aliases, **lowered.attributes
-        )
+        return ffi.gemm_call(arguments, kernel.results, rewritten, input_output_aliases=aliases)
 
     return lambda: call(a, b, tuple(operands), poison)[:outputs]
 

@@ -48,7 +48,7 @@ def main() -> None:
         shared = coda.GemmConfig(tile_m=128, tile_n=256)
         run(name, 264, 264, 2056, config=shared, about="in a tile that two warpgroups share ")
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary_64"):
-        run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, turns=2), about="in two turns ")
+        run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, column_passes=2), about="in two passes ")
 
 
 if __name__ == "__main__":

@@ -191,22 +191,22 @@ def test_heads_in_a_tile_that_two_warpgroups_share(name):
     ("name", "config"),
     [
         *(
-            (name, coda.GemmConfig(tile_m=128, turns=2))
+            (name, coda.GemmConfig(tile_m=128, column_passes=2))
             for name in PROGRAMS
             if name not in ("rotary_256", "qk_norm_rotary_192")  # whose tile is one head
         ),
         *(
-            (name, coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, turns=turns))
-            for (tile_m, tile_n), turns in (((128, 192), 3), ((128, 256), 4), ((64, 128), 2), ((64, 64), 2))
+            (name, coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, column_passes=passes))
+            for (tile_m, tile_n), passes in (((128, 192), 3), ((128, 256), 4), ((64, 128), 2), ((64, 64), 2))
             for name in ("residual_sumsq", "gated_backward", "column_sum", "every_vector", "logsumexp_pick")
         ),
-        ("swiglu", coda.GemmConfig(tile_m=128, tile_n=192, turns=3)),
-        ("residual_sumsq", coda.GemmConfig(tile_m=128, tile_n=192, turns=3, split_k=True)),
-        ("gated_backward", coda.GemmConfig(tile_m=128, tile_n=128, turns=2, split_k=True)),
+        ("swiglu", coda.GemmConfig(tile_m=128, tile_n=192, column_passes=3)),
+        ("residual_sumsq", coda.GemmConfig(tile_m=128, tile_n=192, column_passes=3, split_k=True)),
+        ("gated_backward", coda.GemmConfig(tile_m=128, tile_n=128, column_passes=2, split_k=True)),
     ],
     ids=str,
 )
-def test_turns(name, config):
+def test_column_passes(name, config):
     """Parts of a tile's columns that the epilogue works on one after the other."""
     program = PROGRAMS[name]
     fused = functools.partial(

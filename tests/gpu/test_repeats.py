@@ -30,10 +30,10 @@ CASES = [
     ("qk_norm_rotary", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256)),
     ("rotary_neighbours", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256)),
     ("parts_of_sum", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=256)),
-    ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=192, turns=3)),
-    ("column_sum", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256, turns=2)),
-    ("gated_backward", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=128, turns=4)),
-    ("qk_norm_rotary_64", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=128, turns=2)),
+    ("residual_sumsq", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=192, column_passes=3)),
+    ("column_sum", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=256, column_passes=2)),
+    ("gated_backward", jnp.bfloat16, False, True, GemmConfig(tile_m=128, tile_n=128, column_passes=4)),
+    ("qk_norm_rotary_64", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=128, column_passes=2)),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
         for tile_m, tile_n in TILES[1:]

@@ -1,0 +1,136 @@
+"""A program on whole arrays with XLA: the reference for its kernel, and what a kernel leaves to XLA."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.flatten import run
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program, ReductionOp
+
+
+def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """The program's flat outputs; tiles have the dtype that f gives them.
+
+    `Epilogue.evaluate` computes the same, from f's own equations, for derivatives.
+
+    Args:
+      acc: (M, N) float32.
+      operands: as in `program.operands`.
+    """
+    rows, columns = acc.shape[0], acc.shape[1] // program.acc_ways
+    values: list[jax.Array] = []
+    for node in program.nodes:
+        values.append(_node(program, node, values, acc, operands, columns))
+
+    def full(value: int) -> jax.Array:
+        return jnp.broadcast_to(values[value], (rows, columns))
+
+    outputs: dict[int, jax.Array] = {}
+    for store in program.stores:
+        tile = _joined(program, [full(value) for value in store.values])
+        outputs[store.output] = tile if store.slice is None else tile[:, slice(*store.slice)]
+    reductions = []
+    for reduction in program.reductions:
+        axis = 1 if reduction.axis is Axis.ROW else 0
+        ways = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
+        reductions.append(_joined(program, ways) if axis == 0 else _combined(reduction.op, ways))
+    outputs.update(finish(program, reductions, operands))
+    return [outputs[i] for i in range(program.num_outputs)]
+
+
+def finish(
+    program: Program, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]
+) -> dict[int, jax.Array]:
+    """The outputs that are not tile stores, by their number.
+
+    Args:
+      reductions: finished, (M,), (N,) or (N/2,) float32, as in `program.reductions`.
+      operands: as in `program.operands`; tile operands are not read and may be None.
+    """
+    values: dict[int, jax.Array] = {}
+    for variable, source, index in program.finishing.inputs:
+        if source == "reduction":
+            values[variable] = reductions[index]
+        else:
+            x = operands[index]
+            assert x is not None
+            values[variable] = x.astype(program.operands[index].traced_dtype)
+    numbers, atoms = [output for output, _ in program.finishing.outputs], [x for _, x in program.finishing.outputs]
+    finished = run(program.finishing.equations, values, atoms)
+    return dict(zip(numbers, map(jnp.asarray, finished), strict=True))
+
+
+def _node(
+    program: Program,
+    node: Node,
+    values: Sequence[jax.Array],
+    acc: jax.Array,
+    operands: Sequence[jax.Array],
+    columns: int,
+) -> jax.Array:
+    """One value, (rows or 1, columns or 1)."""
+    rows = acc.shape[0]
+    match node.op:
+        case "acc":
+            return _way(program, acc, node["way"], columns)
+        case "operand":
+            operand = program.operands[node["index"]]
+            x = operands[node["index"]].astype(operand.traced_dtype)
+            if operand.kind in (Kind.HEAD_TABLE, Kind.HEAD_VECTOR):
+                x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
+                return _over_heads(program, x, node["way"], operand.period, rows, columns)
+            shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
+            return _way(program, x.reshape(shape[operand.kind]), node["way"], columns)
+        case "row":
+            return lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        case "column":
+            return _way(program, lax.broadcasted_iota(jnp.int32, (1, columns * program.ways), 1), node["way"], columns)
+        case "literal":
+            return jnp.full((1, 1), node["value"], node.dtype)
+    if node.op in HEAD_REDUCTIONS:
+        op, width = HEAD_REDUCTIONS[node.op], program.head // 2
+        ways = [jnp.broadcast_to(values[i], (rows, columns)) for i in node.inputs]
+        total = _combined(op, [op.reduce(x.reshape(rows, -1, width), axis=2) for x in ways])
+        return jnp.repeat(total, width, axis=1, total_repeat_length=columns)
+    inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
+    return elementwise.apply(node.op, list(inputs), dict(node.attributes))
+
+
+def _way(program: Program, x: jax.Array, way: int, columns: int) -> jax.Array:
+    """The columns of one way, of an array that has those of all; else the array."""
+    if x.shape[1] <= columns:
+        return x
+    if program.interleaved:
+        return x[:, way::2]
+    if program.head:
+        return x.reshape(x.shape[0], -1, 2, program.head // 2)[:, :, way].reshape(x.shape[0], columns)
+    return x[:, way * columns : (way + 1) * columns]
+
+
+def _over_heads(program: Program, x: jax.Array, way: int, period: int, rows: int, columns: int) -> jax.Array:
+    """A head table or vector, one way of it, repeated for every head."""
+    width = program.head // 2
+    if x.shape[1] > width:
+        x = x[:, way::2] if program.interleaved else x[:, way * width : (way + 1) * width]
+    return jnp.tile(x, (rows // period if period else 1, columns // width))
+
+
+def _joined(program: Program, ways: Sequence[jax.Array]) -> jax.Array:
+    """Whole columns, along the last axis, from those of each way."""
+    if not program.head:
+        return jnp.concatenate(ways, axis=-1)
+    *rows, columns = ways[0].shape
+    if program.interleaved:
+        return jnp.stack(ways, axis=-1).reshape(*rows, columns * len(ways))
+    heads = [x.reshape(*rows, -1, program.head // 2) for x in ways]
+    return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(ways))
+
+
+def _combined(op: ReductionOp, ways: Sequence[jax.Array]) -> jax.Array:
+    out = ways[0]
+    for way in ways[1:]:
+        out = op.combine(out, way)
+    return out

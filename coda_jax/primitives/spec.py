@@ -1,0 +1,105 @@
+"""What a product is beside its arrays: the one parameter of the primitive."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from coda_jax.epilogue import Program
+from coda_jax.epilogue.call_site import CallSite, call_site
+from coda_jax.tiles.config import GemmConfig
+
+_T = TypeVar("_T")
+
+
+class Sizes(NamedTuple):
+    """Of a product, without its batch."""
+
+    m: Any
+    n: Any
+    k: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """What a call says beside its arrays and its epilogue, and the primitive has to know.
+
+    Attributes:
+      transpose_a: whether a is (K, M) instead of (M, K).
+      transpose_b: whether b is (N, K) instead of (K, N).
+      implementation: "auto", "cuda" or "xla".
+      config: sizes that the user gives.
+      input_output_aliases: pairs (operand index, output index).
+      out_sharding: of the product, where a mesh has explicit axes and the factors' shardings leave it open.
+    """
+
+    transpose_a: bool = False
+    transpose_b: bool = False
+    implementation: str = "auto"
+    config: GemmConfig | None = None
+    input_output_aliases: tuple[tuple[int, int], ...] = ()
+    out_sharding: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmSpec(CallOptions):
+    """A product with its epilogue. Equal ones make the same program of the same types of arrays.
+
+    The arguments of the primitive are a, b and the epilogue's operands in this order; only `split` and `sizes` know
+    which argument is which and what its axes are.
+
+    Attributes:
+      program: the epilogue's.
+      out_dtypes: one for each flat output.
+      batched: for each argument, whether it has a leading batch axis.
+      name: of the epilogue, for messages.
+      site: the user's line, for messages.
+    """
+
+    program: Program
+    out_dtypes: tuple[np.dtype, ...]
+    batched: tuple[bool, ...]
+    name: str
+    site: CallSite
+
+    @classmethod
+    def of(
+        cls, options: CallOptions, program: Program, out_dtypes: Sequence[Any], name: str, operands: int
+    ) -> GemmSpec:
+        """A product without a batch axis, called from the user's line that is running."""
+        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(CallOptions)}
+        dtypes = tuple(np.dtype(dtype) for dtype in out_dtypes)
+        batched = (False,) * (2 + operands)
+        return cls(**given, program=program, out_dtypes=dtypes, batched=batched, name=name, site=call_site())
+
+    def __str__(self) -> str:  # in a printed jaxpr
+        return f"({', '.join(f'{field.name}={getattr(self, field.name)}' for field in dataclasses.fields(self))})"
+
+    def replace(self, **changes: Any) -> GemmSpec:
+        return dataclasses.replace(self, **changes)
+
+    def split(self, arguments: Sequence[_T]) -> tuple[_T, _T, list[_T]]:
+        """a, b and the operands; or what there is for each argument, as `batched`."""
+        a, b, *operands = arguments
+        return a, b, operands
+
+    def sizes(self, a: Any, b: Any) -> Sizes:
+        """Of the product of these factors, arrays or types, with a batch axis or without."""
+        k, m = a.shape[-2:] if self.transpose_a else a.shape[:-3:-1]
+        return Sizes(m, b.shape[-2] if self.transpose_b else b.shape[-1], k)
+
+    def batch(self, arguments: Sequence[Any]) -> Any:
+        """The size of the batch axis; None if there is none."""
+        return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
+
+    def unbatched(self) -> GemmSpec:
+        """The same product of arguments without a batch axis."""
+        return self.replace(batched=(False,) * len(self.batched))
+
+    @property
+    def store_dtypes(self) -> tuple[np.dtype, ...]:
+        """Dtypes of the program's stores."""
+        return tuple(self.out_dtypes[store.output] for store in self.program.stores)

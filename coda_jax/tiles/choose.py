@@ -1,0 +1,315 @@
+"""Which configuration a kernel gets: the tiles that a product can have, best first, and the pipeline of each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from coda_jax.epilogue import Axis, Program, instructions
+from coda_jax.tiles.config import MAX_STAGES, TILES, GemmConfig, KernelConfig, TileShape
+from coda_jax.tiles.constants import Constants, by_time, constants_in_use
+from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
+from coda_jax.tiles.traffic import (
+    SHARED_BYTES_PER_BLOCK,
+    EpilogueTraffic,
+    element_traffic,
+    has_few_nodes,
+    has_logsumexp,
+    has_long_epilogue,
+    shared_bytes,
+)
+
+_LONG_K = 3072  # from which a long epilogue hides under the products
+_HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
+_CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
+_LEAST_BOX = 16  # columns
+_OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
+_FEW_ROWS = 256  # up to which products have tiles of 64 x 64, for what they read from memory
+_FEW_TILES = 8  # along m, up to which clusters of one are worth a try
+
+_Pipeline = tuple[int, tuple[int, int, int, int]]  # stages, (box_n, subtile_n, load_slots, store_slots)
+
+
+def choose_config(
+    shape: GemmShape,
+    program: Program,
+    out_dtypes: Sequence[np.dtype],
+    given: GemmConfig | None = None,
+    device: str | None = None,
+) -> KernelConfig:
+    """Completes `given`: the best tile with the deepest pipeline that fits beside what the epilogue needs.
+
+    Args:
+      shape: the product's sizes.
+      program: its epilogue.
+      out_dtypes: dtypes of the program's stores.
+      given: fields that are not None are kept.
+      device: kind of the device it runs on, if that is known.
+
+    Raises:
+      ValueError: nothing that keeps `given` fits into shared memory, no tile takes the program's heads or halves, or a
+        subtile's row is wider than 128 bytes.
+    """
+    given = given or GemmConfig()
+    traffic = EpilogueTraffic.of(program, out_dtypes)
+    _check_boxes(given, program, traffic)
+    tiles = tiles_for(shape, program, traffic, given, constants_in_use(device))
+    for tile in tiles:
+        fitting = []  # but their code outgrows the cache
+        for config in _configs(tile, program, traffic, given, shape.k):
+            if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+                if given.column_passes or not _uncached_instructions(program, tile, config.column_passes):
+                    return config
+                fitting.append(config)
+        if fitting:
+            return max(fitting, key=lambda config: config.column_passes)
+    raise ValueError(_misfit(tiles, program, traffic, given, shape.k))
+
+
+def candidates(
+    shape: GemmShape, program: Program, out_dtypes: Sequence[np.dtype], device: str | None = None
+) -> list[KernelConfig]:
+    """The configurations that are worth measuring, the cost model's choice first: every tile that fits, with the
+    pipeline that `choose_config` gives it.
+    """
+    found = []
+    for tile in tiles_for(shape, program, EpilogueTraffic.of(program, out_dtypes), None, constants_in_use(device)):
+        with contextlib.suppress(ValueError):  # too large for shared memory
+            found.append(choose_config(shape, program, out_dtypes, GemmConfig(**tile._asdict())))
+    return found
+
+
+def tiles_for(
+    shape: GemmShape,
+    program: Program,
+    traffic: EpilogueTraffic,
+    given: GemmConfig | None,
+    constants: Constants,
+) -> list[TileShape]:
+    """What may be chosen where `given` leaves it open, as `best_first` orders it.
+
+    A tile of 128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those
+    whose cost is not known: of a tile that has not been timed on a device, of a cooperative tile with an epilogue whose
+    like has not been timed, and of 128 x 192 with heads that spill there; and at the very end those whose code the
+    instruction cache holds in no number of column passes, least first.
+    """
+    given = given or GemmConfig()
+    found = _possible_tiles(shape, program, traffic, given)
+    of_element, at_one_clock = element_traffic(program, traffic), by_time(constants)
+
+    def energy_and_time(tile: TileShape) -> tuple[float, float]:
+        if tile.size not in constants.of_block or (tile.size == (128, 192) and _spills_with_wide_heads(program)):
+            return math.inf, math.inf
+        return cost(shape, tile, of_element, constants), cost(shape, tile, of_element, at_one_clock)
+
+    costs = {tile: energy_and_time(tile) for tile in found}
+
+    def resort(tile: TileShape) -> tuple[float, bool, bool]:
+        most_passes = max(_possible_passes(program, tile, given.box_n or _LEAST_BOX), default=1)
+        uncached = _uncached_instructions(program, tile, most_passes)
+        return uncached, math.isinf(costs[tile][0]), _leaves_too_little(tile, shape, program, traffic)
+
+    of_resorts = itertools.groupby(sorted(found, key=resort), resort)
+    return [tile for _, tiles in of_resorts for tile in best_first({tile: costs[tile] for tile in tiles})]
+
+
+def _possible_tiles(shape: GemmShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig) -> list[TileShape]:
+    """In clusters of two but for few rows; with split-K where that changes anything."""
+    found = []
+    for tile_m, tile_n in TILES:
+        if not _takes((tile_m, tile_n), shape, program, traffic, given):
+            continue
+        for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(shape, tile_m):
+            for split_k in (False, True) if given.split_k is None else (given.split_k,):
+                tile = TileShape(tile_m, tile_n, cluster_m, split_k)
+                if split_k and tile.is_cooperative:
+                    continue
+                if given.split_k is not None or not split_k or may_split(shape, tile):
+                    found.append(tile)
+    return found
+
+
+def _takes(
+    size: tuple[int, int], shape: GemmShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig
+) -> bool:
+    """Whether tiles of this size are those given, have whole heads and, of each half of a b stored by columns, whole
+    chunks of 64 columns. Unless they are asked for, 64 x 64 are for few rows alone, 64 x 192 for heads of 192 columns.
+    """
+    tile_m, tile_n = size
+    if (given.tile_m or tile_m, given.tile_n or tile_n) != size:
+        return False
+    if program.head and not _has_heads(tile_n, program.head):
+        return False
+    if size == (64, 64) and not given.tile_n and not _is_for_few_rows(shape, program, traffic):
+        return False
+    if size == (64, 192) and not (given.tile_m and given.tile_n) and program.head != 192:
+        return False
+    return shape.transpose_b or tile_n // program.splits % 64 == 0
+
+
+def takes_heads(columns: int) -> bool:
+    """Whether some tile has whole heads of so many columns, and half a head whole boxes."""
+    return any(_has_heads(tile_n, columns) for _, tile_n in TILES)
+
+
+def _has_heads(tile_n: int, columns: int) -> bool:
+    return columns % 32 == 0 and tile_n % columns == 0
+
+
+def _is_for_few_rows(shape: GemmShape, program: Program, traffic: EpilogueTraffic) -> bool:
+    """Whether tiles of 64 x 64 have been timed with the like of it."""
+    return isinstance(shape.m, int) and shape.m <= _FEW_ROWS and not has_long_epilogue(program, traffic)
+
+
+def _clusters_for(shape: GemmShape, tile_m: int) -> tuple[int, ...]:
+    """Numbers of CTAs that may share b's tiles; of two one would be idle where there is one tile of rows."""
+    if not isinstance(shape.m, int) or shape.m > _FEW_TILES * tile_m:
+        return (2,)
+    return (2, 1) if shape.m > tile_m else (1,)
+
+
+def _spills_with_wide_heads(program: Program) -> bool:
+    """Whether 64 x 192 is the tile of heads of 192 columns, which only tiles of as many have.
+
+    There none spill. In 128 x 192 a rotary embedding spills 32 bytes and takes 3 % less; norms and other reductions,
+    even and odd columns spill 1 to 4 kB and take 1 to 27 % more, a norm of queries and keys 3 % more with 4096 rows and
+    4 to 8 % less with 16384 (an H200).
+    """
+    reduces = program.head_levels or any(one.axis is Axis.COLUMN for one in program.reductions)
+    return program.head == 192 and bool(program.interleaved or reduces)
+
+
+def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traffic: EpilogueTraffic) -> bool:
+    if tile.size != (128, 192):
+        return False
+    # Most heads spill half a kilobyte to four, log-sum-exps beside parts along k 200 bytes. There is shared memory for
+    # rows of half a cache line only, which cost a float32 array that is added to in place a third of a product with
+    # k = 2048, and 1 to 3 % with 16384.
+    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and shape.k < _HIDES_NARROW_ROWS
+    spills = program.head > 0 or (tile.split_k and has_logsumexp(program))
+    return spills or adds_float32 or len(program.sections) > 1
+
+
+def _configs(
+    tile: TileShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int
+) -> Iterator[KernelConfig]:
+    """Of this tile with what is given, the best first, whether they fit into shared memory or not.
+
+    Each has as few column passes as the instruction cache allows, or the most if it holds none.
+    """
+    for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k):
+        box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)
+        possible = _possible_passes(program, tile, box_n)
+        if not possible or (given.column_passes and given.column_passes not in possible):
+            continue
+        cached = (passes for passes in possible if not _uncached_instructions(program, tile, passes))
+        yield KernelConfig(
+            **tile._asdict(),
+            stages=given.stages or stages,
+            box_n=box_n,
+            subtile_n=given.subtile_n or min(subtile_n, given.box_n or subtile_n),
+            load_slots=given.load_slots or load_slots,
+            store_slots=given.store_slots or store_slots,
+            column_passes=given.column_passes or next(cached, possible[-1]),
+        )
+
+
+def _possible_passes(program: Program, tile: TileShape, box_n: int) -> list[int]:
+    """Of `GemmConfig.column_passes`, ascending; none where a tile's columns, or half a head, are no whole boxes."""
+    boxes, rest = divmod(tile.tile_n // program.entries(program.acc_width), box_n)
+    if rest or program.head // 2 % box_n:
+        return []
+    together = program.head // program.entries(program.acc_width) // box_n or 1  # boxes of one head
+    return [passes for passes in range(1, boxes + 1) if boxes % passes == 0 and boxes // passes % together == 0]
+
+
+def _uncached_instructions(program: Program, tile: TileShape, passes: int) -> float:
+    """By how many instructions a kernel is estimated to outgrow the instruction cache.
+
+    A kernel that does takes 1.5 to 4 times as long. Column passes cost up to 3 % of a product with k = 2048 in
+    128 x 192, and 5 % in 128 x 128.
+    """
+    places = tile.consumer_m * tile.tile_n // 128 // program.acc_ways  # of a thread
+    return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - _CACHED_INSTRUCTIONS)
+
+
+def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k: int) -> Iterator[_Pipeline]:
+    """Stages, and (box_n, subtile_n, load_slots, store_slots), the best first.
+
+    Wider boxes ask less of the copy engine, most of all when a row is a whole cache line; programs that need many
+    registers have narrower subtiles. Stages come before the depth of the epilogue's rings: 5 instead of 6 cost 1 to
+    2 %. A long epilogue comes before them: back through a gate it is 26 % over the bare product with wide boxes and 5
+    stages of 128 x 128, and 40 % with narrow ones and 6; with 4 stages of 128 x 192 and two slots it is 14 %. So do
+    loads that nothing hides: in cooperative tiles, whose 3 stages are as good as 4, they should be there when the
+    products end (back through a norm, k = 16384: 1 to 2 % instead of 3.5 with one slot of 32 columns). More than 8
+    stages only where the tiles are so small that 8 have not enough of b on its way from memory.
+    """
+    is_wide = program.ways == 1 and has_few_nodes(program)
+    if tile.is_cooperative and is_wide and traffic.load_bytes:
+        whole_lines = [(64, 64, 3, 2)] if traffic.widest_bytes == 2 else []
+        yield from itertools.product((3,), [*whole_lines, *((32, 32, slots, 2) for slots in (4, 3, 2))])
+    elif tile.is_cooperative and is_wide and traffic.widest_bytes == 2:
+        yield from itertools.product((4, 3), [(64, 64, 1, 2)])
+    narrow = [(16, 16, 2, 2), (16, 16, 2, 1)]
+    if not program.head:
+        narrow = [(32, 16, 2, 1), *narrow]
+    wide = [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
+    if has_long_epilogue(program, traffic):
+        if tile.tile_n > 128:  # two slots where the epilogue is longer than the other warpgroup's products
+            two, one = (32, 16, 2, 1), (32, 16, 1, 1)
+            yield from itertools.product((4,), [two, one] if k < _LONG_K else [one, two])
+        yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
+        wide = []
+    elif is_wide:
+        if traffic.load_bytes and traffic.widest_bytes == 2:
+            wide = [(64, 64, 1, 1), *wide]
+    elif not (program.head and program.head % 64 == 0 and not program.reductions):
+        wide = []
+    most = MAX_STAGES if tile.size == (64, 64) else 8
+    yield from itertools.product(range(most, 1, -1), [*wide, *narrow])
+
+
+def _check_boxes(given: GemmConfig, program: Program, traffic: EpilogueTraffic) -> None:
+    """Raises ValueError for boxes that no tile can have."""
+    box_n = given.box_n or given.subtile_n or _LEAST_BOX
+    if box_n * traffic.widest_bytes > 128:
+        raise ValueError(
+            f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
+            f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
+        )
+    if program.head and program.head // 2 % box_n:
+        raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
+    if box_n % (given.subtile_n or _LEAST_BOX):
+        raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
+
+
+def _misfit(tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int) -> str:
+    """Why none of the tiles has a configuration."""
+    if not tiles:
+        return (
+            f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
+            + (f" tile_m = {given.tile_m}" if given.tile_m else "")
+            + (f" tile_n = {given.tile_n}" if given.tile_n else "")
+            + (f" whole heads of {program.head} columns" if program.head else "")
+            + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
+        )
+    possible = set[int]()
+    for tile in tiles:
+        for _, (box_n, *_) in _preferred(program, traffic, tile, k):
+            possible.update(_possible_passes(program, tile, given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)))
+    if not possible:
+        return f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}"
+    if given.column_passes and given.column_passes not in possible:
+        return (
+            f"GemmConfig: column_passes = {given.column_passes}; it must be one of {sorted(possible)}, "
+            f"groups of whole boxes{' and whole heads' if program.head else ''}, with {given}"
+        )
+    return (
+        f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "
+        f"{traffic.column_reductions} column reductions and {traffic.vectors_over_columns} vectors over columns "
+        f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {given}"
+    )
