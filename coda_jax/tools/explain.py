@@ -12,7 +12,6 @@ from jax.extend import core
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.lowering import choose
-from coda_jax.tiles.table import attached_device
 from coda_jax.tools.walk import equations_of
 
 
@@ -99,7 +98,7 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int) -> Produc
     if platform not in ("gpu", "cuda"):
         return Product(spec.name, a, b, f"the platform is {platform}")
     try:
-        choice = choose(avals, spec, num_devices, attached_device())
+        choice = choose(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
         return Product(spec.name, a, b, str(error))
     tile = f"{choice.config.name} ({choice.origin})" if choice.config else None
