@@ -41,13 +41,13 @@ class Choice:
     origin: str = ""
 
 
-def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, device: str | None) -> Choice:
+def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: bool = False) -> Choice:
     """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
       avals: types of the arguments.
       num_devices: how many XLA partitions the program over, if its types are on no mesh.
-      device: kind of the device whose tiles are chosen, as in `config_for`.
+      anywhere: whether it may run on other devices than those attached, so that no table of tiles has a say.
 
     Raises:
       ValueError: the user's config is none that a kernel of this product can have.
@@ -59,11 +59,11 @@ def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, device: str |
         return Choice(reason)
     problem = problem_of(avals, spec)
     try:
-        return Choice(None, *config_for(problem, spec.config, device))
+        return Choice(None, *config_for(problem, spec.config, None if anywhere else attached_device()))
     except ValueError as error:
         if spec.config is None:
             return Choice(str(error))
-        if reason := choose(avals, spec.replace(config=None), num_devices, device).reason:
+        if reason := choose(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
             return Choice(reason)
         raise
 
@@ -94,9 +94,7 @@ def _partition_reason(avals: Sequence[Any], spec: GemmSpec, num_devices: int) ->
 
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # of a shard_map the types say it
-    # What is exported runs anywhere: no table of this machine has a say in it.
-    device = None if ctx.module_context.lowering_parameters.for_export else attached_device()
-    choice = choose(ctx.avals_in, spec, num_devices, device)
+    choice = choose(ctx.avals_in, spec, num_devices, anywhere=ctx.module_context.lowering_parameters.for_export)
     if choice.config is not None:
         form = functools.partial(kernel_form, spec=spec, config=choice.config)
         return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)

@@ -191,7 +191,10 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
             continue
         avals: list[Any] = [v.aval for v in equation.invars]
         spec = equation.params["spec"]
-        if spec.config not in (None, GemmConfig()) or choose(avals, spec, num_devices, None).reason is not None:
+        if (
+            spec.config not in (None, GemmConfig())
+            or choose(avals, spec, num_devices, anywhere=True).reason is not None
+        ):
             continue
         problem = problem_of(avals, spec)
         if problem.key is not None and problem.key not in found:
