@@ -27,8 +27,14 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("sizes, kind, manual", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+CASES = [  # every model, and every mesh; their other pairs are slow
+    pytest.param(MODELS[model], *MESHES[mesh], id=f"{model}-{mesh}", marks=[pytest.mark.slow] * (i > 0 and j > 0))
+    for i, model in enumerate(MODELS)
+    for j, mesh in enumerate(MESHES)
+]
+
+
+@pytest.mark.parametrize("model, sizes, kind, manual", CASES)
 def test_loss_and_gradient(model, sizes, kind, manual):
     graph, params = nnx.split(model())
     tokens = jax.random.randint(jax.random.key(1), (8, 9), 0, 64)

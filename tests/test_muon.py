@@ -77,7 +77,7 @@ def test_every_matrix_by_itself(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), apart(got), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3 stacked", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3 stacked", marks=pytest.mark.slow), "gpt2"])
 def test_training_with_an_nnx_optimizer(name):
     model, tokens = MODELS[name](), jax.random.randint(jax.random.key(0), (4, 9), 0, 64)
     optimizer = nnx.Optimizer(model, of_the_layers(), wrt=nnx.Param)

@@ -77,6 +77,7 @@ def undisturbed(tmp_path_factory):
     return out, output
 
 
+@pytest.mark.slow
 def test_a_killed_and_an_interrupted_run_resume_to_the_same_result(undisturbed, tmp_path):
     killed = start(tmp_path)
     wait_for_step(killed, tmp_path, 20)

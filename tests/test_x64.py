@@ -112,7 +112,7 @@ def called(f, given):
     return lambda arrays: f(*arrays.values()) if "operand 0" in given else f(**arrays)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_as_without(case, dtype):
     f, given = CASES[case](dtype)

@@ -67,11 +67,13 @@ def activation_backward(
     activation: Activation,
     dtype: Any = None,
 ) -> list[jax.Array]:
-    """Epilogue of the hidden activation's cotangent: t, the activation again, and the sums of `Cotangents` and dz."""
+    """Epilogue of the hidden activation's cotangent: t, the activation again, the sums of `Cotangents` and dz."""
     hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), z)
     (dz,) = pullback(acc)
     t, *sums = cotangents(dz, z, factor, mean, column_sums, lambda t: t.astype(dtype).astype(jnp.float32))
-    return [t, hidden, *(x for x in sums if x is not None), *([] if shift is None else [jnp.sum(dz, axis=0)])]
+    # With all of a LayerNorm's sums, the order of the stores decides what 128 x 192 spills: 2060 bytes, not 2256.
+    tiles = [t, hidden] if column_sums is None else [hidden, t]
+    return [*tiles, *(x for x in sums if x is not None), *([] if shift is None else [jnp.sum(dz, axis=0)])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ class _Chain:
         mean = norm_products.multiplied_mean(mean, self.dtype)
         dout = dy.astype(self.dtype)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
-        t, hidden, *sums = multiply(
+        first, second, *sums = multiply(
             dout,
             weights.down.astype(self.dtype),
             z,
@@ -151,6 +153,7 @@ class _Chain:
             implementation=self.implementation,
             transpose_b=True,
         )
+        t, hidden = (first, second) if column_sums is None else (second, first)
         dshift = None if shift is None else sums.pop()
         (ddown,) = multiply(
             hidden,
