@@ -163,7 +163,7 @@ def norm(x, sumsq):
         ),
         (
             lambda: coda.gated_mlp(norm((4, 8), (4,)), jnp.ones((8, 12)), jnp.ones((8, 8))),
-            r"w_up has shape \(8, 12\); .* it must be \(8, 16\)",
+            r"w_gate_up has shape \(8, 12\); .* it must be \(8, 16\)",
         ),
         (
             lambda: coda.qkv_projection(

@@ -13,6 +13,7 @@ from layer_checks import apply, check_module, state_dict
 import flax_layers as layers
 from coda_jax.extend import array
 from flax_layers.activation import activation_of
+from flax_layers.models import gpt2_block
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -195,7 +196,7 @@ def test_stock_nnx_modules_with_the_same_parameters():
 def test_the_residual_s_cotangent_joins_the_norm_s():
     """Between the products of GPT-2's block, forward and backward, no addition of activations is left to XLA."""
     config = layers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=4)
-    block = layers.GPT2Block(config, rngs=nnx.Rngs(0))
+    block = gpt2_block(config, rngs=nnx.Rngs(0))
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: block(x).sum()))(jnp.ones((2, 16, 32)))
 
     def additions(jaxpr):

@@ -24,9 +24,9 @@ class DeferredNorm(NotAnArray):
         RMSNorm(x) = rstd * x * scale                            rstd = rsqrt(sumsq / D + epsilon)
         LayerNorm(x) = rstd * (x - mean) * scale + bias
 
-    `rms_norm` and `layer_norm` make one. The operator that is given it applies the norm in its products' epilogues, and
-    adds x, where it is the residual too, by value: no operator asks where an array came from. x is multiplied as it is,
-    in the product's compute dtype: float16 overflows where x does, beyond 65504.
+    `rms_norm` and `layer_norm` make one. The operator that is given it applies the norm, in its products' epilogues but
+    for the loss, and adds x where it is the residual too: no operator asks where an array came from. x is multiplied
+    as it is, in the product's compute dtype: float16 overflows where x does, beyond 65504.
 
     Attributes:
       x: (..., D), what is normalised.
@@ -113,12 +113,17 @@ def layer_norm(
     return norm
 
 
+def width_of(name: str, norm: DeferredNorm) -> int:
+    """D; raises where what an operator is given is no norm."""
+    if not isinstance(norm, DeferredNorm):
+        raise TypeError(f"{name}: norm is {type(norm).__name__}; it must be a DeferredNorm, as coda.rms_norm makes one")
+    return norm.shape[-1]
+
+
 def check_arrays(
     name: str, norm: DeferredNorm, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]] | None = None
 ) -> None:
     """Raises where an array of the norm, or one given beside its shape, has another shape or a dtype not taken."""
-    if not isinstance(norm, DeferredNorm):
-        raise TypeError(f"{name}: norm is {type(norm).__name__}; it must be a DeferredNorm, as coda.rms_norm makes one")
     rows, width = norm.x.shape[:-1], norm.x.shape[-1:]
     expected = {
         "sumsq": (norm.sumsq, rows),

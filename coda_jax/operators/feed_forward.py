@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
 from coda_jax.operators.norm_products import Cotangents, bias_cotangent, cotangents, multiply
 from coda_jax.operators.stream import Stream, array
 from coda_jax.primitives.arguments import compute_dtype
@@ -82,6 +82,7 @@ class _Chain:
 
     activation: Activation
     adds_x: bool
+    adds_other: bool
     dtype: Any
     out_dtype: Any
     implementation: str
@@ -131,10 +132,10 @@ class _Chain:
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
         (z, hidden), made = self.up(norm, weights, keep=True)
         z = checkpoint_name(z, PREACTIVATION_NAME)
-        return self.down(hidden, norm, weights, other), (norm, weights, z, made.column_sums, made.shift, other is None)
+        return self.down(hidden, norm, weights, other), (norm, weights, z, made.column_sums, made.shift)
 
     def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[DeferredNorm, Weights, jax.Array | None]:
-        norm, weights, z, column_sums, shift, has_no_other = kept
+        norm, weights, z, column_sums, shift = kept
         dy = dys[0]
         mean, rstd = mean_and_rstd(norm)
         mean = norm_products.multiplied_mean(mean, self.dtype)
@@ -178,13 +179,16 @@ class _Chain:
             # A pass over dy: the product that made it belongs to someone else.
             bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=0), weights.down_bias),
         )
-        return dnorm, dweights, None if has_no_other else dy
+        return dnorm, dweights, dy if self.adds_other else None
 
 
 def _named(name: str, function: Callable[..., Any], **options: Any) -> Any:
     """function(..., **options) under a name that messages and tables show."""
-    named = functools.partial(function, **options)
-    named.__name__ = name  # type: ignore[attr-defined]
+
+    def named(*arrays: Any) -> Any:
+        return function(*arrays, **options)
+
+    named.__name__ = name
     return named
 
 
@@ -205,9 +209,13 @@ def mlp(
         z = norm(x) w_up + up_bias                            one product
         y = x + activation(z) w_down + down_bias              one product, which for RMSNorm also sums y * y
 
-    The backward pass is four products. The one that makes the cotangent of the hidden activation computes that
-    activation again from z, and goes on to t = rstd * dz and all sums of it in its epilogue; norm_products.py has the
-    others. Kept for it are x, its statistics, and z without what the biases add (named "mlpwi" for `jax.checkpoint`
+    The backward pass is four products:
+
+        dz = activation'(z) * (dy w_down^T), hidden = activation(z)     one, whose epilogue goes on to t = rstd * dz
+        dw_down = hidden^T dy                                            one
+        dx and dw_up from t, as in norm_products.py                      two
+
+    Kept for it are x, its statistics, and z without what the biases add (named "mlpwi" for `jax.checkpoint`
     policies), rounded to the compute dtype.
 
     Args:
@@ -231,9 +239,44 @@ def mlp(
       TypeError: activation is no function, norm no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or a norm with a bias and no mean.
     """
-    return _feed_forward(
-        "mlp", "w_up", norm, Weights(w_up, w_down, up_bias, down_bias), activation, residual, dtype, implementation
+    is_gated = isinstance(activation, gated)
+    name, up_name = ("gated_mlp", "w_gate_up") if is_gated else ("mlp", "w_up")  # in messages
+    if not callable(activation):
+        raise TypeError(f"{name}: activation = {activation!r}; it must be a function")
+    features = w_down.shape[0]
+    columns = 2 * features if is_gated else features
+    width = width_of(name, norm)
+    other = None if isinstance(residual, bool) else array(residual)
+    check_arrays(
+        name,
+        norm,
+        {
+            up_name: (w_up, (width, columns)),
+            "w_down": (w_down, (features, width)),
+            "up_bias": (up_bias, (columns,)),
+            "down_bias": (down_bias, (width,)),
+            "residual": (other, norm.shape),
+        },
     )
+    if other is not None:
+        other = noted(
+            other,
+            name,
+            "residual is an array of its own. If it is what the norm normalises, residual=True adds its cotangent in "
+            "a product's epilogue; here that is a pass of its own over (M, D)",
+        )
+    chain = _Chain(
+        activation,
+        adds_x=residual is True,
+        adds_other=other is not None,
+        dtype=compute_dtype(name, dtype, norm.x, w_up),
+        out_dtype=norm.dtype if other is None else other.dtype,
+        implementation=implementation,
+    )
+    rows = None if other is None else other.reshape(-1, other.shape[-1])
+    arguments = norm_products.vary_alike(of_rows(norm), Weights(w_up, w_down, up_bias, down_bias), rows)
+    y, *squares = differentiable(name, chain.run, chain.forward, chain.backward)(*arguments)
+    return Stream(y.reshape(norm.shape), squares[0].reshape(norm.shape[:-1]) if squares else None)
 
 
 def gated_mlp(
@@ -255,55 +298,8 @@ def gated_mlp(
       activation: a function, elementwise, of float32 arrays.
       residual, dtype, implementation: as in `mlp`, which says what is returned and raised.
     """
-    weights = Weights(w_gate_up, w_down, None, None)
-    return _feed_forward("gated_mlp", "w_gate_up", norm, weights, gated(activation), residual, dtype, implementation)
-
-
-def _feed_forward(
-    name: str,
-    up_name: str,
-    norm: DeferredNorm,
-    weights: Weights,
-    activation: Activation,
-    residual: jax.Array | Stream | bool,
-    dtype: Any,
-    implementation: str,
-) -> Stream:
-    if not callable(activation):
-        raise TypeError(f"{name}: activation = {activation!r}; it must be a function")
-    features = weights.down.shape[0]
-    columns = 2 * features if isinstance(activation, gated) else features
-    width = norm.shape[-1] if isinstance(norm, DeferredNorm) else None
-    other = None if isinstance(residual, bool) else array(residual)
-    check_arrays(
-        name,
-        norm,
-        {
-            up_name: (weights.up, (width, columns)),
-            "w_down": (weights.down, (features, width)),
-            "up_bias": (weights.up_bias, (columns,)),
-            "down_bias": (weights.down_bias, (width,)),
-            "residual": (other, norm.shape if isinstance(norm, DeferredNorm) else ()),
-        },
-    )
-    if other is not None:
-        other = noted(
-            other,
-            name,
-            "residual is an array of its own. If it is what the norm normalises, residual=True adds its cotangent in "
-            "a product's epilogue; here that is a pass of its own over (M, D)",
-        )
-    chain = _Chain(
-        activation,
-        adds_x=residual is True,
-        dtype=compute_dtype(name, dtype, norm.x, weights.up),
-        out_dtype=norm.dtype if other is None else other.dtype,
-        implementation=implementation,
-    )
-    rows = None if other is None else other.reshape(-1, other.shape[-1])
-    arguments = norm_products.vary_alike(of_rows(norm), weights, rows)
-    y, *squares = differentiable(name, chain.run, chain.forward, chain.backward)(*arguments)
-    return Stream(y.reshape(norm.shape), squares[0].reshape(norm.shape[:-1]) if squares else None)
+    options: dict[str, Any] = {"residual": residual, "dtype": dtype, "implementation": implementation}
+    return mlp(norm, w_gate_up, w_down, activation=gated(activation), **options)
 
 
 def with_sumsq(y: jax.Array) -> tuple[jax.Array, jax.Array]:

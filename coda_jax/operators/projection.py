@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
 from coda_jax.primitives.arguments import compute_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 
@@ -44,7 +44,7 @@ def norm_projection(
       TypeError: norm is no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or a norm with a bias and no mean.
     """
-    width = norm.shape[-1] if isinstance(norm, DeferredNorm) else None
+    width = width_of("norm_projection", norm)
     check_arrays("norm_projection", norm, {"w": (w, (width, w.shape[-1])), "bias": (bias, w.shape[-1:])})
     dtype = compute_dtype("norm_projection", dtype, norm.x, w)
 

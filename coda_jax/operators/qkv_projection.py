@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
 from coda_jax.operators.norm_products import Cotangents
 from coda_jax.primitives.arguments import check_floats, compute_dtype
 from coda_jax.primitives.reverse_mode import differentiable
@@ -230,7 +230,7 @@ def qkv_projection(
     check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     heads = num_heads + 2 * num_kv_heads
     head_dim = w.shape[-1] // heads
-    width = norm.shape[-1] if isinstance(norm, DeferredNorm) else None
+    width = width_of("qkv_projection", norm)
     check_arrays("qkv_projection", norm, {"w": (w, (width, heads * head_dim))})
     if norm.mean is not None:
         raise ValueError("qkv_projection: norm is a LayerNorm; it must be an RMSNorm. norm_projection takes both")
