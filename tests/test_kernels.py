@@ -33,7 +33,14 @@ SPILLED_IN_TILE = {
 pytestmark = needs_nvrtc
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# The others are slow: the small cases of kernels-diff, on record, hold registers and spills of most kinds of program.
+SOME = {"gated_backward", "logsumexp_pick", "norm_backward", "qk_norm_rotary", "residual_sumsq", "swiglu"}
+programs = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in PROGRAMS]
+)
+
+
+@programs
 def test_registers_suffice(name):
     program = PROGRAMS[name]
     log = ffi.compile(kernel_source(program, m=4096, n=program.columns(4096), k=4096), name).log
@@ -74,7 +81,7 @@ def test_the_instruction_cache_holds_long_epilogues(name, tile):
     assert machine_instructions(ffi.compile(source, name).cubin) <= CACHED
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@programs
 def test_column_passes_spill_little(name):
     is_one_head = name in ("rotary_256", "qk_norm_rotary_192")  # the tile
     config = None if is_one_head else GemmConfig(tile_m=128, column_passes=2)
