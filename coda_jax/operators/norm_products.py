@@ -181,8 +181,9 @@ def cotangents(
     t = factor * dz
     if column_sums is not None:
         t = round_t(t)
+    s = jnp.sum(dz * z, axis=1)
     centring = None if column_sums is None else jnp.sum(t * column_sums[None, :], axis=1)
-    return Cotangents(t, jnp.sum(dz * z, axis=1), centring, None if mean is None else jnp.sum(mean * t, axis=0))
+    return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=0))
 
 
 def norm_backward(
