@@ -3,8 +3,10 @@
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.epilogue.equations import bind as bind_equation
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
+from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
+from coda_jax.operators.stream import separate_residual as separate_residual
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
@@ -18,6 +20,8 @@ __all__ = [
     "hide_frames",
     "noted",
     "register_pytree",
+    "scaled_weight",
+    "separate_residual",
     "vary",
     "varying_axes",
 ]

@@ -32,7 +32,7 @@ namespace coda {
   value(DType, input)                                      \
   value(int, tile_m) value(int, tile_n) value(int, tile_k) \
   value(int, consumer_m)                                   \
-  value(int, rows)                                         \
+  value(int, loaded_rows)                                  \
   value(int, stages)                                       \
   value(int, cluster_m)                                    \
   value(int, box_n) value(int, subtile_n)                  \

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import add_residual_sumsq, array, hide_frames, noted
+from coda_jax.extend import add_residual_sumsq, array, hide_frames, noted, scaled_weight, separate_residual
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
     hide_frames(library)
@@ -70,8 +70,7 @@ def project(
         )
     dtype = dtype or jnp.result_type(source, kernel)
     if norm is not None:
-        scale = norm.scale.astype(jnp.float32)
-        kernel = kernel.astype(jnp.float32) * (scale if transpose_b else scale[:, None])
+        kernel = scaled_weight(norm.scale, kernel, dtype, transpose=transpose_b)
         operands, epilogue = (norm.rstd()[..., None], *operands), _after_row_scale(epilogue)
     return coda.gemm(
         source.astype(dtype),
@@ -148,14 +147,8 @@ class Sum(NamedTuple):
                     f"{type(x).__name__}. Give the norm a Stream, or give the residual itself"
                 )
             return cls(x.x if passed is None else passed, True, x.mean is None)
-        if passed is not None:
-            reason = (
-                "residual is an array of its own beside a norm. If it is what the norm normalises, residual=True adds "
-                "its cotangent in a product's epilogue; here that is a pass of its own over the stream"
-            )
-            plain = noted(array(residual), "flax_layers", reason)
-            return cls(plain, isinstance(residual, Stream), isinstance(residual, Stream))
-        return cls(array(residual), isinstance(residual, Stream), isinstance(residual, Stream))
+        plain = array(residual) if passed is None else separate_residual(residual, "flax_layers")
+        return cls(plain, isinstance(residual, Stream), isinstance(residual, Stream))
 
 
 def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:

@@ -8,6 +8,7 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 |-----------------------------------|------------------------------------------------|--------------------|
 | decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
 | query_proj, key_proj, value_proj  | as attention takes them, rotated               | 2 (H + 2 Hkv) Dh   |
+| norm_projection                   | a biased projection of a norm: GPT-2's q, k, v | 2 N                |
 | context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
 | mlpwi                             | gate and up before the activation              | 4 F                |
@@ -30,7 +31,7 @@ Remat = str | Iterable[str] | Callable[..., Any] | None
 
 LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
 _QKV = ("query_proj", "key_proj", "value_proj")
-NAMES = frozenset({LAYER_INPUT, *_QKV, CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
+NAMES = frozenset({LAYER_INPUT, *_QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
 # Names that MaxText has for arrays that are several, or parts of one, here.
 _ALSO = {"qkv_proj": _QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 

@@ -4,6 +4,8 @@ import atexit
 import os
 import shutil
 import tempfile
+import zlib
+from collections import defaultdict
 
 import pytest
 
@@ -23,3 +25,20 @@ def pytest_sessionstart():
 
     if reasons := unmet():
         raise pytest.UsageError("CODA_JAX_TEST_REQUIRES asks for what is not here: " + "; ".join(reasons))
+
+
+def pytest_collection_modifyitems(config, items):
+    """With CODA_JAX_TEST_SAMPLE=i/n one in n of each test's parameters, at least one; other i, other ones."""
+    if "CODA_JAX_TEST_SAMPLE" not in os.environ:
+        return
+    index, count = map(int, os.environ["CODA_JAX_TEST_SAMPLE"].split("/"))
+
+    def place(item):
+        return (zlib.crc32(item.nodeid.encode()) - index) % count
+
+    groups = defaultdict(list)
+    for item in items:
+        groups[item.nodeid.split("[")[0]].append(item)
+    kept = {item for group in groups.values() for item in group if place(item) == 0 or item is min(group, key=place)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]

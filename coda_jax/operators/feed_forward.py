@@ -14,12 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
 from coda_jax.operators.norm_products import Cotangents, bias_cotangent, cotangents, multiply
-from coda_jax.operators.stream import Stream, array
-from coda_jax.primitives.arguments import compute_dtype
-from coda_jax.primitives.notes import noted
+from coda_jax.operators.stream import Stream, array, separate_residual
+from coda_jax.primitives.arguments import resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 
-PREACTIVATION_NAME = "mlpwi"  # MaxText's
+MLP_NAME = "mlpwi"  # MaxText's
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -50,16 +49,16 @@ class Weights(NamedTuple):
     down_bias: jax.Array | None
 
 
-def activated(z: jax.Array, shift: jax.Array | None, *, activation: Activation, keep: bool) -> Any:
-    """Epilogue: the activation of z + shift, and z before it if it is to be kept."""
-    hidden = activation(z if shift is None else z + shift[None, :])
-    return (z, hidden) if keep else hidden
+def activated(u: jax.Array, shift: jax.Array | None, *, activation: Activation, keep: bool) -> Any:
+    """Epilogue: the activation of z = u + shift, and u before it if it is to be kept."""
+    hidden = activation(u if shift is None else u + shift[None, :])
+    return (u, hidden) if keep else hidden
 
 
 def activation_backward(
     acc: jax.Array,
-    z: jax.Array,
-    factor: jax.Array,
+    u: jax.Array,
+    t_scale: jax.Array,
     mean: Any = None,
     column_sums: Any = None,
     shift: Any = None,
@@ -68,16 +67,16 @@ def activation_backward(
     dtype: Any = None,
 ) -> list[jax.Array]:
     """Epilogue of the hidden activation's cotangent: t, the activation again, the sums of `Cotangents` and dz."""
-    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), z)
+    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), u)
     (dz,) = pullback(acc)
-    t, *sums = cotangents(dz, z, factor, mean, column_sums, lambda t: t.astype(dtype).astype(jnp.float32))
+    t, *sums = cotangents(dz, u, t_scale, mean, column_sums, lambda t: t.astype(dtype).astype(jnp.float32))
     # With all of a LayerNorm's sums, the order of the stores decides what 128 x 192 spills: 2060 bytes, not 2256.
     tiles = [t, hidden] if column_sums is None else [hidden, t]
     return [*tiles, *(x for x in sums if x is not None), *([] if shift is None else [jnp.sum(dz, axis=0)])]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chain:
+class _FeedForward:
     """`mlp` of a norm of x (M, D), forward and backward: what it is beside its arrays."""
 
     activation: Activation
@@ -91,8 +90,10 @@ class _Chain:
     def kind(self) -> str:
         return "gated" if isinstance(self.activation, gated) else "activation"
 
-    def up(self, norm: DeferredNorm, weights: Weights, *, keep: bool) -> tuple[list[jax.Array], norm_products.Folded]:
-        """The hidden activation, after z before it if that is to be kept."""
+    def up(
+        self, norm: DeferredNorm, weights: Weights, *, keep: bool
+    ) -> tuple[list[jax.Array], norm_products.FoldedWeight]:
+        """The hidden activation, with u in front of it if that is to be kept."""
         return norm_products.multiply_normalized(
             norm,
             weights.up,
@@ -130,22 +131,22 @@ class _Chain:
     def forward(
         self, norm: DeferredNorm, weights: Weights, other: jax.Array | None
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
-        (z, hidden), made = self.up(norm, weights, keep=True)
-        z = checkpoint_name(z, PREACTIVATION_NAME)
-        return self.down(hidden, norm, weights, other), (norm, weights, z, made.column_sums, made.shift)
+        (u, hidden), weight = self.up(norm, weights, keep=True)
+        u = checkpoint_name(u, MLP_NAME)
+        return self.down(hidden, norm, weights, other), (norm, weights, u, weight.column_sums, weight.shift)
 
     def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[DeferredNorm, Weights, jax.Array | None]:
-        norm, weights, z, column_sums, shift = kept
+        norm, weights, u, column_sums, shift = kept
         dy = dys[0]
         mean, rstd = mean_and_rstd(norm)
-        mean = norm_products.multiplied_mean(mean, self.dtype)
+        mean = norm_products.mean_in_x(mean, self.dtype)
         dout = dy.astype(self.dtype)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
             dout,
             weights.down.astype(self.dtype),
-            z,
-            norm_products.cotangent_factor(rstd, self.dtype),
+            u,
+            norm_products.scale_of_t(rstd, self.dtype),
             mean,
             column_sums,
             shift,
@@ -215,7 +216,7 @@ def mlp(
         dw_down = hidden^T dy                                            one
         dx and dw_up from t, as in norm_products.py                      two
 
-    Kept for it are x, its statistics, and z without what the biases add (named "mlpwi" for `jax.checkpoint`
+    Kept for it are x, its statistics, and u, z without what the biases add (named "mlpwi" for `jax.checkpoint`
     policies), rounded to the compute dtype.
 
     Args:
@@ -259,17 +260,12 @@ def mlp(
         },
     )
     if other is not None:
-        other = noted(
-            other,
-            name,
-            "residual is an array of its own. If it is what the norm normalises, residual=True adds its cotangent in "
-            "a product's epilogue; here that is a pass of its own over (M, D)",
-        )
-    chain = _Chain(
+        other = separate_residual(other, name)
+    chain = _FeedForward(
         activation,
         adds_x=residual is True,
         adds_other=other is not None,
-        dtype=compute_dtype(name, dtype, norm.x, w_up),
+        dtype=resolve_dtype(name, dtype, norm.x, w_up),
         out_dtype=norm.dtype if other is None else other.dtype,
         implementation=implementation,
     )

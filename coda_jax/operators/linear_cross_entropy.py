@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
 from coda_jax.operators.loss_head import Hidden, LossHead, round_up
-from coda_jax.primitives.arguments import check_floats, compute_dtype
+from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
 
@@ -88,7 +88,7 @@ def linear_cross_entropy(
     """
     _check_arrays(x, w, labels, weights, transpose_w)
     array = x.x if isinstance(x, DeferredNorm) else x
-    dtype = compute_dtype("linear_cross_entropy", dtype, array, w)
+    dtype = resolve_dtype("linear_cross_entropy", dtype, array, w)
     _check_options(reduction, label_smoothing, z_loss, soft_cap, chunk_bytes)
     vocabulary = w.shape[0 if transpose_w else 1]
     lead, width = array.shape[:-1], array.shape[-1]

@@ -3,17 +3,18 @@
 RMSNorm is LayerNorm without a mean. With the rows' mean and their sums of (centred) squares known:
 
     rstd[m] = rsqrt(sumsq[m] / D + epsilon),   sumsq[m] = sum_j (x[m, j] - mean[m])^2
-    z = norm(x) W + b = rstd * (x W' - mean * cs) + shift
+    z = norm(x) W + b = u + shift,   u = rstd * (x W' - mean * cs)
     W' = cast(scale[:, None] * W),   cs = column sums of the rounded W',   shift = norm_bias W + b
 
 The scale is folded where W is cast anyway. Backward, from dz, with t = cast(rstd * dz) and
-s[m] = sum_n dz[m, n] (z[m, n] - shift[n]), both of which the maker of dz has at hand:
+s[m] = sum_n dz[m, n] u[m, n], which the epilogue that makes dz also computes:
 
     dx = t W'^T - (sum_n t cs) / D - (x - mean) * (rstd^2 s / D)  [+ the residual stream's own cotangent]
     G = x^T t - sum_m mean * t;   dW = scale[:, None] * G + norm_bias[:, None] * sum_m dz
     dscale[j] = sum_n W[j, n] G[j, n];   dnorm_bias[j] = sum_n W[j, n] sum_m dz[m, n];   db = sum_m dz
 
-The pass over rows that a norm's gradient is known for happens in the epilogues: of what makes t, and of t W'^T.
+So the gradient of a norm needs no pass over rows of its own: s is a row sum in the epilogue that makes t, and the
+terms with s are added in the epilogue of t W'^T.
 
 The mean is subtracted as the products have added it: cs sums the rounded W', and mean * t the rounded t. With the exact
 ones their rounding errors, times mean / std, would stay. x is multiplied with its mean in it: a float32 stream that is
@@ -23,7 +24,7 @@ row; so a LayerNorm's mean and sumsq are a pass of their own over x, where an RM
 In float16 rstd, 5e-5 for a stream of 2e4, would take t out of the range where it has all its digits, and the weight's
 gradient with it. There t = cast(dz), rstd multiplies the first product, and G = ((x - mean) * rstd)^T t with the
 normalised x formed in a pass of its own. In float16 these may overflow, beyond 65504: x itself, the cotangents as in
-any float16 program, and z, whose absolute value is below sqrt(D) times the norm of a column of W'.
+any float16 program, and u, whose absolute value is below sqrt(D) times the norm of a column of W'.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def multiply(
     return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
 
 
-class Folded(NamedTuple):
+class FoldedWeight(NamedTuple):
     """What the product with a normalised x needs of the parameters.
 
     Attributes:
@@ -98,20 +99,21 @@ class Folded(NamedTuple):
     shift: jax.Array | None
 
 
-def folded(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None, dtype: Any) -> Folded:
+def fold_norm(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None, dtype: Any) -> FoldedWeight:
     """W', its column sums and the shift, each one reduction in the pass that casts w (D, N)."""
-    scaled = fold(norm.scale, w, dtype)
+    scaled = scaled_weight(norm.scale, w, dtype)
     sums = None if norm.mean is None else jnp.sum(rounded(scaled.astype(jnp.float32), dtype), axis=0)
     shift = None if bias is None else bias.astype(jnp.float32)
     if norm.bias is not None:
         of_norm = jnp.sum(norm.bias.astype(jnp.float32)[:, None] * w.astype(jnp.float32), axis=0)
         shift = of_norm if shift is None else of_norm + shift
-    return Folded(scaled, sums, shift)
+    return FoldedWeight(scaled, sums, shift)
 
 
-def fold(scale: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """W' (D, N) in the compute dtype; multiplied in float32 and rounded once."""
-    return (scale.astype(jnp.float32)[:, None] * w.astype(jnp.float32)).astype(dtype)
+def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
+    """W' in the compute dtype, (D, N), or with `transpose` (N, D), as w is; multiplied in float32 and rounded once."""
+    scale = scale.astype(jnp.float32)
+    return ((scale if transpose else scale[:, None]) * w.astype(jnp.float32)).astype(dtype)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
@@ -128,11 +130,11 @@ def multiply_normalized(
     epilogue: Callable[..., Any],
     dtype: Any,
     **options: Any,
-) -> tuple[list[jax.Array], Folded]:
-    """The product x W', whose epilogue(z - shift, shift or None, *operands) it is; and what it took of the parameters.
+) -> tuple[list[jax.Array], FoldedWeight]:
+    """The product x W' with epilogue(u, shift or None, *operands), and the parameters folded for it.
 
     Args:
-      norm, w, bias: z is norm(x) w + bias.
+      norm, w, bias: u + shift is norm(x) w + bias.
       dtype: compute dtype.
       **options: of `multiply`.
     """
@@ -142,18 +144,20 @@ def multiply_normalized(
 
     of_normalized.__name__ = epilogue.__name__
     mean, rstd = mean_and_rstd(norm)
-    made = folded(norm, w, bias, dtype)
+    weight = fold_norm(norm, w, bias, dtype)
     x = norm.x.reshape(-1, norm.x.shape[-1]).astype(dtype)
-    arrays = multiply(x, made.w, rstd, mean, made.column_sums, made.shift, *operands, epilogue=of_normalized, **options)
-    return arrays, made
+    arrays = multiply(
+        x, weight.w, rstd, mean, weight.column_sums, weight.shift, *operands, epilogue=of_normalized, **options
+    )
+    return arrays, weight
 
 
-def cotangent_factor(rstd: jax.Array, dtype: Any) -> jax.Array:
+def scale_of_t(rstd: jax.Array, dtype: Any) -> jax.Array:
     """What dz is multiplied with to make t: rstd, but 1 in float16."""
     return jnp.ones_like(rstd, shape=()) if dtype == jnp.float16 else rstd
 
 
-def multiplied_mean(mean: jax.Array | None, dtype: Any) -> jax.Array | None:
+def mean_in_x(mean: jax.Array | None, dtype: Any) -> jax.Array | None:
     """The mean that is in x where x is multiplied with t: not in float16."""
     return None if dtype == jnp.float16 else mean
 
@@ -162,8 +166,8 @@ class Cotangents(NamedTuple):
     """What `backward` takes of dz: t (M, N), and sums of dz and t along rows and columns, float32.
 
     Attributes:
-      t: in the compute dtype, `cotangent_factor` times dz.
-      s: (M,), row sums of dz * (z - shift).
+      t: in the compute dtype, `scale_of_t` times dz.
+      s: (M,), row sums of dz * u.
       centring: (M,), row sums of t * cs, of a LayerNorm.
       mean_t: (N,), column sums of mean * t, where x is multiplied with its mean in it.
     """
@@ -175,23 +179,23 @@ class Cotangents(NamedTuple):
 
 
 def cotangents(
-    dz: jax.Array, z: jax.Array, factor: jax.Array, mean: Any, column_sums: Any, round_t: Callable[[Any], Any]
+    dz: jax.Array, u: jax.Array, t_scale: jax.Array, mean: Any, column_sums: Any, round_t: Callable[[Any], Any]
 ) -> Cotangents:
-    """`Cotangents` of dz and z - shift (M, N) float32; t is rounded where a mean is subtracted of it."""
-    t = factor * dz
+    """`Cotangents` from dz and u (M, N) float32; a LayerNorm sums the rounded t, which is what is multiplied."""
+    t = t_scale * dz
     if column_sums is not None:
         t = round_t(t)
-    s = jnp.sum(dz * z, axis=1)
+    s = jnp.sum(dz * u, axis=1)
     centring = None if column_sums is None else jnp.sum(t * column_sums[None, :], axis=1)
     return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=0))
 
 
 def norm_backward(
-    acc: jax.Array, x: jax.Array, mean: Any, factor: jax.Array, drift: Any, dresidual: Any, rstd: Any
+    acc: jax.Array, x: jax.Array, mean: Any, x_scale: jax.Array, drift: Any, dresidual: Any, rstd: Any
 ) -> jax.Array:
     """Epilogue of t W'^T: the norm's own terms and the residual's cotangent, added before the one rounding."""
     centred = acc if drift is None else acc - drift
-    dx = (centred if rstd is None else centred * rstd) - (x if mean is None else x - mean) * factor
+    dx = (centred if rstd is None else centred * rstd) - (x if mean is None else x - mean) * x_scale
     return dx if dresidual is None else dx + dresidual
 
 
@@ -230,7 +234,7 @@ def backward(
     scale, same = lax.optimization_barrier((norm.scale, w))
     (dx,) = multiply(
         t,
-        fold(scale, same, t.dtype),
+        scaled_weight(scale, same, t.dtype),
         x,
         mean,
         jnp.square(rstd) * (of_z.s[:, None] / x.shape[1]),
@@ -243,12 +247,12 @@ def backward(
         transpose_b=True,
         like=x,
     )
-    factor = x.astype(t.dtype)
+    left = x.astype(t.dtype)
     if t.dtype == jnp.float16:
         wide = x.astype(jnp.float32)
-        factor = (rstd * (wide if mean is None else wide - mean)).astype(t.dtype)
+        left = (rstd * (wide if mean is None else wide - mean)).astype(t.dtype)
     dw, dscale, *dbias = multiply(
-        factor,
+        left,
         t,
         w,
         norm.scale[:, None],

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
-from coda_jax.primitives.arguments import compute_dtype
+from coda_jax.primitives.arguments import resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 
 PROJECTION_NAME = "norm_projection"
@@ -46,23 +46,25 @@ def norm_projection(
     """
     width = width_of("norm_projection", norm)
     check_arrays("norm_projection", norm, {"w": (w, (width, w.shape[-1])), "bias": (bias, w.shape[-1:])})
-    dtype = compute_dtype("norm_projection", dtype, norm.x, w)
+    dtype = resolve_dtype("norm_projection", dtype, norm.x, w)
 
-    def project(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, norm_products.Folded]:
-        def norm_shift(z: jax.Array, shift: jax.Array | None) -> jax.Array:
-            return z if shift is None else z + shift[None, :]
+    def project(
+        norm: DeferredNorm, w: jax.Array, bias: jax.Array | None
+    ) -> tuple[jax.Array, norm_products.FoldedWeight]:
+        def norm_shift(u: jax.Array, shift: jax.Array | None) -> jax.Array:
+            return u if shift is None else u + shift[None, :]
 
-        (z,), made = norm_products.multiply_normalized(
+        (z,), weight = norm_products.multiply_normalized(
             norm, w, bias, epilogue=norm_shift, dtype=dtype, out_dtypes=[dtype], implementation=implementation
         )
-        return checkpoint_name(z, PROJECTION_NAME), made
+        return checkpoint_name(z, PROJECTION_NAME), weight
 
     def run(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
         return [project(norm, w, bias)[0], norm.x]
 
     def forward(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None) -> tuple[list[jax.Array], Any]:
-        z, made = project(norm, w, bias)
-        return [z, norm.x], (norm, w, bias, z, made.column_sums, made.shift)
+        z, weight = project(norm, w, bias)
+        return [z, norm.x], (norm, w, bias, z, weight.column_sums, weight.shift)
 
     def backward(kept: Any, outputs: list[jax.Array]) -> tuple[Any, ...]:
         norm, w, bias, z, column_sums, shift = kept
@@ -72,8 +74,8 @@ def norm_projection(
         of_z = norm_products.cotangents(
             dz,
             z if shift is None else z - shift[None, :],
-            norm_products.cotangent_factor(rstd, dtype),
-            norm_products.multiplied_mean(mean, dtype),
+            norm_products.scale_of_t(rstd, dtype),
+            norm_products.mean_in_x(mean, dtype),
             column_sums,
             lambda t: norm_products.rounded(t, dtype),
         )

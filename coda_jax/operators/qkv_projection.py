@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
 from coda_jax.operators.norm_products import Cotangents
-from coda_jax.primitives.arguments import check_floats, compute_dtype
+from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.tiles.choose import takes_heads
 
@@ -59,7 +59,7 @@ def _unit_heads_backward(z: jax.Array, scale: jax.Array, dy: jax.Array, epsilon:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chain:
+class _QKVProjection:
     """`qkv_projection` of a norm of x (..., T, D), forward and backward: what it is beside its arrays.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Chain:
         s = products[0] + products[1] + products[2]
         _, rstd = mean_and_rstd(norm)
         packed = jnp.concatenate(dz, axis=-2).reshape(*self.rows, w.shape[1]).reshape(-1, w.shape[1])
-        t = (norm_products.cotangent_factor(rstd, self.dtype) * packed).astype(self.dtype)
+        t = (norm_products.scale_of_t(rstd, self.dtype) * packed).astype(self.dtype)
         dnorm, dw = norm_products.backward(
             Cotangents(t, s.reshape(-1)),
             of_rows(norm),
@@ -243,12 +243,12 @@ def qkv_projection(
             raise ValueError(
                 f"qkv_projection: {name} has shape {array.shape}; with heads of {head_dim} it must be {(head_dim,)}"
             )
-    chain = _Chain(
+    chain = _QKVProjection(
         rows=norm.shape[:-1],
         head_dim=head_dim,
         ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
         epsilon=float(norm.epsilon if qk_epsilon is None else qk_epsilon),
-        dtype=compute_dtype("qkv_projection", dtype, norm.x, w),
+        dtype=resolve_dtype("qkv_projection", dtype, norm.x, w),
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, w, (cos, sin), scales)

@@ -12,6 +12,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from coda_jax.operators import pytree
+from coda_jax.primitives.notes import noted
 
 
 class NotAnArray:
@@ -128,3 +129,13 @@ class Stream(NotAnArray):
 def array(x: Any) -> Any:
     """The plain array behind a Stream or a norm that is not applied yet; anything else as it is."""
     return x.array() if isinstance(x, NotAnArray) else x
+
+
+def separate_residual(residual: Any, operator: str) -> jax.Array:
+    """The array of a residual that is given beside a norm, with a note of what that costs where it is the norm's x."""
+    return noted(
+        array(residual),
+        operator,
+        "residual is an array of its own beside a norm. If it is what the norm normalises, residual=True adds its "
+        "cotangent in a product's epilogue; here that is a pass of its own over (M, D)",
+    )

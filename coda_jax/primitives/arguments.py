@@ -30,7 +30,7 @@ def check_floats(operator: str, **arrays: Any) -> None:
             check_dtype(operator, name, x)
 
 
-def compute_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
+def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
     """The dtype of an operator's products: that asked for, else the promotion of the factors."""
     chosen = np.dtype(dtype or jnp.result_type(*factors))
     if chosen.name not in FLOATS:

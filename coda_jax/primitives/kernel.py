@@ -182,7 +182,7 @@ def _source(
 struct Config {{
   static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
   static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {config.tile_k};
-  static constexpr int consumer_m = {config.consumer_m}, rows = {rows};
+  static constexpr int consumer_m = {config.consumer_m}, loaded_rows = {rows};
   static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};
   static constexpr int box_n = {config.box_n}, subtile_n = {config.subtile_n};
   static constexpr int column_passes = {config.column_passes};

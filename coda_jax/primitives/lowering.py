@@ -27,7 +27,7 @@ CAPABILITY = "9.0"
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Selection:
     """What a product is lowered to on a GPU.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice:
     origin: str = ""
 
 
-def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: bool = False) -> Choice:
+def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: bool = False) -> Selection:
     """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
@@ -53,18 +53,18 @@ def choose(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: 
       ValueError: the user's config is none that a kernel of this product can have.
     """
     if spec.implementation == "xla":
-        return Choice("implementation='xla'")
+        return Selection("implementation='xla'")
     reason = _machine_reason() or unsupported_reason(avals, spec) or _partition_reason(avals, spec, num_devices)
     if reason is not None:
-        return Choice(reason)
+        return Selection(reason)
     problem = problem_of(avals, spec)
     try:
-        return Choice(None, *config_for(problem, spec.config, None if anywhere else attached_device()))
+        return Selection(None, *config_for(problem, spec.config, None if anywhere else attached_device()))
     except ValueError as error:
         if spec.config is None:
-            return Choice(str(error))
-        if reason := choose(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
-            return Choice(reason)
+            return Selection(str(error))
+        if reason := select(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
+            return Selection(reason)
         raise
 
 
@@ -94,7 +94,7 @@ def _partition_reason(avals: Sequence[Any], spec: GemmSpec, num_devices: int) ->
 
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # of a shard_map the types say it
-    choice = choose(ctx.avals_in, spec, num_devices, anywhere=ctx.module_context.lowering_parameters.for_export)
+    choice = select(ctx.avals_in, spec, num_devices, anywhere=ctx.module_context.lowering_parameters.for_export)
     if choice.config is not None:
         form = functools.partial(kernel_form, spec=spec, config=choice.config)
         return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)

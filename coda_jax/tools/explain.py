@@ -12,7 +12,7 @@ from jax.extend import core
 
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
 from coda_jax.primitives.kernel import readable_source
-from coda_jax.primitives.lowering import choose, problem_of
+from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
 from coda_jax.tools.walk import equations_of
 
@@ -116,7 +116,7 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_sour
     if platform not in ("gpu", "cuda"):
         return Product(spec.name, a, b, f"the platform is {platform}")
     try:
-        choice = choose(avals, spec, num_devices)
+        choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
         return Product(spec.name, a, b, str(error))
     if choice.config is None:

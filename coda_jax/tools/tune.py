@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from coda_jax import ffi
 from coda_jax.primitives.gemm_primitive import coda_gemm_p
-from coda_jax.primitives.lowering import CAPABILITY, choose, problem_of
+from coda_jax.primitives.lowering import CAPABILITY, problem_of, select
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
 from coda_jax.tiles.choose import candidates
@@ -193,7 +193,7 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
         spec = equation.params["spec"]
         if (
             spec.config not in (None, GemmConfig())
-            or choose(avals, spec, num_devices, anywhere=True).reason is not None
+            or select(avals, spec, num_devices, anywhere=True).reason is not None
         ):
             continue
         problem = problem_of(avals, spec)
