@@ -82,7 +82,8 @@ struct EpilogueLayout {
     return widest;
   }
   static constexpr int load_slot_bytes = 64 * load_row_bytes(Epilogue::tile_loads);  // one a warpgroup
-  static constexpr int loaded_bytes = (Config::loaded_rows < 64 ? Config::loaded_rows : 64) * load_row_bytes(Epilogue::tile_loads);
+  static constexpr int loaded_bytes =
+      (Config::loaded_rows < 64 ? Config::loaded_rows : 64) * load_row_bytes(Epilogue::tile_loads);
   static constexpr int store_slot_bytes = 16 * widest_store_row_bytes();  // one a warp
   static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
   static constexpr int store_slots = Config::store_slots;

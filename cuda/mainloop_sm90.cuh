@@ -36,8 +36,8 @@ struct SharedLayout {
   static constexpr int bytes = load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
 };
 
-/// Operand tiles lie in shared memory as chunks of 64 x 64 elements: 64 rows of 128 bytes, the span of the swizzle. Rows
-/// of a k-major operand run along k, those of an mn-major one along m or n.
+/// Operand tiles lie in shared memory as chunks of 64 x 64 elements: 64 rows of 128 bytes, the span of the swizzle.
+/// Rows of a k-major operand run along k, those of an mn-major one along m or n.
 constexpr int chunk_bytes = 64 * 64 * 2;
 
 template <class Config, class Epilogue, class Params>
