@@ -36,8 +36,8 @@ struct SharedLayout {
   static constexpr int bytes = load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
 };
 
-/// Operand tiles lie in shared memory as chunks of 64 x 64 elements: 64 rows of 128 bytes, the span of the swizzle.
-/// Rows of a k-major operand run along k, those of an mn-major one along m or n.
+/// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n), each in
+/// a place of 8192 bytes.
 constexpr int chunk_bytes = 64 * 64 * 2;
 
 template <class Config, class Epilogue, class Params>
@@ -48,13 +48,12 @@ struct Gemm {
       Scheduler<Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
-  static constexpr int consumers_of_stage = cooperative ? consumers : 1;  // how many multiply each stage of operands
-  static constexpr int consumer_stride = cooperative ? 1 : consumers;     // from a consumer's piece of work to its next
+  static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
                 "cooperative consumers have equal shares of whole tiles");
   static constexpr int threads = 128 * (1 + consumers);
   // At a consumer's barrier: its own threads, and in pingpong those of the other one, which wake it.
-  static constexpr int products_threads = 32 * consumer_warps * (cooperative ? 1 : consumers);
+  static constexpr int products_threads = 32 * consumer_warps * consumer_stride;
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
                 "a tile is whole operand chunks");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
@@ -95,8 +94,8 @@ struct Gemm {
       for (const ptx::TensorMap& map : params.map) ptx::tma_prefetch_map(map);
     }
     if (threadIdx.x == 0) {
-      // A stage is emptied by the warps that multiply it, in every CTA of the cluster.
-      stage_ring(shared).init(1, consumer_warps * consumers_of_stage * Config::cluster_m);
+      // A stage is emptied by the warps of one consumer, or of both if cooperative, in every CTA of the cluster.
+      stage_ring(shared).init(1, consumer_warps * (consumers / consumer_stride) * Config::cluster_m);
       for (int consumer = 0; consumer < consumers; ++consumer) load_ring(shared, consumer).init(1, consumer_warps);
       ptx::mbarrier_init_fence();
     }
@@ -152,8 +151,8 @@ struct Gemm {
     }
   }
 
-  /// A k block of a's tile. Where the product has fewer rows than a tile, only `loaded_rows` of them are loaded; the
-  /// rest of the stage holds old values, whose products are stored nowhere.
+  /// A k block of a's tile. Of a product with fewer rows than a tile only its `rows`: what the others' places hold is
+  /// multiplied, but its results are stored nowhere.
   __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
     if constexpr (Config::transpose_a) {
@@ -251,7 +250,7 @@ struct Gemm {
 
       // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
       //    the vectors that `begin` puts into shared memory and the warps that read them.
-      const bool wakes_other = !cooperative && i + 1 < scheduler.count;
+      const bool is_last = cooperative || i + 1 == scheduler.count;
       ptx::named_barrier_sync(barrier_number(NamedBarrier::products, consumer), products_threads);
 
       // 3. The products, one stage ahead: when those of a stage are issued, those of the stage before it are waited for
@@ -269,9 +268,9 @@ struct Gemm {
         at.advance();
       }
 
-      // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read, if
-      //    consumers are cooperative: then every piece of work has a whole tile.
-      if (wakes_other) wake(consumer ^ 1);
+      // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only
+      //    of a whole tile, for cooperative consumers never have a part of one.
+      if (!is_last) wake(consumer ^ 1);
       epilogue.read_ahead();
 
       // 5. The accumulator is complete; the last stage is given back, and the other consumer's are skipped.
@@ -280,9 +279,9 @@ struct Gemm {
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
       release(previous.slot);
-      if (wakes_other) at.advance(scheduler.work(i + 1, rank).blocks);
+      if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
 
-      // 6. Split-K: the CTAs that share a tile send their sums to the one that has its epilogue.
+      // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {
         if (!work.has_tile()) {
           partial_tiles().send(accumulator);
