@@ -111,6 +111,7 @@ def test_a_subclass_without_a_call_of_its_own_stays_in_the_chain():
     assert products(model) != before
 
 
+@pytest.mark.slow
 def test_a_module_in_the_place_of_gate_up():
     """nnx.LoRALinear, whose kernel is gate_up seen as (D, 2F); its gradients are those of the merged kernel."""
     merged, model = MODELS["llama"][0](), MODELS["llama"][0]()

@@ -83,6 +83,7 @@ def test_a_job_is_compiled_once_however_often_it_is_queued(cache, capfd, monkeyp
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_progress_says_how_many_wait(tmp_path):
     code = """
         from coda_jax import ffi

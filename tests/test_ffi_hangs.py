@@ -94,6 +94,7 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 
 
 @pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.slow
 def test_where_no_thread_can_be_started_kernels_compile_all_the_same(tmp_path, threads):
     """By the caller, or by the threads that there are."""
     code = f"""

@@ -1,6 +1,9 @@
 """coda.gemm inside shard_map with checked types, on four CPU devices."""
 
+import functools
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -138,62 +141,88 @@ def test_cuda_lowering(mesh, residuals):
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
+def products(mesh, manual, **options):
+    """tanh(a b), in a shard_map over the manual axes if there are any."""
+
+    def product(a, b):
+        return coda.gemm(a, b, epilogue=jnp.tanh, **options)
+
+    of_a = P("x") if "x" in manual else P()
+    specs = {"in_specs": (of_a, P()), "out_specs": of_a}
+    return jax.shard_map(product, axis_names=set(manual), **specs) if manual else product
+
+
+def lowered(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("kind", "rows", "manual", "reason"),
+    ("kind", "rows", "manual", "over"),
     [
-        (AUTO, "x", (), "mesh axes x, y"),
-        (AUTO, None, (), "mesh axes x, y"),  # where arrays lie on automatic axes no type says
-        (AUTO, "x", ("x",), "mesh axes y"),
+        (AUTO, "x", (), "x, y"),
+        (AUTO, None, (), "x, y"),  # where arrays lie on automatic axes no type says
         (AUTO, "x", ("x", "y"), None),
-        (EXPLICIT, "x", (), "mesh axes x"),
+        (EXPLICIT, "x", (), "x"),
         (EXPLICIT, None, (), None),
         (EXPLICIT, "x", ("x",), None),
-        (EXPLICIT, ("x", "y"), ("x",), "mesh axes y"),
+        (EXPLICIT, ("x", "y"), ("x",), "y"),
         (EXPLICIT, "x", ("x", "y"), None),
     ],
 )
-def test_what_xla_partitions_takes_its_form(kind, rows, manual, reason, monkeypatch):
-    """A kernel would have all of its arguments gathered on every device."""
-    monkeypatch.setattr(notes, "_reported", set())
-
-    def multiply(a, b, **options):
-        def product(a, b):
-            return coda.gemm(a, b, epilogue=jnp.tanh, **options)
-
-        of_a = P("x") if "x" in manual else P()
-        specs = {"in_specs": (of_a, P()), "out_specs": of_a}
-        return jax.shard_map(product, axis_names=set(manual), **specs)(a, b) if manual else product(a, b)
-
+def test_each_device_runs_the_kernel_on_its_part(kind, rows, manual, over):
+    """Over automatic axes XLA asks for the kernel once it has partitioned the program."""
     a, b = (x.astype(jnp.bfloat16) for x in (A, B))
-    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
         a, b = jax.device_put(a, P(rows)), jax.device_put(b, P())
-        if reason is None:
-            assert kernels(multiply, a, b) == 1
-        else:
-            with pytest.warns(coda.FallbackWarning, match=f"over {reason}; inside a jax.shard_map each device runs"):
-                assert kernels(multiply, a, b) == 0
-            with pytest.raises(NotImplementedError, match=reason):
-                kernels(lambda a, b: multiply(a, b, implementation="cuda"), a, b)
+        multiply = products(mesh, manual, implementation="cuda")
+        text = lowered(multiply, a, b)
+        is_asked = kind is AUTO and not manual
+        assert (text.count("@coda_gemm("), text.count("@CustomSPMDPartitioning(")) == (not is_asked, is_asked)
         (product,) = coda.explain(multiply, a, b, platform="cuda").products
-        assert (product.reason is None) == (reason is None)
+    assert product.reason is None
+    assert ("on each device's part" in product.tile) == (over is not None)
+    assert over is None or product.tile.endswith(f"over {over}")
 
 
 @needs_nvrtc
-def test_shardings_that_no_type_has_are_seen_too(mesh, monkeypatch):
+def test_beside_manual_axes_xla_partitions_its_form(monkeypatch):
     monkeypatch.setattr(notes, "_reported", set())
+    a, b = (x.astype(jnp.bfloat16) for x in (A, B))
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AUTO,) * 2, devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        with pytest.warns(coda.FallbackWarning, match="over mesh axes y, and other axes of the mesh are manual"):
+            assert "coda_gemm(" not in lowered(products(mesh, ("x",)), a, b)
+        with pytest.raises(NotImplementedError, match="other axes of the mesh are manual"):
+            lowered(products(mesh, ("x",), implementation="cuda"), a, b)
+        (product,) = coda.explain(products(mesh, ("x",)), a, b, platform="cuda").products
+    assert "other axes of the mesh are manual" in product.reason
+
+
+@needs_nvrtc
+def test_shardings_that_no_type_has_are_seen_too(mesh):
     types = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (A, B)]
     shardings = (NamedSharding(mesh, P("x")), NamedSharding(mesh, P()))
     multiply = jax.jit(coda.gemm, in_shardings=shardings)
-    with pytest.warns(coda.FallbackWarning, match="over 4 devices"):
-        assert kernels(multiply, *types) == 0
+    assert "@CustomSPMDPartitioning(" in lowered(multiply, *types)
     (product,) = coda.explain(multiply, *types, platform="cuda").products
-    assert "over 4 devices" in product.reason
+    assert product.tile.endswith("over 4 devices")
     (product,) = coda.explain(coda.gemm, *types, platform="cuda").products
-    assert product.reason is None
+    assert "each device's part" not in product.tile
     with jax.set_mesh(mesh):
         (product,) = coda.explain(coda.gemm, *(x.astype(jnp.bfloat16) for x in (A, B)), platform="cuda").products
-    assert product.reason is not None
+    assert product.tile.endswith("over x")
+
+
+@needs_nvrtc
+def test_export_says_the_way_out(mesh):
+    a, b = (x.astype(jnp.bfloat16) for x in (A, B))
+    multiply = jax.jit(functools.partial(coda.gemm, implementation="cuda"))
+    with jax.set_mesh(mesh):
+        check = [jax.export.DisabledSafetyCheck.custom_call("coda_gemm")]
+        with pytest.raises(NotImplementedError, match=r"an exported program cannot carry.*explicit axes"):
+            jax.export.export(multiply, platforms=["cuda"], disabled_checks=check)(a, b)
 
 
 def test_products_that_xla_partitions_gather_nothing(mesh):

@@ -90,6 +90,7 @@ def test_column_passes_spill_little(name):
     assert "serialized" not in log
 
 
+@pytest.mark.slow
 def test_column_passes_share_their_code():
     def size(passes):
         config = GemmConfig(tile_m=128, tile_n=192, column_passes=passes)

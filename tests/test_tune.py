@@ -374,6 +374,7 @@ for i in range(20):
 """
 
 
+@pytest.mark.slow
 def test_concurrent_writers(table):
     """Processes and threads merge: nothing is lost, and a reader never sees half a table."""
 

@@ -37,7 +37,7 @@ import coda_jax as coda
 from benchmarks import programs, results, timing
 from benchmarks.lab import tile_losses
 from benchmarks.lab.tile_losses import Shape
-from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, coda_gemm_p
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
 from coda_jax.tiles.choose import candidates
@@ -144,7 +144,7 @@ def compiled(number: int, shape: Shape, implementation: str) -> Compiled:
     configs = {f"tile_{number}_{i}": config for i, config in enumerate(found)}
     # Traced once, for that takes longer than all else that one thread at a time can do.
     equations, _ = equations_of(_product(shape, implementation), *shape.types)
-    (spec,) = (equation.params["spec"] for equation, _ in equations if equation.primitive is coda_gemm_p)
+    (spec,) = (equation.params["spec"] for equation, _ in equations if equation.primitive in PRIMITIVES)
     calls = {}
     for name, config in configs.items():
         with_config = spec.replace(config=GemmConfig(**dataclasses.asdict(config)))

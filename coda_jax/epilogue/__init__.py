@@ -15,6 +15,7 @@ trace is the way in: it calls all of these but the last two lines.
 from coda_jax.epilogue.code_size import instructions as instructions
 from coda_jax.epilogue.emit import emit as emit
 from coda_jax.epilogue.evaluate import evaluate as evaluate
+from coda_jax.epilogue.evaluate import evaluate_tiles as evaluate_tiles
 from coda_jax.epilogue.evaluate import finish as finish
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis

@@ -20,6 +20,14 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
       acc: (M, N) float32.
       operands: as in `program.operands`.
     """
+    stores, reductions = evaluate_tiles(program, acc, *operands)
+    outputs = {store.output: tile for store, tile in zip(program.stores, stores, strict=True)}
+    outputs.update(finish(program, reductions, operands))
+    return [outputs[i] for i in range(program.num_outputs)]
+
+
+def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What the kernel computes: the stores, in the dtypes that f gives them, and the reductions, float32."""
     rows, columns = acc.shape[0], acc.shape[1] // program.acc_ways
     values: list[jax.Array] = []
     for node in program.nodes:
@@ -28,17 +36,16 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
     def full(value: int) -> jax.Array:
         return jnp.broadcast_to(values[value], (rows, columns))
 
-    outputs: dict[int, jax.Array] = {}
+    stores = []
     for store in program.stores:
         tile = _joined(program, [full(value) for value in store.values])
-        outputs[store.output] = tile if store.slice is None else tile[:, slice(*store.slice)]
+        stores.append(tile if store.slice is None else tile[:, slice(*store.slice)])
     reductions = []
     for reduction in program.reductions:
         axis = 1 if reduction.axis is Axis.ROW else 0
         ways = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
         reductions.append(_joined(program, ways) if axis == 0 else _combined(reduction.op, ways))
-    outputs.update(finish(program, reductions, operands))
-    return [outputs[i] for i in range(program.num_outputs)]
+    return stores, reductions
 
 
 def finish(

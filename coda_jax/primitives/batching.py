@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
 from coda_jax.primitives.spec import GemmSpec
 
 
@@ -21,7 +21,7 @@ def _batch(
     new = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     if not any(spec.batched):
-        return coda_gemm_p.bind(*moved, spec=_batched(spec, mapped)), [0] * len(spec.out_dtypes)
+        return bind(*moved, spec=_batched(spec, mapped)), [0] * len(spec.out_dtypes)
 
     old = next(x.shape[is_mapped] for x, flag, is_mapped in zip(moved, spec.batched, mapped, strict=True) if flag)
     merged = [
@@ -29,7 +29,7 @@ def _batch(
         for x, is_mapped, flag in zip(moved, mapped, spec.batched, strict=True)
     ]
     flags = [is_mapped or flag for is_mapped, flag in zip(mapped, spec.batched, strict=True)]
-    outputs = coda_gemm_p.bind(*merged, spec=_batched(spec, flags))
+    outputs = bind(*merged, spec=_batched(spec, flags))
     return [x.reshape(new, old, *x.shape[1:]) for x in outputs], [0] * len(outputs)
 
 
@@ -46,4 +46,5 @@ def _batched(spec: GemmSpec, batched: Sequence[bool]) -> GemmSpec:
     return spec.replace(batched=tuple(batched), input_output_aliases=aliases)
 
 
-batching.primitive_batchers[coda_gemm_p] = _batch
+for _primitive in PRIMITIVES:
+    batching.primitive_batchers[_primitive] = _batch

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from coda_jax.epilogue import evaluate, types_of
+from coda_jax.epilogue import Program, evaluate, evaluate_tiles, finish, types_of
+from coda_jax.primitives.mesh_types import may_be_automatic
 from coda_jax.primitives.spec import GemmSpec
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
-coda_gemm_p.multiple_results = True
+# The same where XLA may partition the product over automatic mesh axes: JAX has to tell its lowering the devices, and
+# so refuses to lower it for an AbstractMesh.
+coda_gemm_auto_p = jex_core.Primitive("coda_gemm")
+PRIMITIVES = (coda_gemm_p, coda_gemm_auto_p)
+dispatch.prim_requires_devices_during_lowering.add(coda_gemm_auto_p)
+
+
+def bind(*arguments: Any, spec: GemmSpec) -> list[jax.Array]:
+    """The product of these arrays, by the primitive that their types ask for."""
+    is_auto = spec.implementation != "xla" and may_be_automatic(*arguments)
+    primitive = coda_gemm_auto_p if is_auto else coda_gemm_p
+    outputs: list[jax.Array] = primitive.bind(*arguments, spec=spec)
+    return outputs
 
 
 def compute_dtype(a: Any, b: Any) -> np.dtype:
@@ -62,20 +77,76 @@ def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     return function(*arguments)
 
 
-@coda_gemm_p.def_abstract_eval
+def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What the kernel computes, by XLA: the program's stores and its reductions, on the float32 product."""
+    a, b, operands = spec.split(arguments)
+    flags_a, flags_b, flags = spec.split(spec.batched)
+    multiply = functools.partial(
+        accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
+    )
+    has_batch = flags_a or flags_b
+    acc = jax.vmap(multiply, in_axes=(_axis(flags_a), _axis(flags_b)))(a, b) if has_batch else multiply(a, b)
+    return tiles_of(acc, operands, spec.program, (has_batch, *flags), spec.store_dtypes)
+
+
+def tiles_of(
+    acc: jax.Array, operands: Sequence[jax.Array], program: Program, batched: Sequence[bool], dtypes: Sequence[Any]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The stores, in these dtypes, and the reductions of a program on an accumulator that is there.
+
+    Args:
+      batched: whether acc, and whether each operand, has a leading batch axis.
+    """
+
+    def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        stores, reductions = evaluate_tiles(program, acc.astype(jnp.float32), *operands)
+        return [x.astype(dtype) for x, dtype in zip(stores, dtypes, strict=True)], reductions
+
+    function = jax.vmap(matrix, in_axes=tuple(map(_axis, batched))) if any(batched) else matrix
+    return function(acc, *operands)
+
+
+def outputs_of(
+    stores: Sequence[jax.Array], reductions: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
+) -> list[jax.Array]:
+    """f's flat outputs, from the program's stores and reductions: what of `f` is left to XLA."""
+    program = spec.program
+    finished: dict[int, jax.Array] = {}
+    if program.finishing.outputs:
+        _, _, flags = spec.split(spec.batched)
+        function = functools.partial(finish, program)
+        if any(spec.batched):
+            (batch,) = {x.shape[0] for x in (*stores, *reductions)}
+            function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
+        finished = function(list(reductions), list(operands))
+    outputs = finished | {store.output: x for store, x in zip(program.stores, stores, strict=True)}
+    return [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
+
+
+def _axis(flag: bool) -> int | None:
+    return 0 if flag else None
+
+
 def _types(*avals: Any, spec: GemmSpec) -> list[Any]:
     # Through JAX's own typing, so that shardings and the mesh axes over which a result varies are kept.
     return types_of(functools.partial(xla_form, spec=spec), *avals)
 
 
+for _primitive in PRIMITIVES:
+    _primitive.multiple_results = True
+    _primitive.def_abstract_eval(_types)
+
+
 def _bind_flat(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     if not any(isinstance(x, jax.core.Tracer) for x in arguments):  # jit is disabled, or looks for a NaN
         return xla_form(*arguments, spec=spec)
-    return coda_gemm_p.bind(*arguments, spec=spec)
+    return bind(*arguments, spec=spec)
 
 
 # One jitted function for all calls outside jit: its cache is keyed by the specs, programs by their mathematics.
-coda_gemm_p.def_impl(jax.jit(_bind_flat, static_argnames=("spec",)))
+_run = jax.jit(_bind_flat, static_argnames=("spec",))
+for _primitive in PRIMITIVES:
+    _primitive.def_impl(_run)
 
 
 def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
@@ -89,11 +160,13 @@ def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -
 
 def lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     """Lowers to the XLA form, on whatever platform."""
-    return mlir.lower_fun(functools.partial(xla_form, spec=spec), multiple_results=True)(ctx, *arguments)
+    lowered: Any = mlir.lower_fun(functools.partial(xla_form, spec=spec), multiple_results=True)(ctx, *arguments)
+    return lowered
 
 
 def _platforms(ctx: mlir.LoweringRuleContext) -> str:
     return "/".join(ctx.platforms or ctx.module_context.platforms)
 
 
-mlir.register_lowering(coda_gemm_p, _lower_xla)
+for _primitive in PRIMITIVES:
+    mlir.register_lowering(_primitive, _lower_xla)

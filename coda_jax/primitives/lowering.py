@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Operand, finish
+from coda_jax.epilogue import Axis, Kind, Operand, types_of
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.gemm_primitive import coda_gemm_p, lower_xla
-from coda_jax.primitives.mesh_types import partitioned_axes, vary, varying_axes
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, xla_form, xla_tiles
+from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import warn_once
+from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.cost_model import GemmShape
@@ -32,16 +33,18 @@ class Selection:
 
     Attributes:
       reason: why it takes the XLA form; None where it is the kernel.
-      config: of the kernel.
+      config: of the kernel; None too where that is known only when XLA has partitioned the program.
       origin: who says so, as `config_for`.
+      over: the mesh axes over which each device runs it on its own part.
     """
 
     reason: str | None = None
     config: KernelConfig | None = None
     origin: str = ""
+    over: tuple[str, ...] = ()
 
 
-def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: bool = False) -> Selection:
+def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
     """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
@@ -54,8 +57,14 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: 
     """
     if spec.implementation == "xla":
         return Selection("implementation='xla'")
-    reason = _machine_reason() or unsupported_reason(avals, spec) or _partition_reason(avals, spec, num_devices)
-    if reason is not None:
+    if reason := _machine_reason():
+        return Selection(reason)
+    route = route_of(avals, num_devices, for_export=anywhere)
+    if route.reason is not None:
+        return Selection(route.reason)
+    if route.over:
+        return _select_of_parts(avals, spec, route, anywhere)
+    if reason := unsupported_reason(avals, spec):
         return Selection(reason)
     problem = problem_of(avals, spec)
     try:
@@ -66,6 +75,18 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int, *, anywhere: 
         if reason := select(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
             return Selection(reason)
         raise
+
+
+def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
+    """What each device's part is lowered to, as far as the types say it."""
+    if route.is_automatic:
+        return Selection(over=route.over)
+    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+    with jax.sharding.use_abstract_mesh(mesh):
+        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
+    parts = parts_of(avals, spec, made)
+    of_part = bare(spec, *parts[:2]) if made.k else spec
+    return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
 
 
 def _machine_reason() -> str | None:
@@ -79,57 +100,114 @@ def _machine_reason() -> str | None:
     return ffi.unavailable_reason()
 
 
-def _partition_reason(avals: Sequence[Any], spec: GemmSpec, num_devices: int) -> str | None:
-    """Which parts of a program each device has only XLA knows; it would gather a kernel's arguments on all of them."""
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a product comes to the devices.
+
+    Attributes:
+      over: the mesh axes over which it is split; none on one device, or where all axes are manual.
+      is_automatic: whether they are automatic, not explicit.
+      reason: why it cannot be split.
+    """
+
+    over: tuple[str, ...] = ()
+    is_automatic: bool = False
+    reason: str | None = None
+
+
+_WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
+
+
+def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False) -> Route:
+    """How a product of arguments of these types comes to `num_devices` devices, if they are on no mesh."""
     shardings = [aval.sharding for aval in avals]
-    axes = partitioned_axes(*shardings, *filter(None, [spec.out_sharding]))
-    if axes:
-        over = f"mesh axes {', '.join(axes)}"
-    elif num_devices > 1 and all(sharding.mesh.empty for sharding in shardings):
-        over = f"{num_devices} devices"
-    else:
-        return None
-    return f"XLA partitions it over {over}; inside a jax.shard_map each device runs the kernel on its own part"
+    over, automatic = partitioned_axes(*shardings), automatic_axes(*shardings)
+    on_no_mesh = all(sharding.mesh.empty for sharding in shardings)
+    if not over and not (on_no_mesh and num_devices > 1):
+        return Route()
+    if not automatic and not on_no_mesh:
+        return Route(over)
+    names = f"mesh axes {', '.join(over)}" if over else f"{num_devices} devices"
+    why = None
+    if for_export:
+        why = "an exported program cannot carry how a product is split over automatic ones"
+    elif not jax.config.jax_use_shardy_partitioner:
+        why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
+    elif set(over) - set(automatic):
+        why = "some of them are explicit and some automatic"
+    elif manual_axes(*shardings):
+        why = "other axes of the mesh are manual"
+    reason = why and f"XLA partitions it over {names}, and {why}; {_WAY_OUT}"
+    return Route(over or (f"{num_devices} devices",), True, reason)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
-    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # of a shard_map the types say it
-    choice = select(ctx.avals_in, spec, num_devices, anywhere=ctx.module_context.lowering_parameters.for_export)
-    if choice.config is not None:
-        form = functools.partial(kernel_form, spec=spec, config=choice.config)
-        return mlir.lower_fun(form, multiple_results=True)(ctx, *arguments)
+def tiles(*arguments: jax.Array, spec: GemmSpec, anywhere: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+    selection = select([jax.core.ShapedArray(x.shape, x.dtype) for x in types], spec, anywhere=anywhere)
+    if selection.config is not None:
+        return kernel_tiles(*arguments, spec=spec, config=selection.config)
+    report(spec, selection.reason, arguments)
+    return xla_tiles(*arguments, spec=spec)
+
+
+def report(spec: GemmSpec, reason: str | None, arguments: Sequence[Any]) -> None:
+    """Says why a product takes its XLA form.
+
+    Raises:
+      NotImplementedError: implementation="cuda".
+    """
     if spec.implementation == "cuda":
-        raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {choice.reason}")
+        raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {reason}")
     if spec.implementation == "auto":
-        message = f"takes its XLA form: {choice.reason}"
+        message = f"takes its XLA form: {reason}"
         warn_once(f"gemm '{spec.name}' {message}", message, spec.site)
-    return lower_xla(ctx, *arguments, spec=spec)
 
 
-mlir.register_lowering(coda_gemm_p, _lower, platform="cuda")
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:
+    anywhere = ctx.module_context.lowering_parameters.for_export
+    axis_context = ctx.module_context.axis_context
+    num_devices = getattr(axis_context, "num_devices", 1)  # of a shard_map the types say it
+    route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
+    if route.is_automatic and getattr(axis_context, "device_assignment", None) is None and route.reason is None:
+        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {_WAY_OUT}"
+        route = dataclasses.replace(route, reason=reason)
+    why_not = "implementation='xla'" if spec.implementation == "xla" else _machine_reason() or route.reason
+    if why_not is not None:
+        report(spec, why_not, arguments)
+        return lower_xla(ctx, *arguments, spec=spec)
+    tiles = functools.partial(tiles, anywhere=anywhere)
+    if route.over:
+        lower = lower_automatic if route.is_automatic else lower_explicit
+        return lower(ctx, *arguments, spec=spec, tiles=tiles)
+
+    def whole(*arguments: jax.Array) -> list[jax.Array]:
+        stores, reductions = tiles(*arguments, spec=spec)
+        return outputs_of(stores, reductions, spec.split(arguments)[2], spec)
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
+
+
+for _primitive in PRIMITIVES:
+    mlir.register_lowering(_primitive, _lower, platform="cuda")
+
+
+def kernel_tiles(
+    *arguments: jax.Array, spec: GemmSpec, config: KernelConfig
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The custom call: the program's stores and reductions."""
+    if not _folds(spec):
+        return _launch(arguments, spec, config)
+    batch, rows = spec.batch(arguments), arguments[0].shape[1]
+    stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config)
+    stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
+    return stores, [x.reshape(batch, rows) for x in reductions]
 
 
 def kernel_form(*arguments: jax.Array, spec: GemmSpec, config: KernelConfig) -> list[jax.Array]:
     """The custom call, the finish of its reductions, and the outputs in f's order."""
-    program, batch = spec.program, spec.batch(arguments)
-    if _folds(spec):
-        rows = arguments[0].shape[1]
-        stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config)
-        stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
-        reductions = [x.reshape(batch, rows) for x in reductions]
-    else:
-        stores, reductions = _launch(arguments, spec, config)
-
-    finished: dict[int, jax.Array] = {}
-    if program.finishing.outputs:
-        _, _, operands = spec.split(arguments)
-        _, _, flags = spec.split(spec.batched)
-        one = functools.partial(finish, program)
-        axes = [0 if flag else None for flag in flags]
-        each = jax.vmap(one, in_axes=(0, axes), axis_size=batch) if any(spec.batched) else one
-        finished = each(reductions, operands)
-    outputs = finished | {store.output: x for store, x in zip(program.stores, stores, strict=True)}
-    return [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
+    stores, reductions = kernel_tiles(*arguments, spec=spec, config=config)
+    return outputs_of(stores, reductions, spec.split(arguments)[2], spec)
 
 
 def _folds(spec: GemmSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh raises under jit
 from jax.sharding import AxisType
 
 
@@ -33,6 +34,38 @@ def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
         named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
             if size > 1 and (kind is AxisType.Auto or (kind is AxisType.Explicit and name in named)):
+                names[name] = None
+    return tuple(names)
+
+
+def may_be_automatic(*arrays: Any) -> bool:
+    """Whether XLA may partition what has these arrays' types: a mesh axis is automatic, or no mesh is known."""
+    meshes = [mesh for x in arrays if not (mesh := jax.typeof(x).sharding.mesh).empty]
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and get_concrete_mesh().empty:
+        return False  # no devices: the program is lowered for a mesh that is elsewhere
+    return any(mesh.empty or _automatic(mesh) for mesh in meshes or [context])
+
+
+def _automatic(mesh: Any) -> bool:
+    return any(kind is AxisType.Auto and size > 1 for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
+
+
+def automatic_axes(*shardings: Any) -> tuple[str, ...]:
+    """The automatic mesh axes, of more than one device, of these shardings."""
+    return _axes_of_kind(AxisType.Auto, shardings)
+
+
+def manual_axes(*shardings: Any) -> tuple[str, ...]:
+    """The manual mesh axes, of more than one device, of these shardings."""
+    return _axes_of_kind(AxisType.Manual, shardings)
+
+
+def _axes_of_kind(wanted: AxisType, shardings: Any) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for mesh in (sharding.mesh for sharding in shardings):
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+            if size > 1 and kind is wanted:
                 names[name] = None
     return tuple(names)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
-from coda_jax.primitives.gemm_primitive import accumulate, coda_gemm_p, compute_dtype, kept_dtype
+from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import differentiable
@@ -82,7 +82,7 @@ def _differentiable(
 
     def evaluate(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
         spec = GemmSpec.of(options, epilogue.program, out_dtypes, name, len(arguments))
-        return coda_gemm_p.bind(a, b, *arguments, spec=spec)
+        return bind(a, b, *arguments, spec=spec)
 
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         kept = None

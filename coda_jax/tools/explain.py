@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
@@ -98,7 +98,7 @@ def explain(
     products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
     found, num_devices = equations_of(function, *args, **kwargs)
     for equation, times in found:
-        if equation.primitive is coda_gemm_p:
+        if equation.primitive in PRIMITIVES:
             products[_product(equation, platform, num_devices, source)] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
@@ -119,7 +119,10 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_sour
         choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
         return Product(spec.name, a, b, str(error))
-    if choice.config is None:
+    if choice.reason is not None:
         return Product(spec.name, a, b, choice.reason)
-    source = readable_source(problem_of(avals, spec), choice.config) if with_source else None
-    return Product(spec.name, a, b, None, f"{choice.config.name} ({choice.origin})", source)
+    each = f", on each device's part over {', '.join(choice.over)}" if choice.over else ""
+    if choice.config is None:
+        return Product(spec.name, a, b, None, f"its tile chosen once XLA has partitioned the program{each}")
+    source = readable_source(problem_of(avals, spec), choice.config) if with_source and not choice.over else None
+    return Product(spec.name, a, b, None, f"{choice.config.name} ({choice.origin}){each}", source)

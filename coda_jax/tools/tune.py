@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax import ffi
-from coda_jax.primitives.gemm_primitive import coda_gemm_p
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, coda_gemm_p
 from coda_jax.primitives.lowering import CAPABILITY, problem_of, select
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
@@ -187,14 +187,12 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
     found: dict[str, Work] = {}
     equations, num_devices = equations_of(function, *args, **kwargs)
     for equation, _ in equations:
-        if equation.primitive is not coda_gemm_p:
+        if equation.primitive not in PRIMITIVES:
             continue
         avals: list[Any] = [v.aval for v in equation.invars]
         spec = equation.params["spec"]
-        if (
-            spec.config not in (None, GemmConfig())
-            or select(avals, spec, num_devices, anywhere=True).reason is not None
-        ):
+        selected = select(avals, spec, num_devices, anywhere=True)
+        if spec.config not in (None, GemmConfig()) or selected.reason is not None or selected.over:
             continue
         problem = problem_of(avals, spec)
         if problem.key is not None and problem.key not in found:

@@ -1,0 +1,234 @@
+"""Lowers a product that is split over the devices of a mesh: each runs the kernel on its own part.
+
+Over explicit axes the types say how arrays lie: a `jax.shard_map` of the lowering's own, planned from them. Over
+automatic axes only XLA knows, after its partitioner has decided: a `custom_partitioning`, which tells the partitioner
+by a rule which dimensions go together, and is called back with what it decided. Both follow the same plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+
+from coda_jax import ffi
+from coda_jax.epilogue import Axis, Program, ReductionOp
+from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_tiles
+from coda_jax.primitives.mesh_types import explicit_axes
+from coda_jax.primitives.partition import (
+    Axes,
+    Dims,
+    Plan,
+    argument_dims,
+    axes_of,
+    column_unit,
+    plan,
+    result_dims,
+    row_unit,
+)
+from coda_jax.primitives.spec import GemmSpec
+
+# (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
+Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+
+BARE = Program((), 1, (), (), (), 0).with_acc()
+
+
+def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
+    """Stores and finished reductions of a device's part, in a region where the plan's mesh axes are manual."""
+    stores, reductions = (_of_sum if plan.k else _of_product)(arguments, spec, plan, tiles)
+    over = {Axis.ROW: plan.columns, Axis.COLUMN: plan.rows}
+    each = zip(spec.program.reductions, reductions, strict=True)
+    return [*stores, *(_across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
+
+
+def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
+    return tiles(*arguments, spec=spec.replace(out_sharding=None))
+
+
+def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
+    """The epilogue of the products' sum over the devices, by XLA, on the part of it that this device keeps."""
+    a, b, operands = spec.split(arguments)
+    flag_a, flag_b, flags = spec.split(spec.batched)
+    ((acc,), _) = tiles(a, b, spec=bare(spec, a, b))
+    for axes, dimension in ((plan.scatter_m, acc.ndim - 2), (plan.scatter_n, acc.ndim - 1)):
+        if axes:
+            acc = lax.psum_scatter(acc, axes, scatter_dimension=dimension, tiled=True)
+    rest = tuple(axis for axis in plan.k if axis not in plan.scatter_m + plan.scatter_n)
+    acc = lax.psum(acc, rest) if rest else acc
+    return tiles_of(acc, operands, spec.program, (flag_a or flag_b, *flags), spec.store_dtypes)
+
+
+def bare(spec: GemmSpec, a: Any, b: Any) -> GemmSpec:
+    """The product alone, in the dtype in which it is summed."""
+    return spec.replace(
+        program=BARE,
+        out_dtypes=(wire_dtype(spec, compute_dtype(a, b)),),
+        batched=spec.batched[:2],
+        config=None,
+        input_output_aliases=(),
+        out_sharding=None,
+    )
+
+
+def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
+    """The dtype in which products are summed over devices, as Megatron does: bfloat16 where all results are.
+
+    float32 where a result is, as a gradient of float32 parameters; where the product has no tiles; and for float16,
+    which a part of a sum may overflow though the sum does not.
+    """
+    is_short = dtype == jnp.bfloat16 and spec.store_dtypes and all(x == dtype for x in spec.store_dtypes)
+    return np.dtype(dtype if is_short else np.float32)
+
+
+def _across(op: ReductionOp, x: jax.Array, axes: Axes) -> jax.Array:
+    """A reduction finished over mesh axes."""
+    if not axes:
+        return x
+    match op:
+        case ReductionOp.SUM:
+            return lax.psum(x, axes)
+        case ReductionOp.MAX:
+            return lax.pmax(x, axes)
+        case ReductionOp.MIN:
+            return lax.pmin(x, axes)
+        case ReductionOp.LOGSUMEXP:
+            largest = lax.pmax(x, axes)
+            largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+            return jnp.log(lax.psum(jnp.exp(x - largest), axes)) + largest
+
+
+def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
+    """A shard_map over the explicit axes, as the types of arguments and results say."""
+    avals_in: Sequence[Any] = ctx.avals_in
+    mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
+    names = explicit_axes(mesh)
+    made = plan_of_types(avals_in, ctx.avals_out, spec)
+    in_specs = made.argument_specs(spec, [aval.ndim for aval in avals_in])
+
+    def whole(*arguments: jax.Array) -> list[jax.Array]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            each = jax.shard_map(
+                functools.partial(on_each_device, spec=spec, plan=made, tiles=tiles),
+                in_specs=in_specs,
+                out_specs=list(made.result_specs(spec)),
+                axis_names=set(names),
+                check_vma=False,
+            )
+            moved = [jax.sharding.reshard(x, NamedSharding(mesh, p)) for x, p in zip(arguments, in_specs, strict=True)]
+            outputs = _outputs(each(*moved), arguments, spec)
+            return [jax.sharding.reshard(x, aval.sharding) for x, aval in zip(outputs, ctx.avals_out, strict=True)]
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
+
+
+def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmSpec) -> Plan:
+    """The plan for arrays whose types say how they lie over explicit axes."""
+    mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
+    explicit = explicit_axes(mesh)
+
+    def cut(aval: Any) -> list[Axes]:
+        entries = axes_of(aval.sharding.spec, aval.ndim)
+        return [tuple(axis for axis in axes if axis in explicit) for axes in entries]
+
+    wanted = [avals_out[store.output] for store in spec.program.stores]
+    results = [cut(aval) for aval in wanted] + [
+        [()] * len(dims) for dims in result_dims(spec)[len(spec.program.stores) :]
+    ]
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return plan(spec, [aval.shape for aval in avals_in], [cut(aval) for aval in avals_in], results, sizes)
+
+
+def parts_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
+    """Types of the arguments' parts on a device; of the factors those of the product, before it is summed."""
+    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
+    parts = []
+    for aval, of_aval in zip(avals, specs, strict=True):
+        cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of(of_aval, aval.ndim)]
+        shape = tuple(size // cut for size, cut in zip(aval.shape, cuts, strict=True))
+        parts.append(jax.core.ShapedArray(shape, aval.dtype))
+    return parts
+
+
+def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
+    """A call that XLA's partitioner asks how it is split."""
+
+    @custom_partitioning
+    def call(*arguments: jax.Array) -> list[jax.Array]:
+        stores, reductions = xla_tiles(*arguments, spec=spec)
+        return [*stores, *reductions]
+
+    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        def cut(x: Any) -> tuple[Axes, ...]:
+            return axes_of(getattr(x.sharding, "spec", ()), len(x.shape))
+
+        made = plan(spec, [x.shape for x in arguments], [*map(cut, arguments)], [*map(cut, results)], dict(mesh.shape))
+        of_results = [NamedSharding(mesh, x) for x in made.result_specs(spec)]
+        of_arguments = made.argument_specs(spec, [len(x.shape) for x in arguments])
+        each = functools.partial(on_each_device, spec=spec, plan=made, tiles=tiles)
+        return mesh, each, of_results, tuple(NamedSharding(mesh, x) for x in of_arguments)
+
+    avals: Sequence[Any] = ctx.avals_in
+    call.def_partition(partition, sharding_rule=sharding_rule(spec, [aval.shape for aval in avals]))
+
+    def whole(*arguments: jax.Array) -> list[jax.Array]:
+        # The persistent cache's key holds shapes and rule, but not what the callback will put in the call's place.
+        with set_xla_metadata(coda_gemm=_digest(spec)):
+            results = call(*arguments)
+        return _outputs(results, arguments, spec)
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
+
+
+def _outputs(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
+    count = len(spec.program.stores)
+    return outputs_of(results[:count], results[count:], spec.split(arguments)[2], spec)
+
+
+def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardingRule:
+    """Which axes of the arguments and the results go together, for Shardy's propagation."""
+    units = {"m": row_unit(spec.program), "n": column_unit(spec.program)}
+    whole: list[str] = []  # the factors that are never cut, in the order in which Shardy meets them
+    sizes: dict[str, Any] = {}
+
+    def factors(dims: Dims, shape: Sequence[int] | None) -> ArrayMapping:
+        mapping: list[Any] = []
+        for i, dim in enumerate(dims):
+            unit = units.get(dim, 1) if dim else 0
+            if dim and unit == 1:
+                mapping.append(dim)
+            elif dim and unit:
+                if f"{dim}_unit" not in sizes:
+                    assert shape is not None
+                    sizes[dim], sizes[f"{dim}_unit"] = shape[i] // unit, unit
+                    whole.append(f"{dim}_unit")
+                mapping.append(CompoundFactor(dim, f"{dim}_unit"))
+            else:
+                whole.append(f"whole_{len(whole)}")
+                mapping.append(whole[-1])
+        return ArrayMapping(*mapping)
+
+    of_arguments = argument_dims(spec, [len(shape) for shape in shapes])
+    arguments = tuple(factors(dims, shape) for dims, shape in zip(of_arguments, shapes, strict=True))
+    results = tuple(factors(dims, None) for dims in result_dims(spec))
+    return SdyShardingRule(arguments, results, reduction_factors=("k",), need_replication_factors=tuple(whole), **sizes)
+
+
+def _digest(spec: GemmSpec) -> str:
+    """Names what a call computes on given arguments, whoever made it."""
+    options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
+    parts = (str(spec.program), spec.out_dtypes, spec.batched, options, ffi.headers_hash())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
