@@ -5,7 +5,7 @@ import contextlib
 import jax
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
-from coda_jax.primitives import lowering
+from coda_jax.primitives import lowering, row_shards
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
 
 
@@ -16,18 +16,22 @@ def partitioned_on_cpus():
 
     def tiles(*arguments, spec, anywhere=False):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
-        records.append((spec, types, lowering.select(types, spec, anywhere=anywhere)))
+        selection = lowering.select(types, spec, anywhere=anywhere)
+        records.append((spec, types, selection))
+        if selection.reason is not None and spec.implementation == "cuda":
+            lowering.report(spec, selection.reason, arguments)
         return xla_tiles(*arguments, spec=spec)
 
     def lower(ctx, *arguments, spec):
         return lowering._lower(ctx, *arguments, spec=spec, tiles=tiles)
 
     jax.clear_caches()
-    for primitive in PRIMITIVES:
-        mlir.register_lowering(primitive, lower, platform="cpu")
+    rules = dict.fromkeys(PRIMITIVES, lower) | {row_shards.row_shards_p: row_shards.lower}
+    for primitive, rule in rules.items():
+        mlir.register_lowering(primitive, rule, platform="cpu")
     try:
         yield records
     finally:
-        for primitive in PRIMITIVES:
+        for primitive in rules:
             del mlir._platform_specific_lowerings["cpu"][primitive]
         jax.clear_caches()

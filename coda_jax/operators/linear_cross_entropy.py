@@ -15,6 +15,7 @@ from coda_jax.operators.loss_head import Hidden, LossHead, round_up
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
+from coda_jax.primitives.row_shards import on_row_shards
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -166,13 +167,13 @@ def _summed(head: LossHead, *arguments: Any) -> jax.Array:
 
 
 def _summed_value(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.sum(weights * head.losses(h, w, labels), keepdims=True)
+    return jnp.sum(weights * _losses(head, h, w, labels), keepdims=True)
 
 
 def _summed_forward(
     head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
-    losses, dh, dw = head.losses_and_gradients(h, w, labels, weights)
+    losses, dh, dw = _losses_and_gradients(head, h, w, labels, weights)
     return jnp.sum(weights * losses, keepdims=True), (h, w, losses, dh, dw)
 
 
@@ -189,7 +190,7 @@ def _each(head: LossHead, *arguments: Any) -> jax.Array:
 
 
 def _each_value(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
-    return head.losses(h, w, labels)
+    return _losses(head, h, w, labels)
 
 
 def _each_forward(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
@@ -198,8 +199,30 @@ def _each_forward(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) ->
 
 def _each_backward(head: LossHead, kept: Any, dlosses: jax.Array) -> tuple[Any, ...]:
     h, w, labels = kept
-    _, dh, dw = head.losses_and_gradients(h, w, labels, dlosses)
+    _, dh, dw = _losses_and_gradients(head, h, w, labels, dlosses)
     return _through_norm(head, h, dh.astype(jnp.float32)), dw.astype(w.dtype), None
+
+
+def _losses(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
+    (losses,) = on_row_shards(
+        head.losses, h, w.astype(head.dtype), labels, rows=(_rows_of(h), False, True), sums=(False,)
+    )
+    return losses
+
+
+def _losses_and_gradients(
+    head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
+) -> list[jax.Array]:
+    # w is cast here: what is gathered of it has the compute dtype.
+    arguments, rows = (h, w.astype(head.dtype), labels, weights), (_rows_of(h), False, True, True)
+    return on_row_shards(head.losses_and_gradients, *arguments, rows=rows, sums=(False, False, True))
+
+
+def _rows_of(h: Hidden) -> Any:
+    """Which of its arrays have a row for each token."""
+    if not isinstance(h, DeferredNorm):
+        return True
+    return dataclasses.replace(jax.tree.map(lambda _: True, h), scale=False, bias=None if h.bias is None else False)
 
 
 def _through_norm(head: LossHead, h: Hidden, dh: jax.Array) -> Hidden:

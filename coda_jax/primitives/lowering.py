@@ -164,12 +164,18 @@ def report(spec: GemmSpec, reason: str | None, arguments: Sequence[Any]) -> None
         warn_once(f"gemm '{spec.name}' {message}", message, spec.site)
 
 
+def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
+    """On how many devices XLA partitions what is lowered, if its types are on no mesh; whether these are known."""
+    context = ctx.module_context.axis_context
+    # In a region where all axes are manual, as a shard_map is, nothing is partitioned any more; or the types say it.
+    return getattr(context, "num_devices", 1), getattr(context, "device_assignment", None) is not None
+
+
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:
     anywhere = ctx.module_context.lowering_parameters.for_export
-    axis_context = ctx.module_context.axis_context
-    num_devices = getattr(axis_context, "num_devices", 1)  # of a shard_map the types say it
+    num_devices, has_devices = devices_of(ctx)
     route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
-    if route.is_automatic and getattr(axis_context, "device_assignment", None) is None and route.reason is None:
+    if route.is_automatic and not has_devices and route.reason is None:
         reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {_WAY_OUT}"
         route = dataclasses.replace(route, reason=reason)
     why_not = "implementation='xla'" if spec.implementation == "xla" else _machine_reason() or route.reason

@@ -231,4 +231,9 @@ def _digest(spec: GemmSpec) -> str:
     """Names what a call computes on given arguments, whoever made it."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
     parts = (str(spec.program), spec.out_dtypes, spec.batched, options, ffi.headers_hash())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return digest_of(parts)
+
+
+def digest_of(*parts: Any) -> str:
+    """The same for the same text in every process."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]

@@ -76,7 +76,8 @@ class GemmSpec(CallOptions):
         return cls(**given, program=program, out_dtypes=dtypes, batched=batched, name=name, site=call_site())
 
     def __str__(self) -> str:  # in a printed jaxpr
-        return f"({', '.join(f'{field.name}={getattr(self, field.name)}' for field in dataclasses.fields(self))})"
+        names = [field.name for field in dataclasses.fields(self) if field.name != "site"]
+        return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def replace(self, **changes: Any) -> GemmSpec:
         return dataclasses.replace(self, **changes)

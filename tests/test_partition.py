@@ -1,0 +1,385 @@
+"""Products and the loss that XLA partitions: values, what each device computes, and which collectives there are."""
+
+import collections
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import coda_jax as coda
+import flax_layers as layers
+from tests.gemm_cases import assert_close, total
+from tests.partitioned import partitioned_on_cpus
+from tests.requirements import RECORD
+
+P = PartitionSpec
+M, K, N = 64, 32, 64
+RNG = np.random.default_rng(11)
+A, B, X = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((M, K), (K, N), (M, N)))
+ROW, COLUMN = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((N,), (M, 1)))
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def mesh_of(kind, data=2, model=2):
+    devices = jax.devices("cpu")[: data * model]
+    assert len(devices) == data * model, "conftest.py asks for them"
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def collectives(compiled):
+    """Counts by kind."""
+    text = compiled.as_text()
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    return {kind: count for kind, count in found.items() if count}
+
+
+def run(function, arguments, specs, kind=AxisType.Auto, data=2, model=2, **options):
+    """Results on a mesh; the parts that a device multiplied, by epilogue; collectives."""
+    mesh = mesh_of(kind, data, model)
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, P(*spec, *[None] * (x.ndim - len(spec)))))
+            for x, spec in zip(arguments, specs, strict=True)
+        ]
+        compiled = jax.jit(function, **options).lower(*placed).compile()
+        results = jax.device_get(compiled(*placed))
+    assert records, "no device was asked for its part"
+    parts = [(spec.name, *(x.shape for x in types[:2])) for spec, types, _ in records]
+    return results, parts, collectives(compiled)
+
+
+def everything(acc, x, row, column):
+    y = jax.nn.silu(acc + row) * column + x
+    return y, jnp.sum(y * y, axis=1), coda.logsumexp(y, axis=1), jnp.max(y, axis=0), jnp.min(y, axis=1), jnp.mean(y)
+
+
+def fused(a, b, x, row, column):
+    return coda.gemm(a, b, x, row, column, epilogue=everything)
+
+
+# Layouts of a, b, x, row, column; the parts of a and b that are multiplied; how often arrays are moved. Scalars and the
+# reductions of one call meet in one all-reduce, or two.
+LAYOUTS = {
+    "data parallel": ((P("data"), P(), P("data"), P(), P("data")), (M // 2, K), (K, N), {}),
+    "FSDP, K": ((P("data"), P("data"), P("data"), P(), P("data")), (M // 2, K), (K, N), {"all-gather": 1}),
+    "FSDP, N": ((P("data"), P(None, "data"), P("data"), P(), P("data")), (M // 2, K), (K, N), {"all-gather": 1}),
+    "columns": (
+        (P("data"), P(None, "model"), P("data", "model"), P("model"), P("data")),
+        (M // 2, K),
+        (K, N // 2),
+        {},
+    ),
+    "K": ((P("data", "model"), P("model"), P("data"), P(), P("data")), (M // 2, K // 2), (K // 2, N), {}),
+    "K, scattered": (
+        (P("data", "model"), P("model"), P(("data", "model")), P(), P(("data", "model"))),
+        (M // 2, K // 2),
+        (K // 2, N),
+        {"reduce-scatter": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_products(kind, layout):
+    specs, part_of_a, part_of_b, moved = LAYOUTS[layout]
+    if kind is AxisType.Explicit and layout not in ("data parallel", "FSDP, K", "columns"):
+        with pytest.raises(Exception, match="shard"):  # as jnp.matmul: the types leave the result's sharding open
+            run(fused, (A, B, X, ROW, COLUMN), specs, kind)
+        return
+    got, parts, found = run(fused, (A, B, X, ROW, COLUMN), specs, kind)
+    assert_close(got, fused(A, B, X, ROW, COLUMN), rtol=1e-5)
+    assert parts == [("everything", part_of_a, part_of_b)]
+    found.pop("all-reduce", None)  # of vectors, and of K's sum
+    assert found == moved
+
+
+def swiglu(acc):
+    gate, up = jnp.split(acc, 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+def rotary(acc, table):
+    heads = acc.reshape(acc.shape[0], -1, 32)
+    a, b = jnp.split(heads, 2, axis=-1)
+    table = table[:, None, :]
+    return jnp.concatenate([a * table - b, b * table + a], axis=-1).reshape(acc.shape)
+
+
+def indexed(acc):
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, acc.shape, axis) for axis in (0, 1))
+    return jnp.where(row >= column, acc, 0.0)
+
+
+def sliced(acc):
+    return tuple(jnp.split(acc, [16, 48], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "operand", "part_of_a", "part_of_b"),
+    [
+        (swiglu, None, (M // 2, K), (K, N)),  # a part of N has no equal shares of the halves
+        (rotary, jnp.cos(X[:, :16]), (M // 2, K), (K, N // 2)),  # whole heads
+        (indexed, None, (M, K), (K, N)),  # a part's indices are not those of the whole
+        (sliced, None, (M // 2, K), (K, N)),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_dimensions_that_may_be_cut(epilogue, operand, part_of_a, part_of_b):
+    operands = () if operand is None else (operand,)
+
+    def multiply(a, b, *operands):
+        return coda.gemm(a, b, *operands, epilogue=epilogue)
+
+    specs = (P("data"), P(None, "model"), *(P("data") for _ in operands))
+    got, parts, _ = run(multiply, (A, B, *operands), specs)
+    assert_close(got, multiply(A, B, *operands), rtol=1e-5)
+    assert parts == [(epilogue.__name__, part_of_a, part_of_b)]
+
+
+def test_batches():
+    """Of a, of b, and sharded by their batch."""
+    a, b = jnp.stack([A, -A, 2 * A, A + 1]), jnp.stack([B, B + 1, -B, B])
+
+    def both(a, b, row):
+        f = jax.vmap(
+            lambda a, b, row: coda.gemm(a, b, row, epilogue=lambda acc, row: jnp.tanh(acc + row)), (0, 0, None)
+        )
+        return f(a, b, row)
+
+    got, parts, found = run(both, (a, b, ROW), (P("data"), P("data"), P()))
+    assert_close(got, both(a, b, ROW), rtol=1e-5)
+    assert [shapes for _, *shapes in parts] == [[(2, M, K), (2, K, N)]] and not found
+    shared = jax.vmap(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), (0, None))
+    got, parts, _ = run(shared, (a, B), (P(None, "data"), P(None, "model")))
+    assert_close(got, shared(a, B), rtol=1e-5)
+    assert [shapes for _, *shapes in parts] == [[(4, M // 2, K), (K, N // 2)]]
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+def test_gradients(residuals):
+    def loss(a, b, x, row, column):
+        outputs = coda.gemm(a, b, x, row, column, epilogue=everything, residuals=residuals)
+        return total(outputs)
+
+    gradient = jax.grad(loss, range(5))
+    specs = (P("data"), P("data", "model"), P("data", "model"), P("model"), P("data"))
+    got, parts, _ = run(gradient, (A, B, X, ROW, COLUMN), specs)
+    assert_close(got, jax.jit(gradient)(A, B, X, ROW, COLUMN), rtol=1e-4)
+    assert len(parts) >= 3
+
+
+def test_sizes_that_the_devices_do_not_divide():
+    """Such a dimension is not cut."""
+    a = A[:63]
+
+    def multiply(a, b):
+        return coda.gemm(jax.lax.with_sharding_constraint(a, P("data")), b, epilogue=jnp.tanh)
+
+    got, parts, _ = run(multiply, (a, B), (P(), P()))
+    assert_close(got, jnp.tanh(a @ B), rtol=1e-5)
+    assert parts == [("tanh", (63, K), (K, N))]
+
+
+def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():
+    a, b = A.astype(jnp.bfloat16), B[:, :8].astype(jnp.bfloat16)  # 8 columns, 4 on a device: 8 bytes
+
+    def multiply(a, b):
+        return coda.gemm(a, b, epilogue=jnp.tanh, implementation="cuda")
+
+    with pytest.raises(Exception, match="implementation='cuda' was asked for, but b: a row of 4 bfloat16 is 8 bytes"):
+        run(multiply, (a, b), (P(), P(None, "model")))
+
+
+SHARDINGS = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("model", "data")])
+
+
+def _spec(axes):
+    """A PartitionSpec that names no axis twice."""
+    used, entries = set(), []
+    for of_one in axes:
+        entries.append(tuple(axis for axis in of_one if axis not in used) or None)
+        used |= set(of_one)
+    return P(*entries)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
+@hypothesis.given(
+    st.lists(st.tuples(SHARDINGS, SHARDINGS), min_size=3, max_size=3), SHARDINGS, SHARDINGS, st.booleans()
+)
+def test_any_sharding_gives_the_same(of_matrices, of_row, of_column, backward):
+    specs = (*map(_spec, of_matrices), _spec([of_row]), _spec([of_column, ()]))
+    function = jax.grad(lambda *arguments: total(fused(*arguments)), range(5)) if backward else fused
+    got, _, _ = run(function, (A, B, X, ROW, COLUMN), specs)
+    assert_close(got, jax.jit(function)(A, B, X, ROW, COLUMN), rtol=1e-4)
+
+
+# ---- the loss
+
+VOCABULARY, WIDTH = 96, 32
+HIDDEN = jnp.asarray(RNG.standard_normal((8, 128, WIDTH)), jnp.float32)
+HEAD = jnp.asarray(RNG.standard_normal((WIDTH, VOCABULARY)), jnp.float32)
+LABELS = jnp.asarray(RNG.integers(0, VOCABULARY, (8, 128)))
+
+
+def loss(x, w, labels, reduction="mean"):
+    norm = coda.rms_norm(x, jnp.ones(WIDTH))
+    value, _ = coda.linear_cross_entropy(norm, w, labels, chunk_bytes=VOCABULARY * 4 * 128, reduction=reduction)
+    return jnp.sum(value * jnp.arange(128)) if reduction == "none" else value
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "moved"),
+    [
+        (P("data"), P(), {}),
+        (P("data"), P("data"), {"all-gather": 1, "reduce-scatter": 1}),
+        (P("data"), P(None, "data"), {"all-gather": 1, "reduce-scatter": 1}),
+    ],
+    ids=["data parallel", "FSDP, D", "FSDP, V"],
+)
+def test_loss_is_split_as_a_whole(of_x, of_w, moved, reduction):
+    """No collective in the loop over chunks of tokens; the head is gathered once, its gradient scattered once."""
+
+    def gradient(x, w, labels):
+        return jax.value_and_grad(lambda x, w: loss(x, w, labels, reduction), (0, 1))(x, w)
+
+    mesh = mesh_of(AxisType.Auto, 4, 1)
+    gradients = NamedSharding(mesh, of_x), NamedSharding(mesh, of_w)
+    specs, options = (of_x, of_w, P("data")), {"data": 4, "model": 1, "out_shardings": (None, gradients)}
+    got, parts, found = run(gradient, (HIDDEN, HEAD, LABELS), specs, **options)
+    assert_close(got, jax.jit(gradient)(HIDDEN, HEAD, LABELS), rtol=1e-4)
+    assert {part_of_a[0] for name, part_of_a, _ in parts if name == "loss_sums"} == {128}  # two chunks of 256 tokens
+    found.pop("all-reduce")
+    if reduction == "mean":
+        assert found == moved
+
+
+def test_loss_has_no_collective_in_its_loop():
+    mesh = mesh_of(AxisType.Auto, 4, 1)
+    with partitioned_on_cpus(), jax.set_mesh(mesh):
+        arguments = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (HIDDEN, HEAD, LABELS)]
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()
+    lines = [line for line in text.splitlines() if re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)]
+    assert lines and not [line for line in lines if re.search('op_name="[^"]*while', line)]
+
+
+# ---- models
+
+LLAMA = layers.LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+GPT2 = layers.GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=2, n_head=4)
+TOKENS = jax.random.randint(jax.random.key(0), (8, 65), 0, 512)
+
+
+def fsdp(name, ndim):
+    return P("data") if ndim > 1 else P()
+
+
+def tensor_parallel(name, ndim):
+    if ndim < 2:
+        return P()
+    if any(part in name for part in ("down", "'out'", ".out", "embed")):
+        return P("model")
+    return P(*[None] * (ndim - 1), "model")
+
+
+def fsdp_and_tensor_parallel(name, ndim):
+    spec = (*tensor_parallel(name, ndim), *[None] * ndim)[:ndim]
+    return P(*("data" if axis is None and i in (0, ndim - 1) else axis for i, axis in enumerate(spec)))
+
+
+SCHEMES = {
+    "data parallel": (lambda name, ndim: P(), 4, 1),
+    "fsdp": (fsdp, 4, 1),
+    "tensor parallel": (tensor_parallel, 1, 4),
+    "fsdp and tensor parallel": (fsdp_and_tensor_parallel, 2, 2),
+}
+PRODUCTS = {"llama": 2 * 12 + 3, "gpt2": 2 * 12 + 3, "scan": 13 + 3}  # of a layer, forward and backward; of the loss
+
+
+def model_of(name, dtype):
+    if name == "gpt2":
+        return layers.GPT2(GPT2, dtype=dtype, rngs=nnx.Rngs(0))
+    options = {"scan_layers": True, "remat": "save_attention"} if name == "scan" else {}
+    return layers.Llama(LLAMA, dtype=dtype, rngs=nnx.Rngs(0), **options)
+
+
+def step_of(name, dtype):
+    graphdef, params = nnx.split(model_of(name, dtype), nnx.Param)
+
+    def loss(params, tokens):
+        return nnx.merge(graphdef, params).loss(tokens[:, :-1], tokens[:, 1:])
+
+    return jax.jit(jax.value_and_grad(loss)), params
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "scan"))])
+def test_models(name, scheme):
+    """Under plain jit: loss and every gradient in float32; in bfloat16 each device runs the kernel in every product."""
+    rule, data, model = SCHEMES[scheme]
+    mesh = mesh_of(AxisType.Auto, data, model)
+    step, params = step_of(name, jnp.float32)
+    want = jax.device_get(step(params, TOKENS))
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+
+        def placed(path, x):
+            stacked = name == "scan" and "layers" in jax.tree_util.keystr(path)
+            spec = rule(jax.tree_util.keystr(path), x.ndim - stacked)
+            return jax.device_put(x, NamedSharding(mesh, P(*[None] * stacked, *spec)))
+
+        arguments = (
+            jax.tree_util.tree_map_with_path(placed, params),
+            jax.device_put(TOKENS, NamedSharding(mesh, P("data"))),
+        )
+        got = jax.device_get(step(*arguments))
+        records.clear()
+        step_of(name, jnp.bfloat16)[0].lower(*arguments).compile()
+    assert_close(got, want, rtol=2e-5)
+    assert collections.Counter(selection.reason for _, _, selection in records) == {None: PRODUCTS[name]}
+
+
+CACHE = """
+import sys, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import coda_jax as coda
+from tests.partitioned import partitioned_on_cpus
+for option, value in (("jax_compilation_cache_dir", sys.argv[1]), ("jax_persistent_cache_min_compile_time_secs", 0),
+                      ("jax_persistent_cache_min_entry_size_bytes", -1),
+                      ("jax_remove_custom_partitioning_ptr_from_cache_key", True)):
+    jax.config.update(option, value)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+a = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x")))
+with partitioned_on_cpus() as records:
+    for f in (jnp.tanh, jnp.sin):
+        out = jax.jit(lambda a, b: coda.gemm(a, b, epilogue=lambda acc: f(acc)))(a, jnp.ones((16, 8)))
+        print(float(abs(out - f(16.0)).max()) < 1e-6, len(records))
+"""
+
+
+def test_the_persistent_cache_knows_the_epilogue(tmp_path):
+    """Its key holds the call's shapes and rule; a digest beside them tells epilogues apart, also of other processes."""
+    import subprocess
+    import sys
+
+    def lines():
+        command = [sys.executable, "-c", CACHE, str(tmp_path)]
+        done = subprocess.run(command, cwd=RECORD.parents[1], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.split("\n")[:2]
+
+    assert lines() == ["True 1", "True 2"]
+    assert lines() == ["True 0", "True 0"]  # hits: no callback
