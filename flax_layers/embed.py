@@ -48,15 +48,20 @@ class Embed(nnx.Embed):
 
 
 def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:
-    """Over explicit axes: the rows lie as what names them, their columns as the table's; None if that is anywhere."""
+    """Over explicit axes: the rows lie as what names them, their columns as the table's; None if that is anywhere.
+
+    An axis that cuts the tokens and the table's columns, as that of FSDP does, cuts the rows: the columns are gathered.
+    """
     of_table = explicit_sharding(table)
     if of_table is None:
         return None
     of_inputs = explicit_sharding(inputs)
     rows = (None,) * jnp.ndim(inputs) if of_inputs is None else of_inputs.spec
-    spec = jax.P(*rows, of_table.spec[1])
+    columns = of_table.spec[1] if isinstance(of_table.spec[1], tuple) else (of_table.spec[1],)
+    taken = {axis for entry in rows for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    spec = jax.P(*rows, tuple(axis for axis in columns if axis not in taken) or None)
     # Beside a manual axis JAX cannot differentiate a gather that is told how to lie.
-    return None if all(axis is None for axis in spec) else jax.sharding.NamedSharding(of_table.mesh, spec)
+    return None if all(axis is None for axis in (*spec, *of_table.spec)) else jax.sharding.NamedSharding(of_table.mesh, spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

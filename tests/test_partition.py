@@ -89,7 +89,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_products(kind, layout):
     specs, part_of_a, part_of_b, moved = LAYOUTS[layout]
-    if kind is AxisType.Explicit and layout not in ("data parallel", "FSDP, K", "columns"):
+    if kind is AxisType.Explicit and layout in ("K", "K, scattered"):
         with pytest.raises(Exception, match="shard"):  # as jnp.matmul: the types leave the result's sharding open
             run(fused, (A, B, X, ROW, COLUMN), specs, kind)
         return
@@ -350,6 +350,29 @@ def test_models(name, scheme):
         step_of(name, jnp.bfloat16)[0].lower(*arguments).compile()
     assert_close(got, want, rtol=2e-5)
     assert collections.Counter(selection.reason for _, _, selection in records) == {None: PRODUCTS[name]}
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_fsdp_over_an_explicit_axis(name):
+    """Types say how parameters lie: they are gathered in the compute dtype, and their gradients scattered."""
+    mesh = mesh_of(AxisType.Explicit, 4, 1)
+    step, params = step_of(name, jnp.float32)
+    want = jax.device_get(step(params, TOKENS))
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+
+        def placed(x):
+            return jax.device_put(x, NamedSharding(mesh, P(*fsdp("", x.ndim), *[None] * (x.ndim - (x.ndim > 1)))))
+
+        arguments = jax.tree.map(placed, params), jax.device_put(TOKENS, NamedSharding(mesh, P("data", None)))
+        compiled = step.lower(*arguments).compile()
+        value, gradient = compiled(*arguments)
+        assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, gradient, arguments[0]))
+        found = collectives(compiled)
+        assert found["reduce-scatter"] >= 8 and "all-to-all" not in found
+        records.clear()
+        step_of(name, jnp.bfloat16)[0].lower(*arguments).compile()
+    assert_close(jax.device_get((value, gradient)), want, rtol=2e-5)
+    assert {selection.reason for _, _, selection in records} == {None}
 
 
 CACHE = """

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from coda_jax.epilogue import Program, evaluate, evaluate_tiles, finish, types_of
-from coda_jax.primitives.mesh_types import may_be_automatic
+from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
@@ -49,9 +49,15 @@ def kept_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
-    """a @ b, (M, N) float32, from two matrices converted to their common dtype."""
+    """a @ b, (M, N) float32, from two matrices converted to their common dtype.
+
+    An explicit mesh axis that cuts m in a and n in b, as that of FSDP does, cuts m: b is gathered.
+    """
     dtype = compute_dtype(a, b)
     contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+    if out_sharding is None:
+        taken = axes_of_dimension(a, 1 if transpose_a else 0)
+        b = without_axes(b.astype(dtype), 0 if transpose_b else 1, taken)
     return lax.dot_general(
         a.astype(dtype),
         b.astype(dtype),

@@ -81,6 +81,25 @@ def explicit_sharding(x: Any) -> Any:
     return sharding if explicit_axes(sharding.mesh) else None
 
 
+def axes_of_dimension(x: Any, dimension: int) -> frozenset[str]:
+    """The explicit mesh axes that cut this axis of an array."""
+    sharding = jax.typeof(x).sharding
+    entry = sharding.spec[dimension] if len(sharding.spec) > dimension else None
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return frozenset(name for name in names if name in explicit_axes(sharding.mesh))
+
+
+def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Array:
+    """x with this axis cut by none of these explicit mesh axes."""
+    if not axes & axes_of_dimension(x, dimension):
+        return x
+    sharding = jax.typeof(x).sharding
+    entries = [*sharding.spec]
+    names = entries[dimension] if isinstance(entries[dimension], tuple) else (entries[dimension],)
+    entries[dimension] = tuple(name for name in names if name not in axes) or None
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.P(*entries)))
+
+
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """Names of a mesh's explicit axes."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -7,6 +7,7 @@ In reverse mode that tangent is only transposed, to nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from coda_jax.epilogue import types_of
+from coda_jax.primitives.mesh_types import explicit_sharding
 
 _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
@@ -36,13 +38,53 @@ def differentiable(
         return run(*arguments)
 
     def guarded_forward(zero: jax.Array, *arguments: Any) -> Any:
-        return forward(*arguments)
+        outputs, kept = forward(*arguments)
+        return outputs, (kept, _Shardings.of(arguments))
 
     def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
-        return None, *backward(kept, cotangents)
+        kept, shardings = kept
+        return None, *shardings.given(backward(kept, cotangents))
 
     guarded.defvjp(guarded_forward, guarded_backward)
     return lambda *arguments: guarded(_zero_p.bind(*jax.tree.leaves(arguments), name=name), *arguments)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Shardings:
+    """How arguments lie over explicit mesh axes: their cotangents have to lie so too."""
+
+    tree: Any
+    shardings: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...]) -> _Shardings:
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_none)
+        return cls(tree, tuple(None if x is None else explicit_sharding(x) for x in leaves))
+
+    def given(self, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The cotangents, moved where they lie otherwise. None stands for zeros of a whole argument."""
+        if not any(self.shardings):
+            return cotangents
+        moved = iter(self.shardings)
+
+        def place(of_one: Any, x: Any) -> Any:
+            shardings = [next(moved) for _ in jax.tree.leaves(of_one, is_leaf=_is_none)]
+            leaves, tree = jax.tree.flatten(x, is_leaf=_is_none)
+            placed = map(_placed, leaves, shardings)
+            return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, placed)
+
+        return tuple(map(place, jax.tree.unflatten(self.tree, self.shardings), cotangents))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _placed(x: Any, sharding: Any) -> Any:
+    if x is None or sharding is None or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def _zero(*_: Any, **__: Any) -> jax.Array:
