@@ -61,7 +61,11 @@ def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:
     taken = {axis for entry in rows for axis in (entry if isinstance(entry, tuple) else (entry,))}
     spec = jax.P(*rows, tuple(axis for axis in columns if axis not in taken) or None)
     # Beside a manual axis JAX cannot differentiate a gather that is told how to lie.
-    return None if all(axis is None for axis in (*spec, *of_table.spec)) else jax.sharding.NamedSharding(of_table.mesh, spec)
+    return (
+        None
+        if all(axis is None for axis in (*spec, *of_table.spec))
+        else jax.sharding.NamedSharding(of_table.mesh, spec)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
