@@ -36,7 +36,7 @@ class GatedMLP(nnx.Module):
       kernel_init: initialiser of both; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
       rngs: source of keys.
 
-    A mesh whose axes are explicit cannot shard F: no sharding of (D, 2F) holds equal shares of gate and up.
+    A mesh may cut F: each device has its share of gate and of up.
     """
 
     def __init__(
@@ -80,9 +80,8 @@ class GatedMLP(nnx.Module):
         if isinstance(self.gate_up, nnx.Module):
             gate, up = jnp.split(mapped(self.gate_up, x), 2, axis=-1)
             return joined(self.down, self.activation(gate) * up, Sum.of(residual, x))
-        gate_up = self.gate_up[...]
-        w_gate_up, activation = gate_up.reshape(gate_up.shape[0], -1), coda.gated(self.activation)
-        return feed_forward(x, w_gate_up, None, self.down, residual, activation=activation, dtype=self.dtype)
+        activation = coda.gated(self.activation)
+        return feed_forward(x, self.gate_up[...], None, self.down, residual, activation=activation, dtype=self.dtype)
 
     def _gate_up(self) -> jax.Array:
         if isinstance(self.gate_up, nnx.Module):

@@ -260,7 +260,7 @@ def test_no_weight_is_cast_in_the_loop():
     Of the embedding it takes rows, which are cast.
     """
     model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim == 2} | {(32, 96)}  # gate_up in two axes
+    kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim > 1}
     whole = jax.make_jaxpr(lambda m, t: layers.generate(m, t, max_new_tokens=NEW))(model, PROMPTS).jaxpr
     (inner,) = (e.params["jaxpr"].jaxpr for e in whole.eqns if e.params.get("name") == "_generate")
     (loop,) = (e for e in inner.eqns if e.primitive.name == "while")

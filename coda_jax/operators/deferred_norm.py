@@ -173,10 +173,10 @@ def _known_backward(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple
 
 
 def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
-    """Of the M rows of x, each (M, 1) float32, the mean None for RMSNorm; their gradients go to x."""
+    """Of the rows of x, each (..., 1) float32, the mean None for RMSNorm; their gradients go to x."""
     if norm.mean is None:
-        return None, norm.rstd().reshape(-1)[:, None]
-    return _known(norm.x, norm.mean.reshape(-1)[:, None], norm.sumsq.reshape(-1)[:, None], norm.epsilon)
+        return None, norm.rstd()[..., None]
+    return _known(norm.x, norm.mean[..., None], norm.sumsq[..., None], norm.epsilon)
 
 
 def of_rows(norm: DeferredNorm) -> DeferredNorm:

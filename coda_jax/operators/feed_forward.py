@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
 from coda_jax.operators.norm_products import Cotangents, bias_cotangent, cotangents, multiply
 from coda_jax.operators.stream import Stream, array, separate_residual
-from coda_jax.primitives.arguments import resolve_dtype
+from coda_jax.primitives.arguments import joined_halves, resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 
 MLP_NAME = "mlpwi"  # MaxText's
@@ -77,7 +77,7 @@ def activation_backward(
 
 @dataclasses.dataclass(frozen=True)
 class _FeedForward:
-    """`mlp` of a norm of x (M, D), forward and backward: what it is beside its arrays."""
+    """`mlp` of a norm of x (..., D), forward and backward: what it is beside its arrays."""
 
     activation: Activation
     adds_x: bool
@@ -154,6 +154,7 @@ class _FeedForward:
             out_dtypes=[self.dtype] * 2 + [jnp.float32] * (1 + sum(x is not None for x in (column_sums, mean, shift))),
             implementation=self.implementation,
             transpose_b=True,
+            halves=weights.up.ndim == 3,
         )
         t, hidden = (first, second) if column_sums is None else (second, first)
         dshift = None if shift is None else sums.pop()
@@ -163,6 +164,7 @@ class _FeedForward:
             out_dtypes=[weights.down.dtype],
             implementation=self.implementation,
             transpose_a=True,
+            k_axes=hidden.ndim - 1,
             like=weights.down,
         )
         dnorm, dup = norm_products.backward(
@@ -178,7 +180,7 @@ class _FeedForward:
             ddown,
             bias_cotangent(dshift, weights.up_bias),
             # A pass over dy: the product that made it belongs to someone else.
-            bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=0), weights.down_bias),
+            bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)), weights.down_bias),
         )
         return dnorm, dweights, dy if self.adds_other else None
 
@@ -195,7 +197,7 @@ def _named(name: str, function: Callable[..., Any], **options: Any) -> Any:
 
 def mlp(
     norm: DeferredNorm,
-    w_up: jax.Array,
+    w_up: jax.Array | Sequence[jax.Array],
     w_down: jax.Array,
     *,
     up_bias: jax.Array | None = None,
@@ -221,7 +223,8 @@ def mlp(
 
     Args:
       norm: of x (..., D), the residual stream.
-      w_up: (D, F), or (D, 2F) with a `gated` activation: gate in the first half, up in the second.
+      w_up: (D, F); with a `gated` activation (D, 2F), gate in the first half and up in the second, or (D, 2, F), of
+        which a mesh may cut F, or both apart, a pair of (D, F).
       w_down: (F, D), F a multiple of 8 for the kernel.
       up_bias: (F,) or (2F,), as w_up's columns.
       down_bias: (D,).
@@ -242,6 +245,7 @@ def mlp(
     """
     is_gated = isinstance(activation, gated)
     name, up_name = ("gated_mlp", "w_gate_up") if is_gated else ("mlp", "w_up")  # in messages
+    up = joined_halves(name, up_name, w_up)
     if not callable(activation):
         raise TypeError(f"{name}: activation = {activation!r}; it must be a function")
     features = w_down.shape[0]
@@ -252,7 +256,7 @@ def mlp(
         name,
         norm,
         {
-            up_name: (w_up, (width, columns)),
+            up_name: (up, (width, 2, features) if is_gated and up.ndim == 3 else (width, columns)),
             "w_down": (w_down, (features, width)),
             "up_bias": (up_bias, (columns,)),
             "down_bias": (down_bias, (width,)),
@@ -265,19 +269,18 @@ def mlp(
         activation,
         adds_x=residual is True,
         adds_other=other is not None,
-        dtype=resolve_dtype(name, dtype, norm.x, w_up),
+        dtype=resolve_dtype(name, dtype, norm.x, up),
         out_dtype=norm.dtype if other is None else other.dtype,
         implementation=implementation,
     )
-    rows = None if other is None else other.reshape(-1, other.shape[-1])
-    arguments = norm_products.vary_alike(of_rows(norm), Weights(w_up, w_down, up_bias, down_bias), rows)
+    arguments = norm_products.vary_alike(norm, Weights(up, w_down, up_bias, down_bias), other)
     y, *squares = differentiable(name, chain.run, chain.forward, chain.backward)(*arguments)
-    return Stream(y.reshape(norm.shape), squares[0].reshape(norm.shape[:-1]) if squares else None)
+    return Stream(y, squares[0] if squares else None)
 
 
 def gated_mlp(
     norm: DeferredNorm,
-    w_gate_up: jax.Array,
+    w_gate_up: jax.Array | Sequence[jax.Array],
     w_down: jax.Array,
     *,
     activation: Activation = jax.nn.silu,
@@ -289,7 +292,7 @@ def gated_mlp(
 
     Args:
       norm: of x (..., D), the residual stream.
-      w_gate_up: (D, 2F), F a multiple of 8 for the kernel: gate in the first half, up in the second.
+      w_gate_up: (D, 2F), (D, 2, F) or a pair of (D, F), as `mlp`'s w_up; F a multiple of 8 for the kernel.
       w_down: (F, D).
       activation: a function, elementwise, of float32 arrays.
       residual, dtype, implementation: as in `mlp`, which says what is returned and raised.

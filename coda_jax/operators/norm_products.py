@@ -58,12 +58,14 @@ def multiply(
     implementation: str,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    k_axes: int = 1,
+    halves: bool = False,
     input_output_aliases: tuple[tuple[int, int], ...] = (),
     like: jax.Array | None = None,
 ) -> list[jax.Array]:
     """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes.
 
-    The epilogue gets the operands that are None as None.
+    The epilogue gets the operands that are None as None. Arrays may have any number of axes, as `product` says.
     """
     given = epilogue
     if epilogue is not None and any(x is None for x in operands):
@@ -78,6 +80,8 @@ def multiply(
         transpose_a,
         transpose_b,
         implementation=implementation,
+        k_axes=k_axes,
+        halves=halves,
         input_output_aliases=input_output_aliases,
         out_sharding=None if like is None else explicit_sharding(like),
     )
@@ -89,7 +93,7 @@ class FoldedWeight(NamedTuple):
     """What the product with a normalised x needs of the parameters.
 
     Attributes:
-      w: (D, N), W'.
+      w: (D, N) or (D, 2, F), W'.
       column_sums: (N,) float32, those of W' where there is a mean.
       shift: (N,) float32, what the two biases add to z.
     """
@@ -100,20 +104,27 @@ class FoldedWeight(NamedTuple):
 
 
 def fold_norm(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None, dtype: Any) -> FoldedWeight:
-    """W', its column sums and the shift, each one reduction in the pass that casts w (D, N)."""
+    """W', its column sums and the shift, each one reduction in the pass that casts w (D, N) or (D, 2, F)."""
     scaled = scaled_weight(norm.scale, w, dtype)
-    sums = None if norm.mean is None else jnp.sum(rounded(scaled.astype(jnp.float32), dtype), axis=0)
+    sums = None
+    if norm.mean is not None:
+        sums = jnp.sum(rounded(scaled.astype(jnp.float32), dtype), axis=0).reshape(-1)
     shift = None if bias is None else bias.astype(jnp.float32)
     if norm.bias is not None:
-        of_norm = jnp.sum(norm.bias.astype(jnp.float32)[:, None] * w.astype(jnp.float32), axis=0)
+        of_norm = jnp.sum(_beside(norm.bias, w) * w.astype(jnp.float32), axis=0).reshape(-1)
         shift = of_norm if shift is None else of_norm + shift
     return FoldedWeight(scaled, sums, shift)
 
 
 def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
-    """W' in the compute dtype, (D, N), or with `transpose` (N, D), as w is; multiplied in float32 and rounded once."""
-    scale = scale.astype(jnp.float32)
-    return ((scale if transpose else scale[:, None]) * w.astype(jnp.float32)).astype(dtype)
+    """W' in the compute dtype, (D, ...), or with `transpose` (N, D), as w is; a float32 product, rounded once."""
+    of_w = scale.astype(jnp.float32) if transpose else _beside(scale, w)
+    return (of_w * w.astype(jnp.float32)).astype(dtype)
+
+
+def _beside(vector: jax.Array, w: jax.Array) -> jax.Array:
+    """A vector (D,) float32 beside w (D, ...)."""
+    return jnp.expand_dims(vector.astype(jnp.float32), range(1, w.ndim))
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
@@ -145,9 +156,17 @@ def multiply_normalized(
     of_normalized.__name__ = epilogue.__name__
     mean, rstd = mean_and_rstd(norm)
     weight = fold_norm(norm, w, bias, dtype)
-    x = norm.x.reshape(-1, norm.x.shape[-1]).astype(dtype)
     arrays = multiply(
-        x, weight.w, rstd, mean, weight.column_sums, weight.shift, *operands, epilogue=of_normalized, **options
+        norm.x.astype(dtype),
+        weight.w,
+        rstd,
+        mean,
+        weight.column_sums,
+        weight.shift,
+        *operands,
+        epilogue=of_normalized,
+        halves=w.ndim == 3,
+        **options,
     )
     return arrays, weight
 
@@ -166,9 +185,9 @@ class Cotangents(NamedTuple):
     """What `backward` takes of dz: t (M, N), and sums of dz and t along rows and columns, float32.
 
     Attributes:
-      t: in the compute dtype, `scale_of_t` times dz.
-      s: (M,), row sums of dz * u.
-      centring: (M,), row sums of t * cs, of a LayerNorm.
+      t: in the compute dtype, `scale_of_t` times dz, (..., N) or (..., 2, F).
+      s: (...,), row sums of dz * u.
+      centring: (...,), row sums of t * cs, of a LayerNorm.
       mean_t: (N,), column sums of mean * t, where x is multiplied with its mean in it.
     """
 
@@ -181,13 +200,18 @@ class Cotangents(NamedTuple):
 def cotangents(
     dz: jax.Array, u: jax.Array, t_scale: jax.Array, mean: Any, column_sums: Any, round_t: Callable[[Any], Any]
 ) -> Cotangents:
-    """`Cotangents` from dz and u (M, N) float32; a LayerNorm sums the rounded t, which is what is multiplied."""
+    """`Cotangents` from dz and u (..., N) float32; a LayerNorm sums the rounded t, which is what is multiplied."""
     t = t_scale * dz
     if column_sums is not None:
         t = round_t(t)
-    s = jnp.sum(dz * u, axis=1)
-    centring = None if column_sums is None else jnp.sum(t * column_sums[None, :], axis=1)
-    return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=0))
+    s = jnp.sum(dz * u, axis=-1)
+    centring = None if column_sums is None else jnp.sum(t * _in_row(column_sums, t), axis=-1)
+    return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=range(t.ndim - 1)))
+
+
+def _in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector (N,) beside x (..., N)."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def norm_backward(
@@ -223,10 +247,10 @@ def backward(
 
     Args:
       of_z: the cotangents of z.
-      norm: of x (M, D).
-      w: (D, N), as going forward.
+      norm: of x (..., D).
+      w: (D, N) or (D, 2, F), as going forward.
       dshift: (N,) float32, column sums of dz; needed where the norm has a bias.
-      dresidual: (M, D), added to dx, or None.
+      dresidual: (..., D), added to dx, or None.
     """
     x, t = norm.x, of_z.t
     mean, rstd = mean_and_rstd(norm)
@@ -237,14 +261,15 @@ def backward(
         scaled_weight(scale, same, t.dtype),
         x,
         mean,
-        jnp.square(rstd) * (of_z.s[:, None] / x.shape[1]),
-        None if of_z.centring is None else of_z.centring[:, None] / x.shape[1],
+        jnp.square(rstd) * (of_z.s[..., None] / x.shape[-1]),
+        None if of_z.centring is None else of_z.centring[..., None] / x.shape[-1],
         dresidual,
         rstd if t.dtype == jnp.float16 else None,
         epilogue=norm_backward,
         out_dtypes=[x.dtype],
         implementation=implementation,
         transpose_b=True,
+        k_axes=w.ndim - 1,
         like=x,
     )
     left = x.astype(t.dtype)
@@ -263,6 +288,7 @@ def backward(
         out_dtypes=[w.dtype, jnp.float32] + [jnp.float32] * (norm.bias is not None),
         implementation=implementation,
         transpose_a=True,
+        k_axes=x.ndim - 1,
         like=w,
     )
     dnorm = DeferredNorm(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
 from coda_jax.primitives.arguments import resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
 
@@ -73,17 +73,17 @@ def norm_projection(
         mean, rstd = mean_and_rstd(norm)
         of_z = norm_products.cotangents(
             dz,
-            z if shift is None else z - shift[None, :],
+            z if shift is None else z - shift,
             norm_products.scale_of_t(rstd, dtype),
             norm_products.mean_in_x(mean, dtype),
             column_sums,
             lambda t: norm_products.rounded(t, dtype),
         )
         of_z = of_z._replace(t=of_z.t.astype(dtype))
-        dshift = None if shift is None else jnp.sum(dz, axis=0)
+        dshift = None if shift is None else jnp.sum(dz, axis=range(dz.ndim - 1))
         dnorm, dw = norm_products.backward(of_z, norm, w, dshift, dresidual, implementation=implementation)
         return dnorm, dw, norm_products.bias_cotangent(dshift, bias)
 
-    arguments = norm_products.vary_alike(of_rows(norm), w, bias)
+    arguments = norm_products.vary_alike(norm, w, bias)
     z, x = differentiable("norm_projection", run, forward, backward)(*arguments)
-    return z.reshape(*norm.shape[:-1], w.shape[-1]), x.reshape(norm.shape)
+    return z, x

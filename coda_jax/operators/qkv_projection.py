@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, of_rows, width_of
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
 from coda_jax.operators.norm_products import Cotangents
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.reverse_mode import differentiable
@@ -130,21 +130,15 @@ class _QKVProjection:
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
         s = products[0] + products[1] + products[2]
         _, rstd = mean_and_rstd(norm)
-        packed = jnp.concatenate(dz, axis=-2).reshape(*self.rows, w.shape[1]).reshape(-1, w.shape[1])
+        packed = jnp.concatenate(dz, axis=-2).reshape(*self.rows, w.shape[1])
         t = (norm_products.scale_of_t(rstd, self.dtype) * packed).astype(self.dtype)
         dnorm, dw = norm_products.backward(
-            Cotangents(t, s.reshape(-1)),
-            of_rows(norm),
-            w,
-            None,
-            dresidual.reshape(-1, norm.shape[-1]),
-            implementation=self.implementation,
+            Cotangents(t, s), norm, w, None, dresidual, implementation=self.implementation
         )
-        dnorm = dataclasses.replace(dnorm, x=dnorm.x.reshape(norm.shape), sumsq=jnp.zeros_like(norm.sumsq))
         return dnorm, dw, (jnp.zeros_like(cos), jnp.zeros_like(sin)), tuple(dscales)
 
-    def _in_heads(self, y: jax.Array) -> jax.Array:  # one axis at a time, for explicit meshes
-        return y.reshape(*self.rows, y.shape[-1]).reshape(*self.rows, y.shape[-1] // self.head_dim, self.head_dim)
+    def _in_heads(self, y: jax.Array) -> jax.Array:
+        return y.reshape(*self.rows, y.shape[-1] // self.head_dim, self.head_dim)
 
     def _of_rows(self, table: jax.Array) -> jax.Array:
         """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""

@@ -40,3 +40,17 @@ def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
 
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
+    """x; of a pair of matrices one array, whose halves this axis tells apart, as (K, N / 2) become (K, 2, N / 2)."""
+    if not isinstance(x, tuple | list):
+        return x  # what else it may be, its caller looks at
+    check_floats(function, **{f"{name}[{i}]": part for i, part in enumerate(x)})
+    shapes = [np.shape(part) for part in x]
+    if len(x) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
+        raise ValueError(
+            f"{function}: {name} are arrays of shapes {', '.join(map(str, shapes))}; several must be two matrices of "
+            "one shape, the halves of N"
+        )
+    return jnp.stack(x, axis=axis)

@@ -13,14 +13,14 @@ import numpy as np
 from coda_jax.epilogue import Epilogue, Kind, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
-from coda_jax.primitives.arguments import FLOATS, check_dtype
+from coda_jax.primitives.arguments import FLOATS, check_dtype, joined_halves
 from coda_jax.primitives.product import Options, product
 from coda_jax.tiles.config import GemmConfig
 
 
 def gemm(
     a: jax.Array,
-    b: jax.Array,
+    b: jax.Array | Sequence[jax.Array],
     *operands: jax.Array,
     epilogue: Callable[..., Any] | None = None,
     out_dtype: Any = None,
@@ -42,7 +42,9 @@ def gemm(
     Args:
       a: (..., M, K) bfloat16, float16 or float32. The epilogue sees the leading axes flattened into M. With
         transpose_a (K, M), without leading axes.
-      b: (K, N); with transpose_b (N, K).
+      b: (K, N); with transpose_b (N, K). N may be several axes, which the epilogue sees as one and tiles of the result
+        have again; where it works on halves of N they are (2, N/2). Over a device mesh each axis may be cut. Two
+        factors (K, N/2) are taken as their halves (K, 2, N/2).
       *operands: scalars (), also Python's, row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles
         (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
         tiles beside it. Where it works on heads of Dh columns, also tables of them, (..., M, Dh), and vectors (Dh,); a
@@ -92,7 +94,7 @@ def gemm(
     In the kernel sin and cos are right to 2e-7, and those of a product of two float32 values, as in
     sin(position * frequency), of the exact product up to 2^22 rad; XLA rounds the product first, by 0.03 rad at 10^6.
     """
-    a, b = _factor("a", a), _factor("b", b)
+    a, b = _factor("a", a), _factor("b", joined_halves("gemm", "b", b, 0 if transpose_b else 1))
     operands = tuple(_operand(i, x) for i, x in enumerate(operands))
     _check_choice("residuals", residuals, ("preactivation", "recompute"))
     _check_choice("implementation", implementation, ("auto", "cuda", "xla"))
@@ -109,11 +111,11 @@ def gemm(
     leading, m, n = _product_shape(a, b, transpose_a, transpose_b)
     aliases = tuple(sorted((input_output_aliases or {}).items()))
 
-    matrix = a.reshape(math.prod(leading) * m, a.shape[-1]) if leading else a
     one_row = same_size(math.prod(leading) * m, 1)
     if one_row:
         aliases = ()  # a tile of one row is a row vector: there is nothing to gain
-    flat_operands = [_flattened(i, x, leading, m, n) for i, x in enumerate(operands)]
+    for i, x in enumerate(operands):
+        _check_rows(i, x, leading, m, n)
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
         dtypes = _out_dtypes(traced, out_dtype, a.dtype, one_row)
@@ -127,13 +129,9 @@ def gemm(
         implementation=implementation,
         config=config,
         input_output_aliases=aliases,
+        halves=b.ndim == 3 and b.shape[0 if transpose_b else 1] == 2,
     )
-    outputs, traced = product(matrix, b, flat_operands, epilogue, checked_dtypes, options)
-    if leading:
-        outputs = [
-            x.reshape([size for i, old in enumerate(x.shape) for size in ((*leading, m) if i in axes else (old,))])
-            for x, axes in zip(outputs, traced.program.row_axes, strict=True)
-        ]
+    outputs, traced = product(a, b, operands, epilogue, checked_dtypes, options)
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
@@ -170,34 +168,30 @@ def _product_shape(
     """Leading axes of a, M and N."""
     if transpose_a and a.ndim != 2:
         raise ValueError(f"gemm: a has shape {a.shape}; with transpose_a it must be (K, M), without leading axes")
-    if b.ndim != 2:
-        raise ValueError(
-            f"gemm: b has shape {b.shape}; it must be {'(N, K)' if transpose_b else '(K, N)'}. "
-            "Use jax.vmap for a batch of them."
-        )
+    columns, k_of_b = (b.shape[:-1], b.shape[-1]) if transpose_b else (b.shape[1:], b.shape[0])
+    n = math.prod(columns)
     *leading, m, k = (a.shape[1], a.shape[0]) if transpose_a else a.shape
-    n, k_of_b = b.shape if transpose_b else b.shape[::-1]
     if not same_size(k, k_of_b):
         raise ValueError(
             f"gemm: a {a.shape}{' transposed' if transpose_a else ''} has K = {k}, b {b.shape}"
             f"{' transposed' if transpose_b else ''} has K = {k_of_b}; they must be equal"
+            + (". Use jax.vmap for a batch of products." if b.ndim > 2 else "")
         )
     return tuple(leading), m, n
 
 
-def _flattened(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: Any) -> jax.Array:
-    """An operand for the product with the leading axes flattened into M."""
+def _check_rows(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: Any) -> None:
+    """Raises where an operand has rows, and other leading axes than the product."""
     if not leading or x.ndim < 2 or (x.ndim == 2 and same_size(x.shape[0], 1)):
-        return x  # what it is, if anything, the epilogue's trace decides
+        return  # what it is, if anything, the epilogue's trace decides
     if x.ndim == 2 and same_size(x.shape[0], m) and isinstance(n, int) and 1 < x.shape[1] < n:
-        return x  # so for a table of heads that the epilogue repeats
+        return  # so for a table of heads that the epilogue repeats
     if not same_shape(x.shape[:-1], (*leading, m)):
         raise ValueError(
             f"gemm: operand {index} has shape {x.shape}; beside an output of shape {(*leading, m, n)} it must be "
             f"a scalar (), a row vector ({n},) or (1, {n}), a column vector {(*leading, m, 1)} or a tile "
             f"{(*leading, m, n)}; beside heads of Dh columns also a table ({m}, Dh) or of rows {(*leading, m)}"
         )
-    return x.reshape(math.prod(leading) * m, x.shape[-1])
 
 
 def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:

@@ -14,8 +14,18 @@ from jax._src import dispatch  # prim_requires_devices_during_lowering has no pu
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from coda_jax.epilogue import Program, evaluate, evaluate_tiles, finish, types_of
+from coda_jax.epilogue import evaluate, evaluate_tiles, finish, types_of
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
+from coda_jax.primitives.shapes import (
+    FactorAxes,
+    argument_groups,
+    flat,
+    flat_arguments,
+    flat_results,
+    product_groups,
+    shaped_outputs,
+    shaped_results,
+)
 from coda_jax.primitives.spec import GemmSpec
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
@@ -80,53 +90,71 @@ def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
     axes = tuple(0 if flag else None for flag in spec.batched)
     function = jax.vmap(matrix, in_axes=axes) if any(spec.batched) else matrix
-    return function(*arguments)
+    return shaped_outputs(function(*flat_arguments(arguments, spec)), arguments, spec)
 
 
 def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
     """What the kernel computes, by XLA: the program's stores and its reductions, on the float32 product."""
-    a, b, operands = spec.split(arguments)
-    flags_a, flags_b, flags = spec.split(spec.batched)
+    a, b, operands = spec.split(flat_arguments(arguments, spec))
+    flags_a, flags_b, _ = spec.split(spec.batched)
     multiply = functools.partial(
         accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
     )
     has_batch = flags_a or flags_b
     acc = jax.vmap(multiply, in_axes=(_axis(flags_a), _axis(flags_b)))(a, b) if has_batch else multiply(a, b)
-    return tiles_of(acc, operands, spec.program, (has_batch, *flags), spec.store_dtypes)
+    return _tiles(acc, operands, FactorAxes.of(arguments, spec), spec)
 
 
-def tiles_of(
-    acc: jax.Array, operands: Sequence[jax.Array], program: Program, batched: Sequence[bool], dtypes: Sequence[Any]
+def tiles_of(acc: jax.Array, operands: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The stores and the reductions of the program on an accumulator that is there."""
+    flags_a, flags_b, _ = spec.split(spec.batched)
+    has_batch = flags_a or flags_b
+    return _tiles(
+        flat(acc, product_groups(spec), has_batch=has_batch),
+        _flat_operands(operands, spec),
+        FactorAxes.of_product(acc, spec, has_batch=has_batch),
+        spec,
+    )
+
+
+def _tiles(
+    acc: jax.Array, operands: Sequence[jax.Array], factors: FactorAxes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The stores, in these dtypes, and the reductions of a program on an accumulator that is there.
-
-    Args:
-      batched: whether acc, and whether each operand, has a leading batch axis.
-    """
+    """The same of matrices and vectors, with the axes that go with the factors'."""
+    flags_a, flags_b, flags = spec.split(spec.batched)
 
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        stores, reductions = evaluate_tiles(program, acc.astype(jnp.float32), *operands)
-        return [x.astype(dtype) for x, dtype in zip(stores, dtypes, strict=True)], reductions
+        stores, reductions = evaluate_tiles(spec.program, acc.astype(jnp.float32), *operands)
+        return [x.astype(dtype) for x, dtype in zip(stores, spec.store_dtypes, strict=True)], reductions
 
+    batched = (flags_a or flags_b, *flags)
     function = jax.vmap(matrix, in_axes=tuple(map(_axis, batched))) if any(batched) else matrix
-    return function(acc, *operands)
+    stores, reductions = function(acc, *operands)
+    results = shaped_results([*stores, *reductions], factors, spec)
+    return results[: len(stores)], results[len(stores) :]
 
 
-def outputs_of(
-    stores: Sequence[jax.Array], reductions: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
-) -> list[jax.Array]:
+def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
     """f's flat outputs, from the program's stores and reductions: what of `f` is left to XLA."""
     program = spec.program
-    finished: dict[int, jax.Array] = {}
+    count = len(program.stores)
+    outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}
     if program.finishing.outputs:
         _, _, flags = spec.split(spec.batched)
+        reductions = flat_results(results, spec)[count:]
         function = functools.partial(finish, program)
         if any(spec.batched):
-            (batch,) = {x.shape[0] for x in (*stores, *reductions)}
+            (batch,) = {x.shape[0] for x in results}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
-        finished = function(list(reductions), list(operands))
-    outputs = finished | {store.output: x for store, x in zip(program.stores, stores, strict=True)}
-    return [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
+        outputs |= function(reductions, _flat_operands(spec.split(arguments)[2], spec))
+    ordered = [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
+    return shaped_outputs(ordered, arguments, spec)
+
+
+def _flat_operands(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
+    _, _, flags = spec.split(spec.batched)
+    each = zip(operands, argument_groups(spec)[2:], flags, strict=True)
+    return [flat(x, groups, has_batch=flag) for x, groups, flag in each]
 
 
 def _axis(flag: bool) -> int | None:

@@ -19,6 +19,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of
 from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
+from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.cost_model import GemmShape
@@ -64,7 +65,7 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
         return Selection(route.reason)
     if route.over:
         return _select_of_parts(avals, spec, route, anywhere)
-    if reason := unsupported_reason(avals, spec):
+    if reason := unsupported_reason(flat_types(avals, spec), spec.flat()):
         return Selection(reason)
     problem = problem_of(avals, spec)
     try:
@@ -85,7 +86,7 @@ def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywher
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
-    of_part = bare(spec, *parts[:2]) if made.k else spec
+    of_part = bare(spec, *parts[:2]) if made.over("k") else spec
     return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
 
 
@@ -189,7 +190,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
 
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         stores, reductions = tiles(*arguments, spec=spec)
-        return outputs_of(stores, reductions, spec.split(arguments)[2], spec)
+        return outputs_of([*stores, *reductions], arguments, spec)
 
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
 
@@ -202,6 +203,15 @@ def kernel_tiles(
     *arguments: jax.Array, spec: GemmSpec, config: KernelConfig
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The custom call: the program's stores and reductions."""
+    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), spec.flat(), config)
+    results = shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec)
+    return results[: len(stores)], results[len(stores) :]
+
+
+def _matrix_tiles(
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The same of matrices and vectors."""
     if not _folds(spec):
         return _launch(arguments, spec, config)
     batch, rows = spec.batch(arguments), arguments[0].shape[1]
@@ -213,7 +223,7 @@ def kernel_tiles(
 def kernel_form(*arguments: jax.Array, spec: GemmSpec, config: KernelConfig) -> list[jax.Array]:
     """The custom call, the finish of its reductions, and the outputs in f's order."""
     stores, reductions = kernel_tiles(*arguments, spec=spec, config=config)
-    return outputs_of(stores, reductions, spec.split(arguments)[2], spec)
+    return outputs_of([*stores, *reductions], arguments, spec)
 
 
 def _folds(spec: GemmSpec) -> bool:
@@ -256,7 +266,7 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
 
 def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     """The product that the lowering launches for arguments of these types."""
-    types: Sequence[Any] = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    types, spec = flat_types(avals, spec), spec.flat()
     if _folds(spec):
         types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
         spec = spec.unbatched()

@@ -81,6 +81,15 @@ def explicit_sharding(x: Any) -> Any:
     return sharding if explicit_axes(sharding.mesh) else None
 
 
+def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
+    """For each axis of an array, the explicit mesh axes that cut it."""
+    sharding = jax.typeof(x).sharding if not hasattr(x, "sharding") or isinstance(x, jax.Array) else x.sharding
+    explicit = set(explicit_axes(sharding.mesh)) if sharding is not None else set()
+    entries = (*sharding.spec, *(None,) * x.ndim)[: x.ndim] if explicit else (None,) * x.ndim
+    names = (entry if isinstance(entry, tuple) else (entry,) for entry in entries)
+    return tuple(tuple(name for name in of_one if name in explicit) for of_one in names)
+
+
 def axes_of_dimension(x: Any, dimension: int) -> frozenset[str]:
     """The explicit mesh axes that cut this axis of an array."""
     sharding = jax.typeof(x).sharding

@@ -13,43 +13,35 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from coda_jax.epilogue import Axis, Kind, Operand, Program
+from coda_jax.epilogue import Program
+from coda_jax.primitives.shapes import Groups, argument_groups, product_groups, result_groups
 from coda_jax.primitives.spec import GemmSpec
 
 Axes = tuple[str, ...]
-Dims = tuple[str | None, ...]  # of an array: for each axis "batch", "m", "n" or "k"; None where it is never cut
+Dims = tuple[str | None, ...]  # of an array: for each axis "batch", "m0", "m1", "n0", "k0", ...; None if never cut
 
 
 class Plan(NamedTuple):
     """The mesh axes that cut each dimension, the major one first.
 
     Attributes:
-      batch, m, n, k: of the product of each device's parts; k has the axes over which these products are summed.
-      scatter_m, scatter_n: those of k that cut m and n of the sum, behind the axes of m and n: a reduce-scatter.
+      cuts: of the product of each device's parts; those of k have the axes over which these products are summed.
+      scatters: those of k's axes that cut m and n of the sum, behind the axes of m and n: a reduce-scatter.
     """
 
-    batch: Axes = ()
-    m: Axes = ()
-    n: Axes = ()
-    k: Axes = ()
-    scatter_m: Axes = ()
-    scatter_n: Axes = ()
+    cuts: Mapping[str, Axes]
+    scatters: Mapping[str, Axes]
 
-    @property
-    def rows(self) -> Axes:
-        """What cuts m of the epilogue's operands and results."""
-        return self.m + self.scatter_m
-
-    @property
-    def columns(self) -> Axes:
-        """What cuts n of the epilogue's operands and results."""
-        return self.n + self.scatter_n
+    def over(self, dimension: str) -> Axes:
+        """All axes that cut "m", "n" or "k", in the epilogue's operands and results."""
+        found = (self.cuts, self.scatters)
+        return tuple(axis for of in found for name, axes in of.items() if name[0] == dimension for axis in axes)
 
     def spec(self, dims: Dims, *, of_factor: bool) -> PartitionSpec:
         """Of an array with these dimensions: a factor of the product, or an operand or result of the epilogue."""
-        m, n = (self.m, self.n) if of_factor else (self.rows, self.columns)
-        axes: dict[str | None, Axes] = {"batch": self.batch, "m": m, "n": n, "k": self.k}
-        return PartitionSpec(*(axes.get(dim) or None for dim in dims))
+        scatters = {} if of_factor else self.scatters
+        each = (self.cuts.get(dim or "", ()) + scatters.get(dim or "", ()) for dim in dims)
+        return PartitionSpec(*(axes or None for axes in each))
 
     def argument_specs(self, spec: GemmSpec, ranks: Sequence[int]) -> tuple[PartitionSpec, ...]:
         dims = argument_dims(spec, ranks)
@@ -61,10 +53,29 @@ class Plan(NamedTuple):
 
 def argument_dims(spec: GemmSpec, ranks: Sequence[int]) -> list[Dims]:
     """The dimensions of a, b and the operands, which have so many axes each."""
-    a: Dims = ("k", "m") if spec.transpose_a else ("m", "k")
-    b: Dims = ("n", "k") if spec.transpose_b else ("k", "n")
-    dims = [a, b, *map(_operand_dims, spec.program.operands)]
-    return [_aligned(*of_one) for of_one in zip(dims, spec.batched, ranks, strict=True)]
+    each = zip(argument_groups(spec), spec.batched, ranks, strict=True)
+    return [_aligned(_dims(groups, spec), has_batch, rank) for groups, has_batch, rank in each]
+
+
+def result_dims(spec: GemmSpec) -> list[Dims]:
+    """The dimensions of the stores and then the reductions."""
+    batch: Dims = ("batch",) * any(spec.batched)
+    return [batch + _dims(groups, spec) for groups in result_groups(spec)]
+
+
+def product_dims(spec: GemmSpec) -> Dims:
+    """The dimensions of acc, without a batch."""
+    return _dims(product_groups(spec), spec)
+
+
+def _dims(groups: Groups, spec: GemmSpec) -> Dims:
+    """The dimension of each axis. Halves that lie apart are never cut."""
+    own = {"m": spec.axes.m, "n": spec.axes.n, "k": spec.axes.k}
+    dims: Dims = ()
+    for letter, count in groups:
+        named = own.get(letter, 0)
+        dims += (None,) * (count - named) + tuple(f"{letter}{i}" for i in range(named))
+    return dims
 
 
 def _aligned(dims: Dims, has_batch: bool, rank: int) -> Dims:
@@ -73,25 +84,20 @@ def _aligned(dims: Dims, has_batch: bool, rank: int) -> Dims:
     return ("batch",) * has_batch + (((None,) * matrix + dims)[-matrix:] if matrix else ())
 
 
-def _operand_dims(operand: Operand) -> Dims:
-    match operand.kind:
-        case Kind.ROW_VECTOR:
-            return ("n",)
-        case Kind.COLUMN_VECTOR:
-            return ("m", None)
-        case Kind.TILE:
-            return ("m", "n")
-        case Kind.HEAD_TABLE:
-            return (None if operand.period else "m", None)
-    return ()  # scalars, and vectors of a head
+def units(spec: GemmSpec, sizes: Mapping[str, int]) -> dict[str, int]:
+    """What a part of each dimension must be a multiple of; 0 where it may not be cut.
 
-
-def result_dims(spec: GemmSpec) -> list[Dims]:
-    """The dimensions of the stores and then the reductions."""
-    program = spec.program
-    stores: list[Dims] = [("m", None if store.slice else "n") for store in program.stores]
-    reductions: list[Dims] = [("m",) if reduction.axis is Axis.ROW else ("n",) for reduction in program.reductions]
-    return [("batch",) * any(spec.batched) + dims for dims in stores + reductions]
+    Args:
+      sizes: of the dimensions.
+    """
+    found = {"batch": 1} | {dim: 1 for dim in sizes if dim[0] == "k"}
+    for letter, unit in (("m", row_unit(spec.program)), ("n", column_unit(spec.program, halves=spec.axes.halves))):
+        dims = sorted(dim for dim in sizes if dim[0] == letter)
+        inner = math.prod(sizes[dim] for dim in dims[1:])
+        found |= dict.fromkeys(dims, 1 if unit == 1 else 0)
+        if dims and unit > 1:
+            found[dims[0]] = unit // math.gcd(unit, inner)
+    return found
 
 
 def row_unit(program: Program) -> int:
@@ -101,14 +107,15 @@ def row_unit(program: Program) -> int:
     return math.lcm(1, *(operand.period for operand in program.operands if operand.period))
 
 
-def column_unit(program: Program) -> int:
+def column_unit(program: Program, *, halves: bool = False) -> int:
     """What a part's columns must be a multiple of; 0 where n may not be cut at all.
 
-    Halves of N lie apart from each other, and so do slices: no part of N has the same share of each.
+    Halves of N lie apart from each other, and so do slices: no part of N has the same share of each, but where
+    `halves` have an axis of their own.
     """
     if any(node.op == "column" for node in program.nodes) or program.columns:
         return 0
-    if program.ways == 1:
+    if program.ways == 1 or (halves and not program.head):
         return 1
     return program.head if program.acc_ways == program.ways else 0
 
@@ -123,7 +130,8 @@ def plan(
     """Follows how arguments and results lie; what it does not take as it lies, XLA moves.
 
     k is cut by the axes that cut it in both factors: an axis that cuts it in one alone is one that keeps parameters
-    apart (FSDP), and they are gathered. m and n are cut as the results are asked for, else as the factors lie.
+    apart (FSDP), and they are gathered. m and n are cut as the results are asked for, else as the factors lie, by axes
+    that the results do not ask for elsewhere.
 
     Args:
       shapes: of the arguments, whole.
@@ -132,28 +140,45 @@ def plan(
       sizes: of the mesh axes.
     """
     dims = argument_dims(spec, [len(shape) for shape in shapes])
-    whole = _sizes(dims, shapes)
+    whole = dimension_sizes(dims, shapes)
     of_a, of_b = (_first(dims[i : i + 1], arguments[i : i + 1]) for i in range(2))
     asked = _first(result_dims(spec), results)
-    lie = _first(dims, arguments) | asked
+    elsewhere = {axis for axes in asked.values() for axis in axes}
+    lie = _first(dims, arguments)
+    wanted = {dim: tuple(axis for axis in axes if axis not in elsewhere) for dim, axes in lie.items()} | asked
+    for dim in (dim for dim in whole if dim[0] == "k"):
+        wanted[dim] = tuple(axis for axis in of_a.get(dim, ()) if axis in of_b.get(dim, ()))
 
-    def fitting(axes: Iterable[str], dim: str, unit: int, taken: Axes, before: Axes = ()) -> Axes:
-        """Those of `axes`, not taken for another dimension, that cut this one into whole units."""
+    fitting = _Sizes(whole, units(spec, whole), sizes).fitting
+    cuts: dict[str, Axes] = {}
+    scatters: dict[str, Axes] = {}
+    taken: Axes = ()
+    for dim in sorted(whole, key=lambda dim: ("kbmn".index(dim[0]), dim)):  # what cuts one cuts none behind it
+        cuts[dim] = fitting(dim, wanted.get(dim, ()), taken)
+        taken += cuts[dim]
+    summed = {axis for dim, axes in cuts.items() if dim[0] == "k" for axis in axes}
+    taken = ()
+    for dim in (dim for dim in cuts if dim[0] in "mn"):
+        scatters[dim] = fitting(dim, [axis for axis in asked.get(dim, ()) if axis in summed], taken, cuts[dim])
+        taken += scatters[dim]
+    return Plan(cuts, scatters)
+
+
+class _Sizes(NamedTuple):
+    """Sizes of dimensions, what their parts must be multiples of, and sizes of mesh axes."""
+
+    whole: Mapping[str, int]
+    units: Mapping[str, int]
+    mesh: Mapping[str, int]
+
+    def fitting(self, dim: str, axes: Iterable[str], taken: Axes, before: Axes = ()) -> Axes:
+        """Those of `axes`, not taken for another dimension, that cut this one, behind `before`, into whole units."""
         fit: Axes = ()
         for axis in axes:
-            parts = math.prod(sizes[name] for name in (*before, *fit, axis))
-            if axis not in (*taken, *fit) and unit and whole[dim] % (parts * unit) == 0:
+            unit = self.units[dim] * math.prod(self.mesh[name] for name in (*before, *fit, axis))
+            if axis not in (*taken, *fit) and unit and self.whole[dim] % unit == 0:
                 fit += (axis,)
         return fit
-
-    rows, columns = row_unit(spec.program), column_unit(spec.program)
-    k = fitting([axis for axis in of_a.get("k", ()) if axis in of_b.get("k", ())], "k", 1, ())
-    batch = fitting(lie.get("batch", ()), "batch", 1, k)
-    m = fitting(lie.get("m", ()), "m", rows, k + batch)
-    n = fitting(lie.get("n", ()), "n", columns, k + batch + m)
-    scatter_m = fitting([axis for axis in asked.get("m", ()) if axis in k], "m", rows, (), m)
-    scatter_n = fitting([axis for axis in asked.get("n", ()) if axis in k], "n", columns, scatter_m, n)
-    return Plan(batch, m, n, k, scatter_m, scatter_n)
 
 
 def _first(dims: Iterable[Dims], cuts: Iterable[Sequence[Axes]]) -> dict[str, Axes]:
@@ -166,8 +191,8 @@ def _first(dims: Iterable[Dims], cuts: Iterable[Sequence[Axes]]) -> dict[str, Ax
     return found
 
 
-def _sizes(dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The sizes of m, n and k, and of the batch, which any argument may have."""
+def dimension_sizes(dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The sizes of the dimensions; any argument may have the batch."""
     sizes: dict[str, int] = {}
     for of_array, shape in zip(reversed(dims), reversed(shapes), strict=True):
         sizes |= {dim: size for dim, size in zip(of_array, shape, strict=True) if dim}

@@ -32,10 +32,11 @@ from coda_jax.primitives.partition import (
     Plan,
     argument_dims,
     axes_of,
-    column_unit,
+    dimension_sizes,
     plan,
+    product_dims,
     result_dims,
-    row_unit,
+    units,
 )
 from coda_jax.primitives.spec import GemmSpec
 
@@ -47,8 +48,8 @@ BARE = Program((), 1, (), (), (), 0).with_acc()
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
     """Stores and finished reductions of a device's part, in a region where the plan's mesh axes are manual."""
-    stores, reductions = (_of_sum if plan.k else _of_product)(arguments, spec, plan, tiles)
-    over = {Axis.ROW: plan.columns, Axis.COLUMN: plan.rows}
+    stores, reductions = (_of_sum if plan.over("k") else _of_product)(arguments, spec, plan, tiles)
+    over = {Axis.ROW: plan.over("n"), Axis.COLUMN: plan.over("m")}
     each = zip(spec.program.reductions, reductions, strict=True)
     return [*stores, *(_across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
@@ -60,22 +61,25 @@ def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tile
 def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
     """The epilogue of the products' sum over the devices, by XLA, on the part of it that this device keeps."""
     a, b, operands = spec.split(arguments)
-    flag_a, flag_b, flags = spec.split(spec.batched)
     ((acc,), _) = tiles(a, b, spec=bare(spec, a, b))
-    for axes, dimension in ((plan.scatter_m, acc.ndim - 2), (plan.scatter_n, acc.ndim - 1)):
-        if axes:
-            acc = lax.psum_scatter(acc, axes, scatter_dimension=dimension, tiled=True)
-    rest = tuple(axis for axis in plan.k if axis not in plan.scatter_m + plan.scatter_n)
-    acc = lax.psum(acc, rest) if rest else acc
-    return tiles_of(acc, operands, spec.program, (flag_a or flag_b, *flags), spec.store_dtypes)
+    dims = product_dims(spec)
+    scattered: Axes = ()
+    for i, dim in enumerate(dims):
+        if axes := plan.scatters.get(dim or "", ()):
+            acc = lax.psum_scatter(acc, axes, scatter_dimension=acc.ndim - len(dims) + i, tiled=True)
+            scattered += axes
+    rest = tuple(axis for axis in plan.over("k") if axis not in scattered)
+    return tiles_of(lax.psum(acc, rest) if rest else acc, operands, spec)
 
 
 def bare(spec: GemmSpec, a: Any, b: Any) -> GemmSpec:
     """The product alone, in the dtype in which it is summed."""
+    columns = sum((dim is not None and dim[0] == "n") or dim is None for dim in product_dims(spec))
     return spec.replace(
         program=BARE,
         out_dtypes=(wire_dtype(spec, compute_dtype(a, b)),),
         batched=spec.batched[:2],
+        axes=spec.axes._replace(n=columns, halves=False),
         config=None,
         input_output_aliases=(),
         out_sharding=None,
@@ -127,7 +131,7 @@ def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpe
                 check_vma=False,
             )
             moved = [jax.sharding.reshard(x, NamedSharding(mesh, p)) for x, p in zip(arguments, in_specs, strict=True)]
-            outputs = _outputs(each(*moved), arguments, spec)
+            outputs = outputs_of(each(*moved), arguments, spec)
             return [jax.sharding.reshard(x, aval.sharding) for x, aval in zip(outputs, ctx.avals_out, strict=True)]
 
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
@@ -188,26 +192,22 @@ def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSp
         # The persistent cache's key holds shapes and rule, but not what the callback will put in the call's place.
         with set_xla_metadata(coda_gemm=_digest(spec)):
             results = call(*arguments)
-        return _outputs(results, arguments, spec)
+        return outputs_of(results, arguments, spec)
 
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
 
 
-def _outputs(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    count = len(spec.program.stores)
-    return outputs_of(results[:count], results[count:], spec.split(arguments)[2], spec)
-
-
 def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardingRule:
     """Which axes of the arguments and the results go together, for Shardy's propagation."""
-    units = {"m": row_unit(spec.program), "n": column_unit(spec.program)}
+    dims = argument_dims(spec, [len(shape) for shape in shapes])
+    unit_of = units(spec, dimension_sizes(dims, shapes))
     whole: list[str] = []  # the factors that are never cut, in the order in which Shardy meets them
     sizes: dict[str, Any] = {}
 
     def factors(dims: Dims, shape: Sequence[int] | None) -> ArrayMapping:
         mapping: list[Any] = []
         for i, dim in enumerate(dims):
-            unit = units.get(dim, 1) if dim else 0
+            unit = unit_of[dim] if dim else 0
             if dim and unit == 1:
                 mapping.append(dim)
             elif dim and unit:
@@ -221,16 +221,16 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
                 mapping.append(whole[-1])
         return ArrayMapping(*mapping)
 
-    of_arguments = argument_dims(spec, [len(shape) for shape in shapes])
-    arguments = tuple(factors(dims, shape) for dims, shape in zip(of_arguments, shapes, strict=True))
-    results = tuple(factors(dims, None) for dims in result_dims(spec))
-    return SdyShardingRule(arguments, results, reduction_factors=("k",), need_replication_factors=tuple(whole), **sizes)
+    arguments = tuple(factors(of_one, shape) for of_one, shape in zip(dims, shapes, strict=True))
+    results = tuple(factors(of_one, None) for of_one in result_dims(spec))
+    summed = tuple(f"k{i}" for i in range(spec.axes.k))
+    return SdyShardingRule(arguments, results, reduction_factors=summed, need_replication_factors=tuple(whole), **sizes)
 
 
 def _digest(spec: GemmSpec) -> str:
     """Names what a call computes on given arguments, whoever made it."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
-    parts = (str(spec.program), spec.out_dtypes, spec.batched, options, ffi.headers_hash())
+    parts = (str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, ffi.headers_hash())
     return digest_of(parts)
 
 

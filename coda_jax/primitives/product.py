@@ -17,7 +17,18 @@ from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, 
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.primitives.spec import CallOptions, GemmSpec
+from coda_jax.primitives.shapes import (
+    FactorAxes,
+    argument_groups,
+    flat,
+    flat_outputs,
+    flat_rows,
+    merged_sharding,
+    product_groups,
+    shaped,
+    shaped_arguments,
+)
+from coda_jax.primitives.spec import ArrayAxes, CallOptions, GemmSpec
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -37,43 +48,87 @@ def product(
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
 ) -> tuple[list[jax.Array], Epilogue]:
-    """epilogue(a @ b, *operands) of matrices, flat, and the traced epilogue.
+    """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
+
+    M, N and K may each be several axes: K `options.k_axes`, M and N what is left of a and of b. With
+    `options.halves` b has an axis of 2 in front of the others of N, and so have all arrays with as many columns.
 
     Args:
-      a: (M, K), or (K, M) with transpose_a.
-      b: (K, N), or (N, K) with transpose_b.
-      operands: as the epilogue language has them.
+      a: (*M, *K), or (*K, *M) with transpose_a.
+      b: (*K, *N), or (*N, *K) with transpose_b.
+      operands: as the epilogue language has them; those with rows have either all axes of M or one.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
+
+    Returns:
+      Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
-    axes = varying_axes(a, b, *operands)
-    multiply = functools.partial(
-        accumulate,
+    varying = varying_axes(a, b, *operands)
+    rows = a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
+
+    def as_traced(a: jax.Array, b: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        return [_flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
+
+    while True:
+        a, b, *operands = vary(varying, a, b, *operands)
+        acc, *types = types_of(as_traced, a, b, *operands)
+        traced, captured = trace(epilogue, acc, types)
+        if varying_axes(*captured) <= varying:
+            break
+        varying |= varying_axes(*captured)
+    _check_halves(traced, b, options)
+    captured = tuple(map(jnp.asarray, captured))  # a Python number that JAX differentiates is captured as it is
+    types += map(jax.typeof, captured)
+    spec = GemmSpec.of(
+        dataclasses.replace(options, out_sharding=_flat_sharding(a, b, options)),
+        traced.program,
+        out_dtypes(traced),
+        "gemm" if epilogue is None else traced.name,
+        ArrayAxes.of(a.ndim, b.ndim, options.k_axes, options.halves, traced.program),
+    )
+    # Beside one row a tile is a row vector, and has no rows of its own.
+    has_rows = [any(letter == "m" for letter, _ in groups) for groups in argument_groups(spec)[2:]]
+    operands = [x if kept else flat_rows(x, rows) for x, kept in zip(operands, has_rows, strict=False)]
+    arguments = shaped_arguments([a, b, *operands, *captured], spec)
+    return _differentiable(traced, acc, tuple(types), spec, options)(*arguments), traced
+
+
+def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
+    """Raises where columns are several axes, and the epilogue works on halves of them that none of these is."""
+    columns = b.shape[: b.ndim - options.k_axes] if options.transpose_b else b.shape[options.k_axes :]
+    program = epilogue.program
+    if program.ways == 1 or len(columns) == 1 or (options.halves and not program.head and program.acc_ways == 2):
+        return
+    raise ValueError(
+        f"gemm: b has columns {columns}, and epilogue '{epilogue.name}' works on "
+        f"{f'heads of {program.head} columns' if program.head else 'halves'}; they must be one axis, or for halves of "
+        "the product (2, N / 2)"
+    )
+
+
+def _flat_product(a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
+    """acc (M, N)."""
+    m, n, k = ("m", a.ndim - options.k_axes), ("n", b.ndim - options.k_axes), ("k", options.k_axes)
+    return accumulate(
+        flat(a, (k, m) if options.transpose_a else (m, k)),
+        flat(b, (n, k) if options.transpose_b else (k, n)),
         transpose_a=options.transpose_a,
         transpose_b=options.transpose_b,
-        out_sharding=options.out_sharding,
+        out_sharding=_flat_sharding(a, b, options),
     )
-    while True:
-        a, b, *operands = vary(axes, a, b, *operands)
-        (acc,) = types_of(multiply, a, b)
-        traced, captured = trace(epilogue, acc, operands)
-        if varying_axes(*captured) <= axes:
-            break
-        axes |= varying_axes(*captured)
-    captured = tuple(map(jnp.asarray, captured))  # a Python number that JAX differentiates is captured as it is
-    dtypes = tuple(out_dtypes(traced))
-    name = "gemm" if epilogue is None else traced.name
-    arguments = (*operands, *captured)
-    types = tuple(map(jax.typeof, arguments))
-    return _differentiable(traced, acc, types, dtypes, name, options)(a, b, *arguments), traced
+
+
+def _flat_sharding(a: jax.Array, b: jax.Array, options: Options) -> Any:
+    counts = (a.ndim - options.k_axes, b.ndim - options.k_axes)
+    return None if options.out_sharding is None else merged_sharding(options.out_sharding, counts)
 
 
 def _differentiable(
-    epilogue: Epilogue, acc: Any, types: Sequence[Any], out_dtypes: Sequence[np.dtype], name: str, options: Options
+    epilogue: Epilogue, acc: Any, types: Sequence[Any], spec: GemmSpec, options: Options
 ) -> Callable[..., Any]:
     """The differentiable function of (a, b, *operands, *captured); it closes over no array.
 
     Args:
-      acc, types: types of the product and of what follows b.
+      acc, types: types of the product and of what follows b, as the epilogue sees them.
     """
 
     @functools.cache
@@ -81,17 +136,17 @@ def _differentiable(
         return Pullback.of(epilogue, acc, types)
 
     def evaluate(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        spec = GemmSpec.of(options, epilogue.program, out_dtypes, name, len(arguments))
         return bind(a, b, *arguments, spec=spec)
 
     def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         kept = None
         if pullback().needs_acc and options.residuals == "preactivation":
             dtype = kept_dtype(compute_dtype(a, b))
-            index = _acc_output(epilogue.program, out_dtypes, dtype)
+            index = _acc_output(epilogue.program, spec.out_dtypes, dtype)
             if index is None:
-                extended = _differentiable(epilogue.with_acc(), acc, types, (*out_dtypes, dtype), name, options)
-                *outputs, kept = extended(a, b, *arguments)
+                with_acc = epilogue.with_acc()
+                extended = spec.replace(program=with_acc.program, out_dtypes=(*spec.out_dtypes, dtype))
+                *outputs, kept = _differentiable(with_acc, acc, types, extended, options)(a, b, *arguments)
             else:
                 outputs = run(a, b, *arguments)
                 kept = outputs[index]
@@ -101,15 +156,22 @@ def _differentiable(
         return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback().needs, strict=True) if needed])
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
-        a, b, kept, arguments = residuals
+        a, b, kept, needed = residuals
+        factors = FactorAxes.of((a, b), spec)
+        groups = argument_groups(spec)[2:]
+        each = zip(needed, [x for x, is_needed in zip(groups, pullback().needs, strict=True) if is_needed], strict=True)
+        arguments = [flat(x, of_one) for x, of_one in each]
+        cotangents = flat_outputs(cotangents, [len(x.shape) for x in epilogue.out_avals], spec)
         if pullback().needs_acc and kept is None:
             dacc, darguments = _recomputed(pullback(), a, b, arguments, cotangents, options)
         else:
+            kept = None if kept is None else flat(kept, product_groups(spec))
             dacc, darguments = pullback()(kept, arguments, cotangents)
-        da, db = _factors(a, b, dacc.astype(compute_dtype(a, b)), options)
-        return (da, db, *darguments)
+        dacc = shaped(dacc.astype(compute_dtype(a, b)), product_groups(spec), factors)
+        each = zip(darguments, groups, strict=True)
+        return *_factors(a, b, dacc, options), *(x if x is None else shaped(x, of_one, factors) for x, of_one in each)
 
-    run = differentiable(f"gemm '{name}'", evaluate, forward, backward)
+    run = differentiable(f"gemm '{spec.name}'", evaluate, forward, backward)
     return run
 
 
@@ -126,14 +188,17 @@ def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtyp
 
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
     """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
+    rows, columns = a.ndim - options.k_axes, b.ndim - options.k_axes
+    of_a = functools.partial(_plain, dtype=a.dtype, options=options, like=a, k_axes=columns)
+    of_b = functools.partial(_plain, dtype=b.dtype, options=options, like=b, k_axes=rows)
     if options.transpose_a:  # (K, M) = b @ dacc.T
-        da = _plain(b, dacc, a.dtype, options, like=a, transpose_a=options.transpose_b, transpose_b=True)
+        da = of_a(b, dacc, transpose_a=options.transpose_b, transpose_b=True)
     else:  # (M, K) = dacc @ b.T
-        da = _plain(dacc, b, a.dtype, options, like=a, transpose_b=not options.transpose_b)
+        da = of_a(dacc, b, transpose_b=not options.transpose_b)
     if options.transpose_b:  # (N, K) = dacc.T @ a
-        db = _plain(dacc, a, b.dtype, options, like=b, transpose_a=True, transpose_b=options.transpose_a)
+        db = of_b(dacc, a, transpose_a=True, transpose_b=options.transpose_a)
     else:  # (K, N) = a.T @ dacc
-        db = _plain(a, dacc, b.dtype, options, like=b, transpose_a=not options.transpose_a)
+        db = of_b(a, dacc, transpose_a=not options.transpose_a)
     return da, db
 
 
@@ -145,6 +210,7 @@ def _plain(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    k_axes: int = 1,
     like: jax.Array | None = None,
 ) -> jax.Array:
     """A bare product; it is sharded as `like` where mesh axes are explicit."""
@@ -152,6 +218,7 @@ def _plain(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         implementation=options.implementation,
+        k_axes=k_axes,
         out_sharding=options.out_sharding if like is None else explicit_sharding(like),
     )
     (out,), _ = product(a, b, (), None, lambda _: (dtype,), plain)
@@ -171,8 +238,17 @@ def _recomputed(
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
-        acc = _plain(a, b, kept_dtype(dtype), options, transpose_a=options.transpose_a, transpose_b=options.transpose_b)
-        return pullback(acc, arguments, cotangents)
+        acc = _plain(
+            a,
+            b,
+            kept_dtype(dtype),
+            options,
+            transpose_a=options.transpose_a,
+            transpose_b=options.transpose_b,
+            k_axes=options.k_axes,
+        )
+        counts = (("m", a.ndim - options.k_axes), ("n", b.ndim - options.k_axes))
+        return pullback(flat(acc, counts), arguments, cotangents)
 
     if not pullback.is_uniform:
         return at_rounded_product()
@@ -187,4 +263,4 @@ def _recomputed(
         )
     except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()
-    return outputs[0], pullback.restored(outputs[1:])
+    return outputs[0], pullback.restored(outputs[1:])  # in the shapes of arrays or of matrices

@@ -15,6 +15,27 @@ from coda_jax.tiles.config import GemmConfig
 _T = TypeVar("_T")
 
 
+class ArrayAxes(NamedTuple):
+    """How many axes of the arrays make up each dimension of a product, as (B, T) make up M.
+
+    Attributes:
+      m, n, k: axes; n those of the columns of one half, where halves lie apart.
+      halves: arrays with all columns of an epilogue that works on halves have the halves apart, (..., 2, N / 2).
+    """
+
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    halves: bool = False
+
+    @classmethod
+    def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
+        """Of factors with so many axes; an epilogue that does not work on halves of N leaves none apart."""
+        halves = halves and program.ways == 2 and not program.head
+        columns = b_rank - k_axes
+        return cls(a_rank - k_axes, columns - (halves and program.acc_ways == 2), k_axes, halves)
+
+
 class Sizes(NamedTuple):
     """Of a product, without its batch."""
 
@@ -33,7 +54,9 @@ class CallOptions:
       implementation: "auto", "cuda" or "xla".
       config: sizes that the user gives.
       input_output_aliases: pairs (operand index, output index).
-      out_sharding: of the product, where a mesh has explicit axes and the factors' shardings leave it open.
+      k_axes: how many axes of the factors are summed over.
+      halves: whether arrays with all columns of halves have the halves apart; see `ArrayAxes`.
+      out_sharding: of the product, (M, N), where a mesh has explicit axes and the factors' shardings leave it open.
     """
 
     transpose_a: bool = False
@@ -41,6 +64,8 @@ class CallOptions:
     implementation: str = "auto"
     config: GemmConfig | None = None
     input_output_aliases: tuple[tuple[int, int], ...] = ()
+    k_axes: int = 1
+    halves: bool = False
     out_sharding: Any = None
 
 
@@ -55,6 +80,7 @@ class GemmSpec(CallOptions):
       program: the epilogue's.
       out_dtypes: one for each flat output.
       batched: for each argument, whether it has a leading batch axis.
+      axes: of the arguments and results, beside a batch axis.
       name: of the epilogue, for messages.
       site: the user's line, for messages.
     """
@@ -62,18 +88,25 @@ class GemmSpec(CallOptions):
     program: Program
     out_dtypes: tuple[np.dtype, ...]
     batched: tuple[bool, ...]
+    axes: ArrayAxes
     name: str
     site: CallSite
 
     @classmethod
     def of(
-        cls, options: CallOptions, program: Program, out_dtypes: Sequence[Any], name: str, operands: int
+        cls, options: CallOptions, program: Program, out_dtypes: Sequence[Any], name: str, axes: ArrayAxes
     ) -> GemmSpec:
         """A product without a batch axis, called from the user's line that is running."""
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(CallOptions)}
-        dtypes = tuple(np.dtype(dtype) for dtype in out_dtypes)
-        batched = (False,) * (2 + operands)
-        return cls(**given, program=program, out_dtypes=dtypes, batched=batched, name=name, site=call_site())
+        return cls(
+            **given,
+            program=program,
+            out_dtypes=tuple(np.dtype(dtype) for dtype in out_dtypes),
+            batched=(False,) * (2 + len(program.operands)),
+            axes=axes,
+            name=name,
+            site=call_site(),
+        )
 
     def __str__(self) -> str:  # in a printed jaxpr
         names = [field.name for field in dataclasses.fields(self) if field.name != "site"]
@@ -95,6 +128,10 @@ class GemmSpec(CallOptions):
     def batch(self, arguments: Sequence[Any]) -> Any:
         """The size of the batch axis; None if there is none."""
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
+
+    def flat(self) -> GemmSpec:
+        """The same product of matrices and vectors."""
+        return self.replace(axes=ArrayAxes(), k_axes=1, halves=False)
 
     def unbatched(self) -> GemmSpec:
         """The same product of arguments without a batch axis."""

@@ -14,6 +14,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
+from coda_jax.primitives.shapes import flat_types
 from coda_jax.tools.walk import equations_of
 
 
@@ -108,10 +109,12 @@ def explain(
 
 
 def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_source: bool) -> Product:
-    avals, spec = [v.aval for v in equation.invars], equation.params["spec"]
+    avals: list[Any] = [v.aval for v in equation.invars]
+    spec = equation.params["spec"]
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
     a, b = (
-        f"{aval.str_short()}{'^T' if transposed else ''}"
-        for aval, transposed in zip(avals, (spec.transpose_a, spec.transpose_b), strict=False)
+        f"{(aval if aval.ndim == matrix.ndim else matrix).str_short()}{'^T' if transposed else ''}"
+        for aval, matrix, transposed in zip(avals, matrices, (spec.transpose_a, spec.transpose_b), strict=False)
     )
     if platform not in ("gpu", "cuda"):
         return Product(spec.name, a, b, f"the platform is {platform}")

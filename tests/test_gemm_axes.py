@@ -1,0 +1,148 @@
+"""Products whose M and N are several axes of their arrays, on one device and on parts of a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coda_jax as coda
+from coda_jax.operators.norm_products import multiply
+from tests.partitioned import partitioned_on_cpus
+
+F, T = 24, 8
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def gated(z):
+    gate, up = jnp.split(z, 2, axis=1)
+    return jax.nn.silu(gate) * up
+
+
+def keeps_all(z, bias):
+    hidden = gated(z + bias[None, :])
+    return z, hidden, jnp.sum(hidden, axis=1), jnp.max(z, axis=0)
+
+
+A, W, BIAS = normal(0, 2, T, 16), normal(1, 16, 2, F), normal(2, 2 * F)
+
+
+def plain(a, w, bias):
+    z = jnp.einsum("btk,khf->bthf", a, w)
+    hidden = jax.nn.silu((z + bias.reshape(2, F))[:, :, 0]) * (z + bias.reshape(2, F))[:, :, 1]
+    return z, hidden, hidden.sum(-1), z.max((0, 1)).reshape(-1)
+
+
+def of_axes(a, w, bias, **options):
+    return coda.gemm(a, w, bias, epilogue=keeps_all, **options)
+
+
+def check(found, expected, tolerance=2e-5):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def sines(f):
+    return lambda *arrays: sum(jnp.sum(jnp.sin(x)) for x in f(*arrays))
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+def test_halves_with_an_axis_of_their_own(residuals):
+    def found(*arrays):
+        return of_axes(*arrays, residuals=residuals)
+
+    check(found(A, W, BIAS), plain(A, W, BIAS))
+    check(jax.grad(sines(found), (0, 1, 2))(A, W, BIAS), jax.grad(sines(plain), (0, 1, 2))(A, W, BIAS))
+
+
+def test_two_right_hand_sides_are_the_halves():
+    pair = (W[:, 0], W[:, 1])
+    check(of_axes(A, pair, BIAS), plain(A, W, BIAS))
+    check(of_axes(A, tuple(x.T for x in pair), BIAS, transpose_b=True), plain(A, W, BIAS))
+    gradient = jax.grad(lambda pair: sines(of_axes)(A, pair, BIAS))(pair)
+    expected = jax.grad(sines(plain), 1)(A, W, BIAS)
+    check(gradient, (expected[:, 0], expected[:, 1]))
+
+
+def test_columns_of_several_axes_without_halves():
+    w = normal(3, 16, 3, 4, 2)
+    found = coda.gemm(A, w, epilogue=lambda acc: (jnp.tanh(acc), jnp.sum(acc, axis=1)))
+    z = jnp.tensordot(A, w, 1)
+    check(found, (jnp.tanh(z), z.sum((2, 3, 4))))
+
+
+def test_vmap():
+    each = normal(4, 3, 16, 2, F)
+    check(jax.vmap(of_axes, (None, 0, None))(A, each, BIAS), jax.vmap(plain, (None, 0, None))(A, each, BIAS))
+    rows = normal(5, 3, 2, T, 16)
+    check(jax.vmap(of_axes, (0, 0, None))(rows, each, BIAS), jax.vmap(plain, (0, 0, None))(rows, each, BIAS))
+
+
+def test_sums_over_several_axes():
+    """A weight's gradient sums over (B, T), the input's over (2, F)."""
+    z = normal(6, 2, T, 2, F)
+    options = {"out_dtypes": [jnp.float32], "implementation": "auto"}
+    (dw,) = multiply(A, z, transpose_a=True, k_axes=2, **options)
+    check(dw, jnp.einsum("btk,bthf->khf", A, z))
+    (da,) = multiply(z, W, transpose_b=True, k_axes=2, **options)
+    check(da, jnp.einsum("bthf,khf->btk", z, W), 1e-4)
+
+
+MESH = ((2, 2), ("data", "model"))
+LAYOUTS = {  # of a (B, T, K), of w (K, 2, F), of the gated result; the parts that each device multiplies
+    "tensor parallel": (P("data"), P(None, None, "model"), P("data", None, "model"), [(1, T, 16), (16, 2, F // 2)]),
+    "sequence parallel": (P("data", "model"), P(), P("data", "model"), [(1, T // 2, 16), (16, 2, F)]),
+    "gathered sequence": (
+        P("data", "model"),
+        P(None, None, "model"),
+        P("data", None, "model"),
+        [(1, T, 16), (16, 2, F // 2)],
+    ),
+    "FSDP": (P("data"), P(("data", "model")), P("data"), [(1, T, 16), (16, 2, F)]),
+}
+
+
+@pytest.mark.parametrize("of_a, of_w, of_result, parts", LAYOUTS.values(), ids=LAYOUTS)
+def test_parts_of_axes(of_a, of_w, of_result, parts):
+    mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def step(a, w):
+        def loss(a, w):
+            hidden = coda.gemm(a, w, epilogue=gated)
+            hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, of_result))
+            return jnp.sum(jnp.sin(hidden)), hidden
+
+        return jax.grad(loss, (0, 1), has_aux=True)(a, w)
+
+    expected = jax.jit(step)(A, W)
+    with partitioned_on_cpus() as records:
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((A, of_a), (W, of_w))]
+        check(jax.jit(step)(*placed), expected)
+    first = next(types for spec, types, _ in records if spec.program.ways == 2)
+    assert [x.shape for x in first] == parts
+
+
+def test_a_row_parallel_product_is_scattered_over_the_sequence():
+    """hidden (B, T, F) and w (F, D), both cut by F: a reduce-scatter, and the epilogue on (B, T / 2, D)."""
+    mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    hidden, w, x = normal(7, 2, T, F), normal(8, F, 16), normal(9, 2, T, 16)
+
+    def product(hidden, w, x):
+        y, sums = coda.gemm(hidden, w, x, epilogue=lambda acc, x: (acc + x, jnp.sum(jnp.square(acc + x), axis=1)))
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("data", "model"))), sums
+
+    expected = product(hidden, w, x)
+    with partitioned_on_cpus() as records:
+        specs = P("data", None, "model"), P("model"), P("data", "model")
+        placed = [
+            jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip((hidden, w, x), specs, strict=True)
+        ]
+        compiled = jax.jit(product).lower(*placed).compile()
+        check(compiled(*placed), expected)
+    assert [t.shape for t in records[0][1]] == [(1, T, F // 2), (F // 2, 16)]
+    assert compiled.as_text().count("reduce-scatter(") == 1 and "all-reduce(" not in compiled.as_text()
