@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
-from coda_jax.operators.loss_head import Hidden, LossHead, round_up
+from coda_jax.operators.loss_head import Hidden, LossHead, columns_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.primitives.row_shards import on_row_shards
+from coda_jax.primitives.row_shards import Columns, on_row_shards
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -51,8 +51,9 @@ def linear_cross_entropy(
     A norm is applied on its way into the product, not in the epilogue as elsewhere: with V > D a pass over (M, D) is
     cheaper than one over w, where the scale would be folded, and as accurate.
 
-    Tokens that are sharded over explicit mesh axes, or inside `jax.shard_map`, are chunked on their own shard, with the
-    whole w; over automatic axes a chunk would be the tokens of a few devices: use `jax.shard_map` there.
+    Over a device mesh each device works on chunks of its own tokens. Automatic axes that cut the vocabulary leave each
+    device its part of w: sums over the vocabulary, vectors, are finished over them in each chunk, and dx once. Over
+    explicit axes and those that cut tokens w is gathered, once, in the compute dtype.
 
     Args:
       x: (..., D), what is projected, or a DeferredNorm of it.
@@ -102,7 +103,7 @@ def linear_cross_entropy(
     labels = labels.astype(jnp.int32)  # not before: a label beyond int32 is not to become another
 
     total = jnp.sum(weights)
-    columns = vocabulary if dtype.itemsize > 2 or vocabulary % 8 == 0 else round_up(vocabulary, 128)
+    columns = columns_of(vocabulary, dtype)
     if chunk_bytes is None:
         chunk_bytes = 2**29 if w.dtype == dtype and columns == vocabulary else 2**28
     head = LossHead(
@@ -115,6 +116,7 @@ def linear_cross_entropy(
         soft_cap=None if soft_cap is None else float(soft_cap),
         dtype=dtype,
         implementation=implementation,
+        total=vocabulary,
     )
     if reduction == "none":
         return (weights * _on_shards(head, _each, h, w, labels)).reshape(lead), total
@@ -205,7 +207,13 @@ def _each_backward(head: LossHead, kept: Any, dlosses: jax.Array) -> tuple[Any, 
 
 def _losses(head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
     (losses,) = on_row_shards(
-        head.losses, h, w.astype(head.dtype), labels, rows=(_rows_of(h), False, True), sums=(False,)
+        head.losses,
+        h,
+        w.astype(head.dtype),
+        labels,
+        rows=(_rows_of(h), False, True),
+        sums=(False,),
+        columns=Columns(1, None, _vocabulary_axis(head), lambda *cut: head.of_part(*cut).losses),
     )
     return losses
 
@@ -214,8 +222,20 @@ def _losses_and_gradients(
     head: LossHead, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> list[jax.Array]:
     # w is cast here: what is gathered of it has the compute dtype.
-    arguments, rows = (h, w.astype(head.dtype), labels, weights), (_rows_of(h), False, True, True)
-    return on_row_shards(head.losses_and_gradients, *arguments, rows=rows, sums=(False, False, True))
+    return on_row_shards(
+        head.losses_and_gradients,
+        h,
+        w.astype(head.dtype),
+        labels,
+        weights,
+        rows=(_rows_of(h), False, True, True),
+        sums=(False, False, True),
+        columns=Columns(1, 2, _vocabulary_axis(head), lambda *cut: head.of_part(*cut).losses_and_gradients),
+    )
+
+
+def _vocabulary_axis(head: LossHead) -> int:
+    return 0 if head.transpose_w else 1
 
 
 def _rows_of(h: Hidden) -> Any:

@@ -14,14 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from coda_jax.epilogue import logsumexp
+from coda_jax.epilogue import ReductionOp, logsumexp
 from coda_jax.epilogue.values import same_size
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.norm_products import multiply
 from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.partitioned import across
 
 Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
 
@@ -31,8 +33,10 @@ class LossHead:
     """What a loss is beside its arrays.
 
     Attributes:
-      vocabulary: V.
+      vocabulary: V, of W as it is given: a device's part where W is cut.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
+      total: the whole V.
+      axes: the manual mesh axes that cut W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
       label_smoothing, z_loss, soft_cap: s, zeta, c above.
@@ -49,10 +53,19 @@ class LossHead:
     soft_cap: float | None
     dtype: Any
     implementation: str
+    total: int
+    axes: tuple[str, ...] = ()
+
+    def of_part(self, axes: tuple[str, ...], parts: int) -> LossHead:
+        """The same where mesh axes of so many devices cut W's vocabulary."""
+        vocabulary = self.vocabulary // parts
+        return dataclasses.replace(
+            self, vocabulary=vocabulary, columns=columns_of(vocabulary, self.dtype), axes=(*self.axes, *axes)
+        )
 
     def losses(self, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
         """The loss of every token, (M,) float32, from h (M, D) and labels (M,) int32."""
-        w = self._padded(w)
+        w, labels = self._padded(w), self._of_part(labels)
 
         def step(losses: jax.Array, start: Any, size: Any) -> jax.Array:
             sums = self._sums(self._formed(h, start, size), w, _rows(labels, start, size))
@@ -64,7 +77,7 @@ class LossHead:
         self, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`losses`, and the cotangents of what is projected, in x's dtype, and of w, float32."""
-        w, x = self._padded(w), _array(h)
+        w, x, labels = self._padded(w), _array(h), self._of_part(labels)
         rows, width = x.shape
         single = self._chunk(rows) is None
         dw_shape = (self.columns, width) if self.transpose_w else (width, self.columns)
@@ -99,7 +112,7 @@ class LossHead:
         losses, dh, dw = self._over_chunks(step, state)
         if self.columns > self.vocabulary:
             dw = dw[: self.vocabulary] if self.transpose_w else dw[:, : self.vocabulary]
-        return losses, dh, dw
+        return losses, lax.psum(dh, self.axes) if self.axes else dh, dw
 
     def normalize(self, h: Hidden) -> jax.Array:
         """The norm of x in float32; x itself where there is no norm."""
@@ -119,6 +132,10 @@ class LossHead:
         w = w.astype(self.dtype)
         return jnp.pad(w, ((0, more), (0, 0)) if self.transpose_w else ((0, 0), (0, more))) if more else w
 
+    def _of_part(self, labels: jax.Array) -> jax.Array:
+        """Labels as columns of this part of W; those of other parts are none of its columns, or padding."""
+        return labels - lax.axis_index(self.axes) * self.vocabulary if self.axes else labels
+
     def _sums(self, h: jax.Array, w: jax.Array, labels: jax.Array, *, keep: bool = False) -> list[jax.Array]:
         """lse, target, with smoothing the sum over the vocabulary, and with `keep` the rounded h W."""
 
@@ -132,9 +149,12 @@ class LossHead:
             return [*outputs, acc] if keep else outputs
 
         dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [kept_dtype(self.dtype)] * keep
-        return self._multiply(
+        lse, *sums = self._multiply(
             h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_w
         )
+        kept = [sums.pop()] if keep else []
+        finished = [across(ReductionOp.SUM, x, self.axes) for x in sums]
+        return [across(ReductionOp.LOGSUMEXP, lse, self.axes), *finished, *kept]
 
     def _capped(self, z: jax.Array) -> jax.Array:
         return z if self.soft_cap is None else self.soft_cap * jnp.tanh(z / self.soft_cap)
@@ -143,7 +163,7 @@ class LossHead:
         loss = lse - (1 - self.label_smoothing) * target
         if self.z_loss:
             loss += self.z_loss * lse * lse
-        return loss - self.label_smoothing / self.vocabulary * total[0] if total else loss
+        return loss - self.label_smoothing / self.total * total[0] if total else loss
 
     def _dlogits(
         self, z: jax.Array, lse: jax.Array, target: jax.Array, labels: jax.Array, weights: jax.Array
@@ -154,7 +174,7 @@ class LossHead:
         """
         lse, target, labels, weights = (y[:, None] for y in (lse, target, labels, weights))
         scale = weights * (1 + 2 * self.z_loss * lse)
-        smoothing = weights * (self.label_smoothing / self.vocabulary)
+        smoothing = weights * (self.label_smoothing / self.total)
 
         def cotangent(capped: jax.Array) -> jax.Array:  # of a logit that is not the label's
             dz = scale * jnp.exp(capped - lse)
@@ -189,6 +209,11 @@ class LossHead:
         if not isinstance(rows, int) or rows <= most:
             return None
         return round_up(-(-rows // -(-rows // most)), 128)
+
+
+def columns_of(vocabulary: int, dtype: Any) -> int:
+    """Columns of the logits: the vocabulary, or a multiple of 128 where rows of it cannot be addressed."""
+    return vocabulary if np.dtype(dtype).itemsize > 2 or vocabulary % 8 == 0 else round_up(vocabulary, 128)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -205,11 +205,11 @@ def cotangents(
     if column_sums is not None:
         t = round_t(t)
     s = jnp.sum(dz * u, axis=-1)
-    centring = None if column_sums is None else jnp.sum(t * _in_row(column_sums, t), axis=-1)
+    centring = None if column_sums is None else jnp.sum(t * in_row(column_sums, t), axis=-1)
     return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=range(t.ndim - 1)))
 
 
-def _in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
+def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
     """A vector (N,) beside x (..., N)."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 

@@ -73,7 +73,7 @@ def norm_projection(
         mean, rstd = mean_and_rstd(norm)
         of_z = norm_products.cotangents(
             dz,
-            z if shift is None else z - shift,
+            z if shift is None else z - norm_products.in_row(shift, z),
             norm_products.scale_of_t(rstd, dtype),
             norm_products.mean_in_x(mean, dtype),
             column_sums,

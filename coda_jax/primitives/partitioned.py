@@ -51,7 +51,7 @@ def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Til
     stores, reductions = (_of_sum if plan.over("k") else _of_product)(arguments, spec, plan, tiles)
     over = {Axis.ROW: plan.over("n"), Axis.COLUMN: plan.over("m")}
     each = zip(spec.program.reductions, reductions, strict=True)
-    return [*stores, *(_across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
+    return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
 
 def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
@@ -96,7 +96,7 @@ def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype if is_short else np.float32)
 
 
-def _across(op: ReductionOp, x: jax.Array, axes: Axes) -> jax.Array:
+def across(op: ReductionOp, x: jax.Array, axes: Axes) -> jax.Array:
     """A reduction finished over mesh axes."""
     if not axes:
         return x

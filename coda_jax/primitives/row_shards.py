@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -31,7 +31,25 @@ row_shards_p.multiple_results = True
 dispatch.prim_requires_devices_during_lowering.add(row_shards_p)
 
 
-def on_row_shards(f: Callable[..., Any], *arguments: Any, rows: Sequence[Any], sums: Sequence[bool]) -> list[jax.Array]:
+class Columns(NamedTuple):
+    """What may be cut beside the rows: an axis of one argument, and of the result that goes with it.
+
+    Attributes:
+      argument: its number; an array.
+      result: that of its cotangent, or None.
+      axis: of both.
+      function: gives f for a part: of the mesh axes that cut it, and the number of parts.
+    """
+
+    argument: int
+    result: int | None
+    axis: int
+    function: Callable[[Axes, int], Callable[..., Any]]
+
+
+def on_row_shards(
+    f: Callable[..., Any], *arguments: Any, rows: Sequence[Any], sums: Sequence[bool], columns: Columns
+) -> list[jax.Array]:
     """f(*arguments), its results flat, which on automatic mesh axes each device computes of its own rows.
 
     Args:
@@ -40,6 +58,7 @@ def on_row_shards(f: Callable[..., Any], *arguments: Any, rows: Sequence[Any], s
       rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are whole on
         each device.
       sums: for each result, whether it is a sum over rows; else its first axis has the rows.
+      columns: what mesh axes that do not cut the rows may cut.
     """
     leaves, tree = jax.tree.flatten(arguments)
     unflatten: Callable[..., Any] = tree.unflatten  # type: ignore[attr-defined]
@@ -47,13 +66,25 @@ def on_row_shards(f: Callable[..., Any], *arguments: Any, rows: Sequence[Any], s
     if not may_be_automatic(*leaves):
         return jax.tree.leaves(f(*arguments))
 
-    def flat(*leaves: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(f(*unflatten(leaves)))
+    def flat(*leaves: jax.Array, cut: tuple[Axes, int] | None = None) -> list[jax.Array]:
+        return jax.tree.leaves((columns.function(*cut) if cut else f)(*unflatten(leaves)))
 
     # The jaxpr is the function of all rows: what one device runs, and what readers of the program see.
     jaxpr = jax.make_jaxpr(flat)(*leaves)
-    results: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, rows=tuple(flags), sums=tuple(sums))
+    leaf = len(jax.tree.leaves(arguments[: columns.argument]))
+    places = Places(tuple(flags), tuple(sums), leaf, columns.result, columns.axis)
+    results: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
     return results
+
+
+class Places(NamedTuple):
+    """Which arrays have rows, are sums over them, or have the columns; `Columns` of flat arguments."""
+
+    rows: tuple[bool, ...]
+    sums: tuple[bool, ...]
+    argument: int
+    result: int | None
+    axis: int
 
 
 def _whole(*leaves: jax.Array, jaxpr: jex_core.ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -71,20 +102,23 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     route = route_of(avals, num_devices, for_export=ctx.module_context.lowering_parameters.for_export)
     if not route.is_automatic or route.reason is not None or not has_devices:
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *leaves)
-    rows, sums = params["rows"], params["sums"]
+    places: Places = params["places"]
     call = custom_partitioning(whole)
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        axes = _axes_of_rows(arguments, results, rows, sums, mesh.shape)
-        by_rows = PartitionSpec(axes or None)
-        of_results = [
-            _scattered(x, axes, mesh.shape) if is_sum else by_rows for x, is_sum in zip(results, sums, strict=True)
-        ]
-        of_arguments = [by_rows if flag else PartitionSpec() for flag in rows]
+        axes, columns = _axes_of(places, arguments, results, mesh.shape)
+        of_columns = PartitionSpec(*[None] * places.axis, columns or None)
+        of_arguments = [PartitionSpec(axes or None) if has_rows else PartitionSpec() for has_rows in places.rows]
+        of_arguments[places.argument] = of_columns
+        of_results = []
+        for i, (x, is_sum) in enumerate(zip(results, places.sums, strict=True)):
+            own = (places.axis, columns) if i == places.result else (0, ())
+            of_results.append(_scattered(x, axes, mesh.shape, *own) if is_sum else PartitionSpec(axes or None))
+        cut = (columns, math.prod(mesh.shape[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # all axes are manual here
-                made = zip(f(*leaves), sums, of_results, strict=True)
+                made = zip(f(*leaves, cut=cut), places.sums, of_results, strict=True)
             return [_summed(x, axes, spec) if is_sum else x for x, is_sum, spec in made]
 
         def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
@@ -93,25 +127,26 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         return mesh, each, placed(of_results), tuple(placed(of_arguments))
 
     avals_out: Sequence[Any] = ctx.avals_out
-    rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], rows, sums)
+    rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], places)
     call.def_partition(partition, sharding_rule=rule)
 
     def marked(*leaves: jax.Array) -> list[jax.Array]:
         program = re.sub("0x[0-9a-f]+", "", str(params["jaxpr"]))  # without addresses
-        with set_xla_metadata(coda_row_shards=digest_of(program, rows, sums, ffi.headers_hash())):
+        with set_xla_metadata(coda_row_shards=digest_of(program, places, ffi.headers_hash())):
             results: list[jax.Array] = call(*leaves)
         return results
 
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)
 
 
-def _axes_of_rows(
-    arguments: Sequence[Any], results: Sequence[Any], rows: Sequence[bool], sums: Sequence[bool], sizes: Any
-) -> Axes:
-    """The mesh axes that cut the rows: of the first array that has them cut."""
-    with_rows = [x for x, flag in zip(arguments, rows, strict=True) if flag]
-    with_rows += [x for x, is_sum in zip(results, sums, strict=True) if not is_sum]
-    return next((axes for x in with_rows if (axes := _dividing(_cut(x)[0], x.shape[0], sizes))), ())
+def _axes_of(places: Places, arguments: Sequence[Any], results: Sequence[Any], sizes: Any) -> tuple[Axes, Axes]:
+    """The mesh axes that cut the rows, of the first array that has them cut; and those that cut the columns."""
+    with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
+    with_rows += [x for x, is_sum in zip(results, places.sums, strict=True) if not is_sum]
+    rows = next((axes for x in with_rows if (axes := _dividing(_cut(x)[0], x.shape[0], sizes))), ())
+    whole = arguments[places.argument]
+    others = tuple(axis for axis in _cut(whole)[places.axis] if axis not in rows)
+    return rows, _dividing(others, whole.shape[places.axis], sizes)
 
 
 def _cut(x: Any) -> tuple[Axes, ...]:
@@ -127,14 +162,17 @@ def _dividing(axes: Axes, size: int, sizes: Any) -> Axes:
     return fit
 
 
-def _scattered(x: Any, axes: Axes, sizes: Any) -> PartitionSpec:
-    """How a sum over `axes` lies: cut by those of them that are to cut it."""
+def _scattered(x: Any, axes: Axes, sizes: Any, column_axis: int, columns: Axes) -> PartitionSpec:
+    """How a sum over `axes` lies: cut by those of them that are to cut it, and its columns by theirs."""
     wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in _cut(x)]
-    return PartitionSpec(*(_dividing(cut, size, sizes) or None for cut, size in zip(wanted, x.shape, strict=True)))
+    cuts = [_dividing(cut, size, sizes) for cut, size in zip(wanted, x.shape, strict=True)]
+    if columns:
+        cuts[column_axis] = columns
+    return PartitionSpec(*(cut or None for cut in cuts))
 
 
 def _summed(x: jax.Array, axes: Axes, spec: PartitionSpec) -> jax.Array:
-    kept = axes_of(spec, x.ndim)
+    kept = [tuple(axis for axis in of_one if axis in axes) for of_one in axes_of(spec, x.ndim)]
     for dimension, of_one in enumerate(kept):
         if of_one:
             x = lax.psum_scatter(x, of_one, scatter_dimension=dimension, tiled=True)
@@ -142,21 +180,33 @@ def _summed(x: jax.Array, axes: Axes, spec: PartitionSpec) -> jax.Array:
     return lax.psum(x, rest) if rest else x
 
 
-def _rule(
-    ranks: Sequence[int], result_ranks: Sequence[int], rows: Sequence[bool], sums: Sequence[bool]
-) -> SdyShardingRule:
-    """The rows go together; what else arrays have stays whole; a sum may lie as what reads it wants."""
+def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> SdyShardingRule:
+    """The rows go together, and so do the columns; what else arrays have stays whole; a sum may lie as is wanted."""
     whole: list[str] = []
 
-    def mapping(rank: int, has_rows: bool) -> ArrayMapping:
-        names = [f"whole_{len(whole) + i}" for i in range(rank - has_rows)]
-        whole.extend(names)
-        return ArrayMapping(*["rows"] * has_rows, *names)
+    def mapping(rank: int, has_rows: bool, column_axis: int | None = None) -> ArrayMapping:
+        names = ["rows"] * has_rows
+        for axis in range(has_rows, rank):
+            if axis == column_axis:
+                names.append("columns")
+            else:
+                whole.append(f"whole_{len(whole)}")
+                names.append(whole[-1])
+        return ArrayMapping(*names)
 
-    arguments = tuple(mapping(rank, flag) for rank, flag in zip(ranks, rows, strict=True))
+    def free(i: int, rank: int) -> ArrayMapping:
+        names = [f"free_{i}_{axis}" for axis in range(rank)]
+        if i == places.result:
+            names[places.axis] = "columns"
+        return ArrayMapping(*names)
+
+    arguments = tuple(
+        mapping(rank, flag, places.axis if i == places.argument else None)
+        for i, (rank, flag) in enumerate(zip(ranks, places.rows, strict=True))
+    )
     results = tuple(
-        ArrayMapping(*(f"free_{i}_{axis}" for axis in range(rank))) if is_sum else mapping(rank, True)
-        for i, (rank, is_sum) in enumerate(zip(result_ranks, sums, strict=True))
+        free(i, rank) if is_sum else mapping(rank, True)
+        for i, (rank, is_sum) in enumerate(zip(result_ranks, places.sums, strict=True))
     )
     return SdyShardingRule(arguments, results, need_replication_factors=tuple(whole))
 
