@@ -81,16 +81,16 @@ def kernel_source(
     if captured:
         raise ValueError("the programs here capture nothing")
     a, b = array((k, m) if transpose_a else (m, k), dtype), array((n, k) if transpose_b else (k, n), dtype)
-    spec = spec_of(program, epilogue, len(operands), transpose_a=transpose_a, transpose_b=transpose_b)
+    spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
     return lowered((a, b, *operands), spec, config).call.source
 
 
-def spec_of(program: Program, epilogue: Epilogue, operands: int, **options: Any) -> GemmSpec:
-    """The primitive's parameter for this traced program and so many operands, with `CallOptions`."""
+def spec_of(program: Program, epilogue: Epilogue, **options: Any) -> GemmSpec:
+    """The primitive's parameter for this traced program, with `CallOptions`."""
     out_dtypes = [out.dtype for out in epilogue.out_avals]
     for store, dtype in zip(epilogue.program.stores, program.out_dtypes, strict=True):
         out_dtypes[store.output] = np.dtype(dtype)
-    return GemmSpec.of(CallOptions(**options), epilogue.program, out_dtypes, epilogue.name, operands)
+    return GemmSpec.of(CallOptions(**options), epilogue.program, out_dtypes, epilogue.name)
 
 
 def lowered(types: Sequence[Any], spec: GemmSpec, config: GemmConfig | None) -> kernel.Kernel:

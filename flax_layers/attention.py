@@ -38,8 +38,10 @@ class Attention(nnx.Module):
 
     With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3.
 
-    The three projections are one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key heads, then
-    value heads; `split_kernel` gives the separate ones of other checkpoints.
+    The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
+    heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one
+    product of three kernels, `query.kernel`, `key.kernel` and `value.kernel`, whose heads a mesh may cut: tensor
+    parallelism wants it, and it costs a copy of what the norm's scale has been folded into.
 
     Args:
       in_features: D.
@@ -50,11 +52,12 @@ class Attention(nnx.Module):
       rope_scaling: how they are stretched for longer contexts.
       qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,).
       epsilon: of these two norms.
-      use_bias: whether both projections have a bias.
+      use_bias: whether the projections have a bias.
+      separate_qkv: whether query, key and value have kernels of their own.
       is_causal: whether a position sees only itself and earlier ones.
       sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
       dtype: compute dtype; default the promotion of input and kernels.
-      param_dtype: storage dtype of `qkv.kernel` and `out.kernel` (H Dh, D).
+      param_dtype: storage dtype of the kernels, `out.kernel` (H Dh, D) among them.
       kernel_init: initialiser of both.
       implementation: that of jax.nn.dot_product_attention. Default: cuDNN where JAX runs on a GPU, computes in 16 bits
         and Dh is a multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
@@ -76,6 +79,7 @@ class Attention(nnx.Module):
         qk_norm: bool = False,
         epsilon: float = 1e-6,
         use_bias: bool = False,
+        separate_qkv: bool = False,
         is_causal: bool = True,
         sliding_window: int | None = None,
         dtype: DTypeLike | None = None,
@@ -100,7 +104,13 @@ class Attention(nnx.Module):
         linear = partial(
             Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
-        self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim)
+        if separate_qkv:
+            self.query = linear(in_features, num_heads * head_dim)
+            self.key = linear(in_features, num_kv_heads * head_dim)
+            self.value = linear(in_features, num_kv_heads * head_dim)
+        else:
+            self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim)
+        self.separate_qkv = separate_qkv
         self.out = linear(num_heads * head_dim, in_features)
         norm = partial(RMSNorm, head_dim, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         self.q_norm = norm() if qk_norm else nnx.data(None)
@@ -116,7 +126,11 @@ class Attention(nnx.Module):
 
     def split_kernel(self) -> list[jax.Array]:
         """The kernels of the query (D, H Dh), key and value (D, Hkv Dh) projections."""
-        return self._split(self.qkv.kernel[...])
+        kernels = [layer.kernel[...] for layer in self._projections()]
+        return kernels if self.separate_qkv else self._split(kernels[0])
+
+    def _projections(self) -> tuple[Any, ...]:
+        return (self.query, self.key, self.value) if self.separate_qkv else (self.qkv,)
 
     @overload
     def __call__(
@@ -211,26 +225,33 @@ class Attention(nnx.Module):
         tables = None
         if self.rope_theta is not None:
             tables = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
-        norm = x if isinstance(x, DeferredNorm) and is_linear(self.qkv) else None
-        if norm is not None and norm.mean is None and self.qkv.bias is None and tables is not None:
-            norms: dict[str, Any] = {}
-            if self.q_norm is not None and self.k_norm is not None:
-                norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
-                norms["qk_epsilon"] = self.q_norm.epsilon
-            return coda.qkv_projection(
-                norm,
-                self.qkv.kernel[...],
-                *tables,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                dtype=self.qkv.dtype,
-                **norms,
-            )
-        z, passed = self.qkv.beside(norm) if norm is not None else (mapped(self.qkv, x), None)
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = (
-            y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(self._split(z), heads, strict=True)
-        )
+        layers = self._projections()
+        passed = None
+        if isinstance(x, DeferredNorm) and is_linear(*layers):
+            kernels, biases = tuple(layer.kernel[...] for layer in layers), [layer.bias for layer in layers]
+            w = kernels if self.separate_qkv else kernels[0]
+            if x.mean is None and biases[0] is None and tables is not None:
+                norms: dict[str, Any] = {}
+                if self.q_norm is not None and self.k_norm is not None:
+                    norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
+                    norms["qk_epsilon"] = self.q_norm.epsilon
+                return coda.qkv_projection(
+                    x,
+                    w,
+                    *tables,
+                    num_heads=self.num_heads,
+                    num_kv_heads=self.num_kv_heads,
+                    dtype=layers[0].dtype,
+                    **norms,
+                )
+            bias = None if biases[0] is None else tuple(bias[...] for bias in biases)
+            made, passed = coda.norm_projection(x, kernels, bias, dtype=layers[0].dtype)
+            zs = made if self.separate_qkv else (made,)
+        else:
+            zs = tuple(mapped(layer, x) for layer in layers)
+        columns = zs if self.separate_qkv else self._split(zs[0])
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(columns, counts, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:
@@ -239,7 +260,8 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""
-        dtype = dtype or self.qkv.dtype or self.qkv.kernel.dtype
+        first = self._projections()[0]
+        dtype = dtype or first.dtype or first.kernel.dtype
         return KVCache.empty(batch_size, capacity, self.num_kv_heads, self.head_dim, dtype)
 
     def _split(self, y: jax.Array) -> list[jax.Array]:

@@ -104,7 +104,7 @@ class LlamaBlock(TransformerBlock):
       num_heads: query heads.
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
-      rope_theta, rope_scaling, qk_norm, use_bias, sliding_window: as in Attention.
+      rope_theta, rope_scaling, qk_norm, use_bias, separate_qkv, sliding_window: as in Attention.
       activation: of GatedMLP.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
@@ -125,6 +125,7 @@ class LlamaBlock(TransformerBlock):
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         use_bias: bool = False,
+        separate_qkv: bool = False,
         activation: str | Activation = "silu",
         sliding_window: int | None = None,
         epsilon: float = 1e-6,
@@ -146,6 +147,7 @@ class LlamaBlock(TransformerBlock):
                 qk_norm=qk_norm,
                 epsilon=epsilon,
                 use_bias=use_bias,
+                separate_qkv=separate_qkv,
                 sliding_window=sliding_window,
                 **options,
             ),

@@ -179,7 +179,7 @@ def test_heads_of_a_tile_operand_are_left_to_xla():
 
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 64), (64, 64), (16, 64)))
     program = trace(f, jax.ShapeDtypeStruct((16, 64), jnp.float32), (x,))[0].program
-    spec = GemmSpec.of(CallOptions(), program, [jnp.bfloat16], "f", 1)
+    spec = GemmSpec.of(CallOptions(), program, [jnp.bfloat16], "f")
     reason = unsupported_reason((a, b, x), spec)
     assert reason is not None and "operand 0: a reduction of each head depends on this tile" in reason
     arrays = [jax.random.normal(jax.random.key(i), s.shape, s.dtype) for i, s in enumerate((a, b, x))]

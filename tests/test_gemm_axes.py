@@ -12,6 +12,7 @@ from coda_jax.operators.norm_products import multiply
 from tests.partitioned import partitioned_on_cpus
 
 F, T = 24, 8
+MESH = ((2, 2), ("data", "model"))
 
 
 def normal(seed, *shape):
@@ -62,8 +63,10 @@ def test_halves_with_an_axis_of_their_own(residuals):
 
 def test_two_right_hand_sides_are_the_halves():
     pair = (W[:, 0], W[:, 1])
-    check(of_axes(A, pair, BIAS), plain(A, W, BIAS))
-    check(of_axes(A, tuple(x.T for x in pair), BIAS, transpose_b=True), plain(A, W, BIAS))
+    z, *others = plain(A, W, BIAS)
+    expected = [z.reshape(2, T, 2 * F), *others]
+    check(of_axes(A, pair, BIAS), expected)
+    check(of_axes(A, tuple(x.T for x in pair), BIAS, transpose_b=True), expected)
     gradient = jax.grad(lambda pair: sines(of_axes)(A, pair, BIAS))(pair)
     expected = jax.grad(sines(plain), 1)(A, W, BIAS)
     check(gradient, (expected[:, 0], expected[:, 1]))
@@ -74,6 +77,85 @@ def test_columns_of_several_axes_without_halves():
     found = coda.gemm(A, w, epilogue=lambda acc: (jnp.tanh(acc), jnp.sum(acc, axis=1)))
     z = jnp.tensordot(A, w, 1)
     check(found, (jnp.tanh(z), z.sum((2, 3, 4))))
+
+
+PARTS = tuple(normal(10 + i, 16, n) for i, n in enumerate((32, 16, 16)))
+ENDS = (32, 48)
+OF_PARTS = normal(13, 64)
+
+
+def apart(acc, bias):
+    """Columns of each part, a tile of all, and sums along both axes."""
+    z = acc + bias[None, :]
+    return [*jnp.split(jnp.tanh(z), ENDS, axis=1), jnp.sum(z * z, axis=1), jnp.sum(z, axis=0)]
+
+
+def plain_parts(a, parts, bias):
+    z = a @ jnp.concatenate(parts, axis=1) + bias
+    return [*jnp.split(jnp.tanh(z), ENDS, axis=-1), (z * z).sum(-1), z.sum((0, 1))]
+
+
+def of_parts(a, parts, bias):
+    return coda.gemm(a, parts, bias, epilogue=apart)
+
+
+def test_several_right_hand_sides():
+    check(of_parts(A, PARTS, OF_PARTS), plain_parts(A, PARTS, OF_PARTS))
+    check(coda.gemm(A, PARTS), A @ jnp.concatenate(PARTS, axis=1))
+    check(
+        jax.grad(sines(of_parts), (0, 1, 2))(A, PARTS, OF_PARTS),
+        jax.grad(sines(plain_parts), (0, 1, 2))(A, PARTS, OF_PARTS),
+    )
+    each = tuple(jnp.stack([x, 2 * x]) for x in PARTS)
+    check(
+        jax.vmap(of_parts, (None, 0, None))(A, each, OF_PARTS),
+        jax.vmap(plain_parts, (None, 0, None))(A, each, OF_PARTS),
+    )
+    one = (each[0], *PARTS[1:])
+    axes = (None, (0, None, None), None)
+    check(jax.vmap(of_parts, axes)(A, one, OF_PARTS), jax.vmap(plain_parts, axes)(A, one, OF_PARTS))
+
+
+def backward_products(a, ts, parts):
+    """Of the gradients: K is joined in the first, N and a tile of N in the second."""
+    options = {"implementation": "auto"}
+
+    def halved(acc, w):
+        return [*jnp.split(0.5 * acc, ENDS, axis=1), jnp.sum(acc * w, axis=1)]
+
+    (dx,) = multiply(ts, parts, out_dtypes=[jnp.float32], transpose_b=True, **options)
+    dw = multiply(a, ts, parts, epilogue=halved, out_dtypes=[jnp.float32] * 4, transpose_a=True, k_axes=2, **options)
+    return [dx, *dw]
+
+
+TS = tuple(normal(14 + i, 2, T, n) for i, n in enumerate((32, 16, 16)))
+
+
+def test_sums_over_several_arrays():
+    g = jnp.einsum("btk,btn->kn", A, jnp.concatenate(TS, -1))
+    w = jnp.concatenate(PARTS, axis=1)
+    expected = [jnp.concatenate(TS, -1) @ w.T, *jnp.split(0.5 * g, ENDS, axis=1), (g * w).sum(1)]
+    check(backward_products(A, TS, PARTS), expected, 1e-4)
+
+
+@pytest.mark.parametrize("of_parts_", [P(None, "model"), P("data", "model"), P("data")], ids=str)
+def test_parts_of_several_arrays(of_parts_):
+    """Each device joins its own part of each of them: half of the query's, the key's and the value's columns."""
+    mesh = jax.make_mesh(*MESH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def step(a, ts, parts, bias):
+        return of_parts(a, parts, bias), backward_products(a, ts, parts)
+
+    expected = step(A, TS, PARTS, OF_PARTS)
+    model = of_parts_[1] if len(of_parts_) > 1 else None
+    specs = P("data"), P("data", None, model), of_parts_, P()
+    with partitioned_on_cpus() as records:
+        placed = jax.device_put((A, TS, PARTS, OF_PARTS), tuple(NamedSharding(mesh, spec) for spec in specs))
+        check(jax.jit(step)(*placed), expected, 1e-4)
+    by_name = {spec.name: [x.shape for x in types] for spec, types, _ in records}
+    shares = [n // (2 if model else 1) for n in (32, 16, 16)]
+    assert by_name["apart"][1:4] == [(16, n) for n in shares]
+    assert [shape[-1] for shape in by_name["halved"][1:4]] == shares
 
 
 def test_vmap():
@@ -93,7 +175,6 @@ def test_sums_over_several_axes():
     check(da, jnp.einsum("bthf,khf->btk", z, W), 1e-4)
 
 
-MESH = ((2, 2), ("data", "model"))
 LAYOUTS = {  # of a (B, T, K), of w (K, 2, F), of the gated result; the parts that each device multiplies
     "tensor parallel": (P("data"), P(None, None, "model"), P("data", None, "model"), [(1, T, 16), (16, 2, F // 2)]),
     "sequence parallel": (P("data", "model"), P(), P("data", "model"), [(1, T // 2, 16), (16, 2, F)]),

@@ -22,7 +22,7 @@ def tile_and_sum(acc, *operands):
 SHAPES = {
     "vector a": (lambda: coda.gemm(A[0], B), ValueError, r"a has shape \(16,\); it must be a matrix"),
     "batched b": (lambda: coda.gemm(A, B[None]), ValueError, r"b \(1, 16, 24\) has K = 1; they .*jax.vmap"),
-    "three b": (lambda: coda.gemm(A, (B, B, B)), ValueError, r"of shapes \(16, 24\), .*two matrices of one shape"),
+    "several b": (lambda: coda.gemm(A, (B, B.T)), ValueError, r"of shapes \(16, 24\), \(24, 16\); several must be"),
     "columns in heads": (
         lambda: coda.gemm(A, B.reshape(16, 3, 8), epilogue=lambda acc: jnp.split(acc, 2, axis=1)[0] * 2),
         ValueError,

@@ -40,7 +40,23 @@ from jax import lax
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, mean_and_rstd
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
-from coda_jax.primitives.product import Options, product
+from coda_jax.primitives.product import Options, Parts, product
+
+
+def parts_of(x: Parts) -> tuple[jax.Array, ...]:
+    """The arrays that one is joined of; of one array it alone."""
+    parts: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
+    return parts
+
+
+def one_or_parts(arrays: Sequence[Any]) -> Any:
+    """What `parts_of` was given."""
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def ends_of(parts: Sequence[jax.Array]) -> list[int]:
+    """Where the columns of all but the last end, as `jnp.split` takes it."""
+    return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]
 
 
 def vary_alike(*trees: Any) -> list[Any]:
@@ -50,9 +66,9 @@ def vary_alike(*trees: Any) -> list[Any]:
 
 
 def multiply(
-    a: jax.Array,
-    b: jax.Array,
-    *operands: jax.Array | None,
+    a: Parts,
+    b: Parts,
+    *operands: Parts | None,
     epilogue: Callable[..., Any] | None = None,
     out_dtypes: Sequence[Any],
     implementation: str,
@@ -65,7 +81,8 @@ def multiply(
 ) -> list[jax.Array]:
     """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes.
 
-    The epilogue gets the operands that are None as None. Arrays may have any number of axes, as `product` says.
+    The epilogue gets the operands that are None as None. Arrays may have any number of axes, and a, b and tiles be
+    several arrays, as `product` says.
     """
     given = epilogue
     if epilogue is not None and any(x is None for x in operands):
@@ -93,27 +110,35 @@ class FoldedWeight(NamedTuple):
     """What the product with a normalised x needs of the parameters.
 
     Attributes:
-      w: (D, N) or (D, 2, F), W'.
+      w: (D, N) or (D, 2, F), W'; or several (D, Ni), as the weight.
       column_sums: (N,) float32, those of W' where there is a mean.
       shift: (N,) float32, what the two biases add to z.
     """
 
-    w: jax.Array
+    w: Any
     column_sums: jax.Array | None
     shift: jax.Array | None
 
 
-def fold_norm(norm: DeferredNorm, w: jax.Array, bias: jax.Array | None, dtype: Any) -> FoldedWeight:
+def fold_norm(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> FoldedWeight:
     """W', its column sums and the shift, each one reduction in the pass that casts w (D, N) or (D, 2, F)."""
-    scaled = scaled_weight(norm.scale, w, dtype)
+    weights = parts_of(w)
+    scaled = [scaled_weight(norm.scale, part, dtype) for part in weights]
     sums = None
     if norm.mean is not None:
-        sums = jnp.sum(rounded(scaled.astype(jnp.float32), dtype), axis=0).reshape(-1)
-    shift = None if bias is None else bias.astype(jnp.float32)
+        sums = _columns([jnp.sum(rounded(part.astype(jnp.float32), dtype), axis=0) for part in scaled])
+    shift = None if bias is None else _columns([part.astype(jnp.float32) for part in parts_of(bias)])
     if norm.bias is not None:
-        of_norm = jnp.sum(_beside(norm.bias, w) * w.astype(jnp.float32), axis=0).reshape(-1)
+        of_bias = norm.bias
+        of_norm = _columns([jnp.sum(_beside(of_bias, part) * part.astype(jnp.float32), axis=0) for part in weights])
         shift = of_norm if shift is None else of_norm + shift
-    return FoldedWeight(scaled, sums, shift)
+    return FoldedWeight(one_or_parts(scaled), sums, shift)
+
+
+def _columns(parts: Sequence[jax.Array]) -> jax.Array:
+    """(N,) of what is there for each column of one weight or of several."""
+    vectors = [part.reshape(-1) for part in parts]
+    return jnp.concatenate(vectors) if len(vectors) > 1 else vectors[0]
 
 
 def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
@@ -135,8 +160,8 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 def multiply_normalized(
     norm: DeferredNorm,
-    w: jax.Array,
-    bias: jax.Array | None,
+    w: Parts,
+    bias: Parts | None,
     *operands: jax.Array,
     epilogue: Callable[..., Any],
     dtype: Any,
@@ -165,7 +190,7 @@ def multiply_normalized(
         weight.shift,
         *operands,
         epilogue=of_normalized,
-        halves=w.ndim == 3,
+        halves=parts_of(w)[0].ndim == 3,
         **options,
     )
     return arrays, weight
@@ -185,13 +210,13 @@ class Cotangents(NamedTuple):
     """What `backward` takes of dz: t (M, N), and sums of dz and t along rows and columns, float32.
 
     Attributes:
-      t: in the compute dtype, `scale_of_t` times dz, (..., N) or (..., 2, F).
+      t: in the compute dtype, `scale_of_t` times dz, (..., N) or (..., 2, F), or one for each of several weights.
       s: (...,), row sums of dz * u.
       centring: (...,), row sums of t * cs, of a LayerNorm.
       mean_t: (N,), column sums of mean * t, where x is multiplied with its mean in it.
     """
 
-    t: jax.Array
+    t: Any
     s: jax.Array
     centring: jax.Array | None = None
     mean_t: jax.Array | None = None
@@ -209,6 +234,20 @@ def cotangents(
     return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=range(t.ndim - 1)))
 
 
+def joined_cotangents(parts: Sequence[Cotangents]) -> Cotangents:
+    """Of all columns, from those of each weight's."""
+    if len(parts) == 1:
+        return parts[0]
+    centring = [part.centring for part in parts if part.centring is not None]
+    mean_t = [part.mean_t for part in parts if part.mean_t is not None]
+    return Cotangents(
+        tuple(part.t for part in parts),
+        sum(part.s for part in parts[1:]) + parts[0].s,
+        sum(centring[1:]) + centring[0] if centring else None,
+        jnp.concatenate(mean_t) if mean_t else None,
+    )
+
+
 def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
     """A vector (N,) beside x (..., N)."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
@@ -224,73 +263,87 @@ def norm_backward(
 
 
 def weight_backward(
-    acc: jax.Array, w: jax.Array, scale: jax.Array, mean_t: Any = None, bias: Any = None, dshift: Any = None
+    acc: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    mean_t: Any = None,
+    bias: Any = None,
+    dshift: Any = None,
+    *,
+    ends: Sequence[int] = (),
 ) -> list[jax.Array]:
-    """Epilogue of x^T t: the cotangents of the weight, and of the norm's parameters as row sums."""
+    """Epilogue of x^T t: the cotangents of the weight, apart at `ends`, and of the norm's parameters as row sums."""
     g = acc if mean_t is None else acc - mean_t[None, :]
     if bias is None:
-        return [g * scale, jnp.sum(g * w, axis=1)]
-    dshift = dshift[None, :]
-    return [g * scale + bias * dshift, jnp.sum(g * w, axis=1), jnp.sum(w * dshift, axis=1)]
+        dw, sums = g * scale, [jnp.sum(g * w, axis=1)]
+    else:
+        dshift = dshift[None, :]
+        dw, sums = g * scale + bias * dshift, [jnp.sum(g * w, axis=1), jnp.sum(w * dshift, axis=1)]
+    return [*(jnp.split(dw, ends, axis=1) if ends else [dw]), *sums]
 
 
 def backward(
     of_z: Cotangents,
     norm: DeferredNorm,
-    w: jax.Array,
+    w: Parts,
     dshift: jax.Array | None,
     dresidual: jax.Array | None,
     *,
     implementation: str,
-) -> tuple[DeferredNorm, jax.Array]:
+) -> tuple[DeferredNorm, Any]:
     """Cotangents of the norm, x among it, and of w, through z, and through x itself where dresidual is.
 
     Args:
       of_z: the cotangents of z.
       norm: of x (..., D).
-      w: (D, N) or (D, 2, F), as going forward.
+      w: (D, N) or (D, 2, F), or several, as going forward.
       dshift: (N,) float32, column sums of dz; needed where the norm has a bias.
       dresidual: (..., D), added to dx, or None.
     """
-    x, t = norm.x, of_z.t
+    x, t, weights = norm.x, parts_of(of_z.t), parts_of(w)
+    dtype = t[0].dtype
     mean, rstd = mean_and_rstd(norm)
     # W' is made anew: XLA would keep the forward's alive, a copy of all weights.
-    scale, same = lax.optimization_barrier((norm.scale, w))
+    scale, same = lax.optimization_barrier((norm.scale, weights))
     (dx,) = multiply(
-        t,
-        scaled_weight(scale, same, t.dtype),
+        of_z.t,
+        one_or_parts([scaled_weight(scale, part, dtype) for part in same]),
         x,
         mean,
         jnp.square(rstd) * (of_z.s[..., None] / x.shape[-1]),
         None if of_z.centring is None else of_z.centring[..., None] / x.shape[-1],
         dresidual,
-        rstd if t.dtype == jnp.float16 else None,
+        rstd if dtype == jnp.float16 else None,
         epilogue=norm_backward,
         out_dtypes=[x.dtype],
         implementation=implementation,
         transpose_b=True,
-        k_axes=w.ndim - 1,
+        k_axes=weights[0].ndim - 1,
         like=x,
     )
-    left = x.astype(t.dtype)
-    if t.dtype == jnp.float16:
+    left = x.astype(dtype)
+    if dtype == jnp.float16:
         wide = x.astype(jnp.float32)
-        left = (rstd * (wide if mean is None else wide - mean)).astype(t.dtype)
-    dw, dscale, *dbias = multiply(
-        left,
-        t,
-        w,
-        norm.scale[:, None],
-        of_z.mean_t,
-        None if norm.bias is None else norm.bias[:, None],
-        None if norm.bias is None else dshift,
-        epilogue=weight_backward,
-        out_dtypes=[w.dtype, jnp.float32] + [jnp.float32] * (norm.bias is not None),
-        implementation=implementation,
-        transpose_a=True,
-        k_axes=x.ndim - 1,
-        like=w,
+        left = (rstd * (wide if mean is None else wide - mean)).astype(dtype)
+    dw, sums = _split(
+        multiply(
+            left,
+            of_z.t,
+            w,
+            norm.scale[:, None],
+            of_z.mean_t,
+            None if norm.bias is None else norm.bias[:, None],
+            None if norm.bias is None else dshift,
+            epilogue=_apart(weights),
+            out_dtypes=[part.dtype for part in weights] + [jnp.float32] * (1 + (norm.bias is not None)),
+            implementation=implementation,
+            transpose_a=True,
+            k_axes=x.ndim - 1,
+            like=weights[0],
+        ),
+        len(weights),
     )
+    dscale, *dbias = sums
     dnorm = DeferredNorm(
         dx,
         jnp.zeros_like(norm.sumsq),
@@ -299,7 +352,22 @@ def backward(
         None if norm.bias is None else dbias[0].astype(norm.bias.dtype),
         norm.epsilon,
     )
-    return dnorm, dw
+    return dnorm, one_or_parts(dw)
+
+
+def _apart(weights: Sequence[jax.Array]) -> Callable[..., Any]:
+    """`weight_backward`, with the cotangents of several weights apart."""
+    if len(weights) == 1:
+        return weight_backward
+
+    def weights_backward(acc: jax.Array, *operands: Any) -> list[jax.Array]:
+        return weight_backward(acc, *operands, ends=ends_of(weights))
+
+    return weights_backward
+
+
+def _split(arrays: list[jax.Array], count: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    return arrays[:count], arrays[count:]
 
 
 def bias_cotangent(dz_sums: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:

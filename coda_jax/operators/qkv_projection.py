@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
 from coda_jax.operators.norm_products import Cotangents
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
+from coda_jax.primitives.product import Parts
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.tiles.choose import takes_heads
 
@@ -79,7 +80,7 @@ class _QKVProjection:
     implementation: str
 
     def project(
-        self, norm: DeferredNorm, w: jax.Array, tables: Any, scales: tuple[jax.Array, ...], *, keep: bool
+        self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[jax.Array, ...], *, keep: bool
     ) -> list[jax.Array]:
         """q, k and v, and where they are normalised and that is kept, q and k before their norms."""
         in_epilogue = takes_heads(self.head_dim)
@@ -106,11 +107,11 @@ class _QKVProjection:
         turned = [self._turned(q, cos, sin, q_scale), self._turned(k, cos, sin, k_scale), v]
         return turned + ([q, k] if scales and keep else [])
 
-    def run(self, norm: DeferredNorm, w: jax.Array, tables: Any, scales: Any) -> list[jax.Array]:
+    def run(self, norm: DeferredNorm, w: Parts, tables: Any, scales: Any) -> list[jax.Array]:
         return [*self.project(norm, w, tables, scales, keep=False), norm.x]
 
     def forward(
-        self, norm: DeferredNorm, w: jax.Array, tables: Any, scales: Any
+        self, norm: DeferredNorm, w: Parts, tables: Any, scales: Any
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
         made = self.project(norm, w, tables, scales, keep=True)
         q, k, v, *before = (checkpoint_name(y, name) for y, name in zip(made, NAMES + NAMES[:2], strict=False))
@@ -130,8 +131,11 @@ class _QKVProjection:
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
         s = products[0] + products[1] + products[2]
         _, rstd = mean_and_rstd(norm)
-        packed = jnp.concatenate(dz, axis=-2).reshape(*self.rows, w.shape[1])
-        t = (norm_products.scale_of_t(rstd, self.dtype) * packed).astype(self.dtype)
+        if not isinstance(w, tuple):
+            dz = [jnp.concatenate(dz, axis=-2)]
+        columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
+        scale = norm_products.scale_of_t(rstd, self.dtype)
+        t = norm_products.one_or_parts([(scale * y).astype(self.dtype) for y in columns])
         dnorm, dw = norm_products.backward(
             Cotangents(t, s), norm, w, None, dresidual, implementation=self.implementation
         )
@@ -177,7 +181,7 @@ class _QKVProjection:
 
 def qkv_projection(
     norm: DeferredNorm,
-    w: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -206,7 +210,8 @@ def qkv_projection(
 
     Args:
       norm: an RMSNorm of x (..., T, D), the residual stream.
-      w: (D, (H + 2 Hkv) Dh): query heads, then key heads, then value heads.
+      w: (D, (H + 2 Hkv) Dh): query heads, then key heads, then value heads; or these three apart, of which a mesh may
+        cut the heads.
       cos, sin: (T, Dh / 2) or (..., T, Dh / 2) float32, as `rotary` takes them. They receive no gradient.
       num_heads, num_kv_heads: H, Hkv.
       q_scale, k_scale: (Dh,), of the norms of the heads of q and of k; None, both, for no such norms.
@@ -223,9 +228,17 @@ def qkv_projection(
     """
     check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     heads = num_heads + 2 * num_kv_heads
-    head_dim = w.shape[-1] // heads
+    weights = norm_products.parts_of(w)
+    head_dim = sum(part.shape[-1] for part in weights) // heads
     width = width_of("qkv_projection", norm)
-    check_arrays("qkv_projection", norm, {"w": (w, (width, heads * head_dim))})
+    if len(weights) not in (1, 3):
+        raise ValueError(
+            f"qkv_projection: w is {len(weights)} arrays; it must be one, or three: of query, key and value"
+        )
+    of_each = (heads,) if len(weights) == 1 else (num_heads, num_kv_heads, num_kv_heads)
+    names = ("w",) if len(weights) == 1 else ("w[0]", "w[1]", "w[2]")
+    expected = ((part, (width, count * head_dim)) for part, count in zip(weights, of_each, strict=True))
+    check_arrays("qkv_projection", norm, dict(zip(names, expected, strict=True)))
     if norm.mean is not None:
         raise ValueError("qkv_projection: norm is a LayerNorm; it must be an RMSNorm. norm_projection takes both")
     if (q_scale is None) != (k_scale is None):
@@ -242,9 +255,9 @@ def qkv_projection(
         head_dim=head_dim,
         ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
         epsilon=float(norm.epsilon if qk_epsilon is None else qk_epsilon),
-        dtype=resolve_dtype("qkv_projection", dtype, norm.x, w),
+        dtype=resolve_dtype("qkv_projection", dtype, norm.x, *weights),
         implementation=implementation,
     )
-    arguments = norm_products.vary_alike(norm, w, (cos, sin), scales)
+    arguments = norm_products.vary_alike(norm, norm_products.one_or_parts(weights), (cos, sin), scales)
     q, k, v, x = differentiable("qkv_projection", chain.run, chain.forward, chain.backward)(*arguments)
     return q, k, v, x

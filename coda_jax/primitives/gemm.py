@@ -13,7 +13,7 @@ import numpy as np
 from coda_jax.epilogue import Epilogue, Kind, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
-from coda_jax.primitives.arguments import FLOATS, check_dtype, joined_halves
+from coda_jax.primitives.arguments import FLOATS, check_dtype
 from coda_jax.primitives.product import Options, product
 from coda_jax.tiles.config import GemmConfig
 
@@ -43,8 +43,9 @@ def gemm(
       a: (..., M, K) bfloat16, float16 or float32. The epilogue sees the leading axes flattened into M. With
         transpose_a (K, M), without leading axes.
       b: (K, N); with transpose_b (N, K). N may be several axes, which the epilogue sees as one and tiles of the result
-        have again; where it works on halves of N they are (2, N/2). Over a device mesh each axis may be cut. Two
-        factors (K, N/2) are taken as their halves (K, 2, N/2).
+        have again; where it works on halves of N they are (2, N/2). Several matrices (K, Ni) are one with N = sum Ni,
+        joined on each device: a mesh may cut each, if the epilogue returns their columns apart (jnp.split) or the
+        two of them are its halves.
       *operands: scalars (), also Python's, row vectors (N,) or (1, N), column vectors (..., M, 1) and tiles
         (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
         tiles beside it. Where it works on heads of Dh columns, also tables of them, (..., M, Dh), and vectors (Dh,); a
@@ -94,7 +95,8 @@ def gemm(
     In the kernel sin and cos are right to 2e-7, and those of a product of two float32 values, as in
     sin(position * frequency), of the exact product up to 2^22 rad; XLA rounds the product first, by 0.03 rad at 10^6.
     """
-    a, b = _factor("a", a), _factor("b", joined_halves("gemm", "b", b, 0 if transpose_b else 1))
+    a = _factor("a", a)
+    parts = [_factor(f"b[{i}]", x) for i, x in enumerate(b)] if isinstance(b, tuple | list) else [_factor("b", b)]
     operands = tuple(_operand(i, x) for i, x in enumerate(operands))
     _check_choice("residuals", residuals, ("preactivation", "recompute"))
     _check_choice("implementation", implementation, ("auto", "cuda", "xla"))
@@ -108,7 +110,7 @@ def gemm(
         raise TypeError(f"gemm: {len(operands)} operands without an epilogue; epilogue=lambda acc, x: acc + x adds one")
     if not isinstance(input_output_aliases, Mapping | None):
         raise TypeError(f"gemm: input_output_aliases = {input_output_aliases!r}; it must be a dict or None")
-    leading, m, n = _product_shape(a, b, transpose_a, transpose_b)
+    leading, m, n = _product_shape(a, parts, transpose_a, transpose_b)
     aliases = tuple(sorted((input_output_aliases or {}).items()))
 
     one_row = same_size(math.prod(leading) * m, 1)
@@ -129,9 +131,10 @@ def gemm(
         implementation=implementation,
         config=config,
         input_output_aliases=aliases,
-        halves=b.ndim == 3 and b.shape[0 if transpose_b else 1] == 2,
+        halves=parts[0].ndim == 3 and parts[0].shape[0 if transpose_b else 1] == 2,
     )
-    outputs, traced = product(a, b, operands, epilogue, checked_dtypes, options)
+    of_b = parts if len(parts) > 1 else parts[0]
+    outputs, traced = product(a, of_b, operands, epilogue, checked_dtypes, options)
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
@@ -163,13 +166,19 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _product_shape(
-    a: jax.Array, b: jax.Array, transpose_a: bool, transpose_b: bool
+    a: jax.Array, parts: Sequence[jax.Array], transpose_a: bool, transpose_b: bool
 ) -> tuple[tuple[Any, ...], Any, Any]:
     """Leading axes of a, M and N."""
+    b = parts[0]
+    if any(x.ndim != 2 or not same_size(x.shape[transpose_b], b.shape[transpose_b]) for x in parts[1:]) or (
+        len(parts) > 1 and b.ndim != 2
+    ):
+        shapes = ", ".join(str(x.shape) for x in parts)
+        raise ValueError(f"gemm: b has factors of shapes {shapes}; several must be matrices with one K")
     if transpose_a and a.ndim != 2:
         raise ValueError(f"gemm: a has shape {a.shape}; with transpose_a it must be (K, M), without leading axes")
     columns, k_of_b = (b.shape[:-1], b.shape[-1]) if transpose_b else (b.shape[1:], b.shape[0])
-    n = math.prod(columns)
+    n = math.prod(columns) if len(parts) == 1 else sum(x.shape[not transpose_b] for x in parts)
     *leading, m, k = (a.shape[1], a.shape[0]) if transpose_a else a.shape
     if not same_size(k, k_of_b):
         raise ValueError(

@@ -18,11 +18,14 @@ from coda_jax.epilogue import evaluate, evaluate_tiles, finish, types_of
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.shapes import (
     FactorAxes,
-    argument_groups,
-    flat,
+    argument_parts,
     flat_arguments,
-    flat_results,
-    product_groups,
+    flat_operands,
+    flat_reductions,
+    flat_spec,
+    joined_results,
+    num_stored,
+    product_parts,
     shaped_outputs,
     shaped_results,
 )
@@ -79,24 +82,26 @@ def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bo
 
 def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """The program on the float32 product. Arguments flagged in `spec.batched`, and then results, have a batch axis."""
+    of_matrices = flat_spec(spec)
 
     def matrix(*arguments: jax.Array) -> list[jax.Array]:
-        a, b, operands = spec.split(arguments)
+        a, b, operands = of_matrices.split(arguments)
         acc = accumulate(
             a, b, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
         )
         outputs = evaluate(spec.program, acc, *operands)
         return [output.astype(dtype) for output, dtype in zip(outputs, spec.out_dtypes, strict=True)]
 
-    axes = tuple(0 if flag else None for flag in spec.batched)
+    axes = tuple(0 if flag else None for flag in of_matrices.batched)
     function = jax.vmap(matrix, in_axes=axes) if any(spec.batched) else matrix
     return shaped_outputs(function(*flat_arguments(arguments, spec)), arguments, spec)
 
 
 def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the kernel computes, by XLA: the program's stores and its reductions, on the float32 product."""
-    a, b, operands = spec.split(flat_arguments(arguments, spec))
-    flags_a, flags_b, _ = spec.split(spec.batched)
+    """What the kernel computes, by XLA: the program's stores and its reductions, or their parts."""
+    of_matrices = flat_spec(spec)
+    a, b, operands = of_matrices.split(flat_arguments(arguments, spec))
+    flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
     multiply = functools.partial(
         accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
     )
@@ -105,14 +110,22 @@ def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], l
     return _tiles(acc, operands, FactorAxes.of(arguments, spec), spec)
 
 
-def tiles_of(acc: jax.Array, operands: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The stores and the reductions of the program on an accumulator that is there."""
-    flags_a, flags_b, _ = spec.split(spec.batched)
-    has_batch = flags_a or flags_b
+def tiles_of(
+    accs: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The same on an accumulator that is there, or on its parts.
+
+    Args:
+      accs, operands: with all their axes.
+    """
+    of_factors = sum(map(len, argument_parts(spec)[:2]))
+    has_batch = any(spec.batched[:of_factors])
+    flags = [has_batch] * len(accs)
+    (acc,) = flat_operands(accs, flags, [product_parts(spec)])
     return _tiles(
-        flat(acc, product_groups(spec), has_batch=has_batch),
-        _flat_operands(operands, spec),
-        FactorAxes.of_product(acc, spec, has_batch=has_batch),
+        acc,
+        flat_operands(operands, spec.batched[of_factors:], argument_parts(spec)[2:]),
+        FactorAxes.of_product(accs, spec, has_batch=has_batch),
         spec,
     )
 
@@ -121,7 +134,8 @@ def _tiles(
     acc: jax.Array, operands: Sequence[jax.Array], factors: FactorAxes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The same of matrices and vectors, with the axes that go with the factors'."""
-    flags_a, flags_b, flags = spec.split(spec.batched)
+    of_matrices = flat_spec(spec)
+    flags_a, flags_b, flags = of_matrices.split(of_matrices.batched)
 
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         stores, reductions = evaluate_tiles(spec.program, acc.astype(jnp.float32), *operands)
@@ -130,31 +144,31 @@ def _tiles(
     batched = (flags_a or flags_b, *flags)
     function = jax.vmap(matrix, in_axes=tuple(map(_axis, batched))) if any(batched) else matrix
     stores, reductions = function(acc, *operands)
-    results = shaped_results([*stores, *reductions], factors, spec)
-    return results[: len(stores)], results[len(stores) :]
+    return split_results(shaped_results([*stores, *reductions], factors, spec), spec)
+
+
+def split_results(results: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The stores, or their parts, and the reductions'."""
+    count = num_stored(spec)
+    return list(results[:count]), list(results[count:])
 
 
 def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """f's flat outputs, from the program's stores and reductions: what of `f` is left to XLA."""
-    program = spec.program
-    count = len(program.stores)
+    """f's flat outputs, from the stores and reductions, or their parts: what of `f` is left to XLA."""
+    program, of_matrices = spec.program, flat_spec(spec)
+    results = joined_results(results, spec)
     outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}
     if program.finishing.outputs:
-        _, _, flags = spec.split(spec.batched)
-        reductions = flat_results(results, spec)[count:]
+        _, _, flags = of_matrices.split(of_matrices.batched)
         function = functools.partial(finish, program)
         if any(spec.batched):
             (batch,) = {x.shape[0] for x in results}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
-        outputs |= function(reductions, _flat_operands(spec.split(arguments)[2], spec))
+        of_factors = sum(map(len, argument_parts(spec)[:2]))
+        operands = flat_operands(arguments[of_factors:], spec.batched[of_factors:], argument_parts(spec)[2:])
+        outputs |= function(flat_reductions(results, spec), operands)
     ordered = [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
     return shaped_outputs(ordered, arguments, spec)
-
-
-def _flat_operands(operands: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    _, _, flags = spec.split(spec.batched)
-    each = zip(operands, argument_groups(spec)[2:], flags, strict=True)
-    return [flat(x, groups, has_batch=flag) for x, groups, flag in each]
 
 
 def _axis(flag: bool) -> int | None:

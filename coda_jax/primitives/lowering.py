@@ -15,11 +15,11 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Operand, types_of
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, xla_form, xla_tiles
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
-from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_types, shaped_results
+from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.cost_model import GemmShape
@@ -65,7 +65,7 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
         return Selection(route.reason)
     if route.over:
         return _select_of_parts(avals, spec, route, anywhere)
-    if reason := unsupported_reason(flat_types(avals, spec), spec.flat()):
+    if reason := unsupported_reason(flat_types(avals, spec), flat_spec(spec)):
         return Selection(reason)
     problem = problem_of(avals, spec)
     try:
@@ -86,7 +86,7 @@ def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywher
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
-    of_part = bare(spec, *parts[:2]) if made.over("k") else spec
+    of_part = bare(spec, parts) if made.over("k") else spec
     return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
 
 
@@ -203,9 +203,8 @@ def kernel_tiles(
     *arguments: jax.Array, spec: GemmSpec, config: KernelConfig
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The custom call: the program's stores and reductions."""
-    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), spec.flat(), config)
-    results = shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec)
-    return results[: len(stores)], results[len(stores) :]
+    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), flat_spec(spec), config)
+    return split_results(shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec), spec)
 
 
 def _matrix_tiles(
@@ -266,7 +265,7 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
 
 def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     """The product that the lowering launches for arguments of these types."""
-    types, spec = flat_types(avals, spec), spec.flat()
+    types, spec = flat_types(avals, spec), flat_spec(spec)
     if _folds(spec):
         types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
         spec = spec.unbatched()

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from coda_jax.epilogue import Program
-from coda_jax.primitives.shapes import Groups, argument_groups, product_groups, result_groups
+from coda_jax.primitives.shapes import Groups, argument_groups, argument_parts, product_parts, result_groups
 from coda_jax.primitives.spec import GemmSpec
 
 Axes = tuple[str, ...]
-Dims = tuple[str | None, ...]  # of an array: for each axis "batch", "m0", "m1", "n0", "k0", ...; None if never cut
+# Of an array: for each axis "batch", "m0", "m1", "n0", "k0", ...; None if it is never cut. All arrays that N or K is
+# joined of have its name, and are cut by the same mesh axes.
+Dims = tuple[str | None, ...]
 
 
 class Plan(NamedTuple):
@@ -45,7 +47,8 @@ class Plan(NamedTuple):
 
     def argument_specs(self, spec: GemmSpec, ranks: Sequence[int]) -> tuple[PartitionSpec, ...]:
         dims = argument_dims(spec, ranks)
-        return tuple(self.spec(of_one, of_factor=i < 2) for i, of_one in enumerate(dims))
+        _, last = _of_factors(spec)
+        return tuple(self.spec(of_one, of_factor=i < last) for i, of_one in enumerate(dims))
 
     def result_specs(self, spec: GemmSpec) -> tuple[PartitionSpec, ...]:
         return tuple(self.spec(of_one, of_factor=False) for of_one in result_dims(spec))
@@ -63,18 +66,18 @@ def result_dims(spec: GemmSpec) -> list[Dims]:
     return [batch + _dims(groups, spec) for groups in result_groups(spec)]
 
 
-def product_dims(spec: GemmSpec) -> Dims:
-    """The dimensions of acc, without a batch."""
-    return _dims(product_groups(spec), spec)
+def product_dims(spec: GemmSpec) -> list[Dims]:
+    """The dimensions of acc's parts, without a batch."""
+    return [_dims(groups, spec) for groups in product_parts(spec)]
 
 
 def _dims(groups: Groups, spec: GemmSpec) -> Dims:
     """The dimension of each axis. Halves that lie apart are never cut."""
     own = {"m": spec.axes.m, "n": spec.axes.n, "k": spec.axes.k}
     dims: Dims = ()
-    for letter, count in groups:
-        named = own.get(letter, 0)
-        dims += (None,) * (count - named) + tuple(f"{letter}{i}" for i in range(named))
+    for of, count, _ in groups:
+        named = own.get(of, 0)
+        dims += (None,) * (count - named) + tuple(f"{of}{i}" for i in range(named))
     return dims
 
 
@@ -91,7 +94,7 @@ def units(spec: GemmSpec, sizes: Mapping[str, int]) -> dict[str, int]:
       sizes: of the dimensions.
     """
     found = {"batch": 1} | {dim: 1 for dim in sizes if dim[0] == "k"}
-    for letter, unit in (("m", row_unit(spec.program)), ("n", column_unit(spec.program, halves=spec.axes.halves))):
+    for letter, unit in (("m", row_unit(spec.program)), ("n", _column_unit(spec))):
         dims = sorted(dim for dim in sizes if dim[0] == letter)
         inner = math.prod(sizes[dim] for dim in dims[1:])
         found |= dict.fromkeys(dims, 1 if unit == 1 else 0)
@@ -107,15 +110,19 @@ def row_unit(program: Program) -> int:
     return math.lcm(1, *(operand.period for operand in program.operands if operand.period))
 
 
-def column_unit(program: Program, *, halves: bool = False) -> int:
+def _column_unit(spec: GemmSpec) -> int:
     """What a part's columns must be a multiple of; 0 where n may not be cut at all.
 
-    Halves of N lie apart from each other, and so do slices: no part of N has the same share of each, but where
-    `halves` have an axis of their own.
+    Halves of N lie apart from each other, and so do slices: no part of N has the same share of each, but where halves
+    have an axis of their own, or slices are what N is joined of.
     """
-    if any(node.op == "column" for node in program.nodes) or program.columns:
+    program = spec.program
+    slices = {store.slice for store in program.stores if store.slice}
+    if any(node.op == "column" for node in program.nodes):
         return 0
-    if program.ways == 1 or (halves and not program.head):
+    if program.columns and not (spec.axes.joined == "n" and slices <= set(program.sections)):
+        return 0
+    if program.ways == 1 or (spec.axes.halves and not program.head):
         return 1
     return program.head if program.acc_ways == program.ways else 0
 
@@ -141,7 +148,8 @@ def plan(
     """
     dims = argument_dims(spec, [len(shape) for shape in shapes])
     whole = dimension_sizes(dims, shapes)
-    of_a, of_b = (_first(dims[i : i + 1], arguments[i : i + 1]) for i in range(2))
+    first, last = _of_factors(spec)
+    of_a, of_b = (_first(dims[i:j], arguments[i:j]) for i, j in ((0, first), (first, last)))
     asked = _first(result_dims(spec), results)
     elsewhere = {axis for axes in asked.values() for axis in axes}
     lie = _first(dims, arguments)
@@ -162,6 +170,12 @@ def plan(
         scatters[dim] = fitting(dim, [axis for axis in asked.get(dim, ()) if axis in summed], taken, cuts[dim])
         taken += scatters[dim]
     return Plan(cuts, scatters)
+
+
+def _of_factors(spec: GemmSpec) -> tuple[int, int]:
+    """Where a's arrays end, and b's."""
+    of_a, of_b = map(len, argument_parts(spec)[:2])
+    return of_a, of_a + of_b
 
 
 class _Sizes(NamedTuple):
@@ -192,10 +206,12 @@ def _first(dims: Iterable[Dims], cuts: Iterable[Sequence[Axes]]) -> dict[str, Ax
 
 
 def dimension_sizes(dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The sizes of the dimensions; any argument may have the batch."""
+    """The sizes of the dimensions, of parts their greatest common divisor; any argument may have the batch."""
     sizes: dict[str, int] = {}
-    for of_array, shape in zip(reversed(dims), reversed(shapes), strict=True):
-        sizes |= {dim: size for dim, size in zip(of_array, shape, strict=True) if dim}
+    for of_array, shape in zip(dims, shapes, strict=True):
+        for dim, size in zip(of_array, shape, strict=True):
+            if dim and sizes.setdefault(dim, size) != size:
+                sizes[dim] = math.gcd(sizes[dim], size)
     return sizes
 
 

@@ -7,6 +7,7 @@ by a rule which dimensions go together, and is called back with what it decided.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -23,7 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Program, ReductionOp
+from coda_jax.epilogue import Axis, Program, ReductionOp, TileStore
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.partition import (
@@ -38,6 +39,15 @@ from coda_jax.primitives.partition import (
     result_dims,
     units,
 )
+from coda_jax.primitives.shapes import (
+    FactorAxes,
+    argument_groups,
+    argument_parts,
+    num_stored,
+    product_parts,
+    reductions_of,
+    result_groups,
+)
 from coda_jax.primitives.spec import GemmSpec
 
 # (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
@@ -50,35 +60,58 @@ def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Til
     """Stores and finished reductions of a device's part, in a region where the plan's mesh axes are manual."""
     stores, reductions = (_of_sum if plan.over("k") else _of_product)(arguments, spec, plan, tiles)
     over = {Axis.ROW: plan.over("n"), Axis.COLUMN: plan.over("m")}
-    each = zip(spec.program.reductions, reductions, strict=True)
+    each = zip(reductions_of(spec), reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
 
 def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
-    return tiles(*arguments, spec=spec.replace(out_sharding=None))
+    narrow = _narrowed(spec, sum(FactorAxes.of(arguments, spec).parts))
+    return tiles(*arguments, spec=narrow.replace(out_sharding=None))
 
 
 def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
     """The epilogue of the products' sum over the devices, by XLA, on the part of it that this device keeps."""
-    a, b, operands = spec.split(arguments)
-    ((acc,), _) = tiles(a, b, spec=bare(spec, a, b))
-    dims = product_dims(spec)
+    of_a, of_b = map(len, argument_parts(spec)[:2])
+    factors, operands = arguments[: of_a + of_b], arguments[of_a + of_b :]
+    (accs, _) = tiles(*factors, spec=bare(spec, factors))
+    summed = [_summed(acc, dims, plan) for acc, dims in zip(accs, product_dims(spec), strict=True)]
+    return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
+
+
+def _summed(acc: jax.Array, dims: Dims, plan: Plan) -> jax.Array:
     scattered: Axes = ()
     for i, dim in enumerate(dims):
         if axes := plan.scatters.get(dim or "", ()):
             acc = lax.psum_scatter(acc, axes, scatter_dimension=acc.ndim - len(dims) + i, tiled=True)
             scattered += axes
     rest = tuple(axis for axis in plan.over("k") if axis not in scattered)
-    return tiles_of(lax.psum(acc, rest) if rest else acc, operands, spec)
+    return lax.psum(acc, rest) if rest else acc
 
 
-def bare(spec: GemmSpec, a: Any, b: Any) -> GemmSpec:
-    """The product alone, in the dtype in which it is summed."""
-    columns = sum((dim is not None and dim[0] == "n") or dim is None for dim in product_dims(spec))
+def _narrowed(spec: GemmSpec, columns: int) -> GemmSpec:
+    """The product of a part of the columns, of each of the arrays that N is joined of the same share."""
+    program = spec.program
+    if spec.axes.joined != "n" or not program.columns or program.columns == columns:
+        return spec
+    parts = program.columns // columns
+
+    def narrow(store: TileStore) -> TileStore:
+        first, end = store.slice or (0, 0)
+        return dataclasses.replace(store, slice=(first // parts, end // parts) if store.slice else None)
+
+    stores = tuple(map(narrow, program.stores))
+    return spec.replace(program=dataclasses.replace(program, columns=columns, stores=stores))
+
+
+def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
+    """The product alone of the factors among `arguments`, in the dtype in which it is summed."""
+    of_a, of_b = map(len, argument_parts(spec)[:2])
+    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[of_a]))
+    columns = product_parts(spec)[0][1].axes
     return spec.replace(
         program=BARE,
-        out_dtypes=(wire_dtype(spec, compute_dtype(a, b)),),
-        batched=spec.batched[:2],
+        out_dtypes=(dtype,),
+        batched=spec.batched[: of_a + of_b],
         axes=spec.axes._replace(n=columns, halves=False),
         config=None,
         input_output_aliases=(),
@@ -146,10 +179,10 @@ def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmS
         entries = axes_of(aval.sharding.spec, aval.ndim)
         return [tuple(axis for axis in axes if axis in explicit) for axes in entries]
 
-    wanted = [avals_out[store.output] for store in spec.program.stores]
-    results = [cut(aval) for aval in wanted] + [
-        [()] * len(dims) for dims in result_dims(spec)[len(spec.program.stores) :]
-    ]
+    dims, stores = result_dims(spec), spec.program.stores
+    results: list[list[Axes]] = [[()] * len(of_one) for of_one in dims]
+    if num_stored(spec) == len(stores):  # else some are joined, of parts that no type names
+        results[: len(stores)] = [cut(avals_out[store.output]) for store in stores]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     return plan(spec, [aval.shape for aval in avals_in], [cut(aval) for aval in avals_in], results, sizes)
 
@@ -204,10 +237,12 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
     whole: list[str] = []  # the factors that are never cut, in the order in which Shardy meets them
     sizes: dict[str, Any] = {}
 
-    def factors(dims: Dims, shape: Sequence[int] | None) -> ArrayMapping:
+    def factors(dims: Dims, shape: Sequence[int] | None, part: int) -> ArrayMapping:
         mapping: list[Any] = []
         for i, dim in enumerate(dims):
             unit = unit_of[dim] if dim else 0
+            if dim and dim[0] == spec.axes.joined:  # parts have sizes of their own
+                dim = f"{dim}_{part}"
             if dim and unit == 1:
                 mapping.append(dim)
             elif dim and unit:
@@ -221,9 +256,12 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
                 mapping.append(whole[-1])
         return ArrayMapping(*mapping)
 
-    arguments = tuple(factors(of_one, shape) for of_one, shape in zip(dims, shapes, strict=True))
-    results = tuple(factors(of_one, None) for of_one in result_dims(spec))
-    summed = tuple(f"k{i}" for i in range(spec.axes.k))
+    of_arguments = [max((group.part for group in groups), default=0) for groups in argument_groups(spec)]
+    of_results = [max((group.part for group in groups), default=0) for groups in result_groups(spec)]
+    arguments = tuple(factors(*of_one) for of_one in zip(dims, shapes, of_arguments, strict=True))
+    results = tuple(factors(of_one, None, part) for of_one, part in zip(result_dims(spec), of_results, strict=True))
+    parts = [f"_{i}" for i in range(spec.axes.parts)] if spec.axes.joined == "k" else [""]
+    summed = tuple(f"k{i}{part}" for i in range(spec.axes.k) for part in parts)
     return SdyShardingRule(arguments, results, reduction_factors=summed, need_replication_factors=tuple(whole), **sizes)
 
 

@@ -13,20 +13,25 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
+from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.primitives.shapes import (
+    WHOLE,
     FactorAxes,
+    Group,
     argument_groups,
+    argument_parts,
     flat,
+    flat_operands,
     flat_outputs,
     flat_rows,
+    joined,
     merged_sharding,
-    product_groups,
     shaped,
-    shaped_arguments,
+    shaped_parts,
 )
 from coda_jax.primitives.spec import ArrayAxes, CallOptions, GemmSpec
 
@@ -40,10 +45,13 @@ class Options(CallOptions):
     residuals: str = "preactivation"
 
 
+Parts = jax.Array | Sequence[jax.Array]  # an array, or several, one behind the other along one dimension
+
+
 def product(
-    a: jax.Array,
-    b: jax.Array,
-    operands: Sequence[jax.Array],
+    a: Parts,
+    b: Parts,
+    operands: Sequence[Parts],
     epilogue: Callable[..., Any] | None,
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
@@ -51,45 +59,92 @@ def product(
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
     M, N and K may each be several axes: K `options.k_axes`, M and N what is left of a and of b. With
-    `options.halves` b has an axis of 2 in front of the others of N, and so have all arrays with as many columns.
+    `options.halves` b has an axis of 2 in front of the others of N, and so have all arrays with as many columns. N, or
+    where a is several arrays K, is that of several arrays one behind the other: then each is one axis.
 
     Args:
       a: (*M, *K), or (*K, *M) with transpose_a.
       b: (*K, *N), or (*N, *K) with transpose_b.
-      operands: as the epilogue language has them; those with rows have either all axes of M or one.
+      operands: as the epilogue language has them; those with rows have either all axes of M or one; tiles may be as
+        many arrays as N is.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
-    varying = varying_axes(a, b, *operands)
-    rows = a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
+    arrays = [_parts(x) for x in (a, b, *operands)]
+    varying = varying_axes(*(x for of_one in arrays for x in of_one))
+    of_n = len(arrays[0]) == 1
+    columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are joined
+    rows = _rows(arrays[0][0], options)
 
-    def as_traced(a: jax.Array, b: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    def matrices(*arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        a, b, *operands = (
+            of_one[0] if len(of_one) == 1 else jnp.concatenate(of_one, axis)
+            for of_one, axis in zip(arrays, (0 if options.transpose_a else -1, *columns), strict=True)
+        )
         return [_flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
 
     while True:
-        a, b, *operands = vary(varying, a, b, *operands)
-        acc, *types = types_of(as_traced, a, b, *operands)
+        leaves, tree = jax.tree.flatten(arrays)
+        arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
+        acc, *types = types_of(matrices, *arrays)
         traced, captured = trace(epilogue, acc, types)
         if varying_axes(*captured) <= varying:
             break
         varying |= varying_axes(*captured)
-    _check_halves(traced, b, options)
-    captured = tuple(map(jnp.asarray, captured))  # a Python number that JAX differentiates is captured as it is
-    types += map(jax.typeof, captured)
+    if of_n and _are_halves(arrays[1], traced.program):
+        of_b = jnp.stack(arrays[1], 0 if options.transpose_b else 1)
+        outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True))
+        return [_with_joined_halves(x, len(rows)) for x in outputs], traced
+    arrays += [[jnp.asarray(x)] for x in captured]  # a Python number that JAX differentiates is captured as it is
+    types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
+    _check_halves(traced, arrays[1][0], options)
+    axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim, options.k_axes, options.halves, traced.program)
+    if len(arrays[1]) > 1:
+        axes = axes._replace(joined="n" if of_n else "k", parts=len(arrays[1]))
     spec = GemmSpec.of(
-        dataclasses.replace(options, out_sharding=_flat_sharding(a, b, options)),
+        dataclasses.replace(options, out_sharding=_flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
         out_dtypes(traced),
         "gemm" if epilogue is None else traced.name,
-        ArrayAxes.of(a.ndim, b.ndim, options.k_axes, options.halves, traced.program),
+        axes,
     )
-    # Beside one row a tile is a row vector, and has no rows of its own.
-    has_rows = [any(letter == "m" for letter, _ in groups) for groups in argument_groups(spec)[2:]]
-    operands = [x if kept else flat_rows(x, rows) for x, kept in zip(operands, has_rows, strict=False)]
-    arguments = shaped_arguments([a, b, *operands, *captured], spec)
-    return _differentiable(traced, acc, tuple(types), spec, options)(*arguments), traced
+    spec = spec.replace(batched=(False,) * len(argument_groups(spec)))
+    return _differentiable(traced, acc, tuple(types), spec, options)(*_arguments(arrays, rows, spec)), traced
+
+
+def _parts(x: Parts) -> list[jax.Array]:
+    return list(x) if isinstance(x, tuple | list) else [x]  # type: ignore[list-item]
+
+
+def _are_halves(parts: Sequence[jax.Array], program: Program) -> bool:
+    """Whether two arrays are the halves of N that the epilogue works on."""
+    same = len(parts) == 2 and same_shape(parts[0].shape, parts[1].shape)
+    return same and program.acc_ways == 2 and not program.head
+
+
+def _with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
+    return x.reshape(*x.shape[:row_axes], -1) if x.ndim == row_axes + 2 else x
+
+
+def _rows(a: jax.Array, options: Options) -> tuple[Any, ...]:
+    return a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
+
+
+def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec: GemmSpec) -> list[jax.Array]:
+    """The primitive's arguments, with the axes that go with the factors'."""
+    factors = [x for of_one in arrays[:2] for x in of_one]
+    sizes, made = FactorAxes.of(factors, spec), list(factors)
+    for given, of_one in zip(arrays[2:], argument_parts(spec)[2:], strict=True):
+        # Beside one row a tile is a row vector, and has no rows of its own.
+        has_rows = any(group.of == "m" for group in of_one[0])
+        matrices = given if has_rows else [flat_rows(x, rows) for x in given]
+        if len(matrices) == len(of_one):
+            made += [shaped(x, groups, sizes) for x, groups in zip(matrices, of_one, strict=True)]
+        else:
+            made += shaped_parts(joined(matrices, [(WHOLE,), (Group("n", 1, 1),)]), of_one, sizes)
+    return made
 
 
 def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
@@ -107,7 +162,7 @@ def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
 
 def _flat_product(a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
     """acc (M, N)."""
-    m, n, k = ("m", a.ndim - options.k_axes), ("n", b.ndim - options.k_axes), ("k", options.k_axes)
+    m, n, k = Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes), Group("k", options.k_axes)
     return accumulate(
         flat(a, (k, m) if options.transpose_a else (m, k)),
         flat(b, (n, k) if options.transpose_b else (k, n)),
@@ -135,41 +190,53 @@ def _differentiable(
     def pullback() -> Pullback:
         return Pullback.of(epilogue, acc, types)
 
-    def evaluate(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        return bind(a, b, *arguments, spec=spec)
+    parts = argument_parts(spec)
+    of_a, of_factors = len(parts[0]), len(parts[0]) + len(parts[1])
 
-    def forward(a: jax.Array, b: jax.Array, *arguments: jax.Array) -> tuple[list[jax.Array], Any]:
+    def evaluate(*arguments: jax.Array) -> list[jax.Array]:
+        return bind(*arguments, spec=spec)
+
+    def forward(*arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         kept = None
         if pullback().needs_acc and options.residuals == "preactivation":
-            dtype = kept_dtype(compute_dtype(a, b))
+            dtype = kept_dtype(compute_dtype(arguments[0], arguments[of_a]))
             index = _acc_output(epilogue.program, spec.out_dtypes, dtype)
             if index is None:
                 with_acc = epilogue.with_acc()
                 extended = spec.replace(program=with_acc.program, out_dtypes=(*spec.out_dtypes, dtype))
-                *outputs, kept = _differentiable(with_acc, acc, types, extended, options)(a, b, *arguments)
+                *outputs, kept = _differentiable(with_acc, acc, types, extended, options)(*arguments)
             else:
-                outputs = run(a, b, *arguments)
+                outputs = run(*arguments)
                 kept = outputs[index]
             kept = checkpoint_name(kept, PREACTIVATION_NAME)
         else:
-            outputs = run(a, b, *arguments)
-        return outputs, (a, b, kept, [x for x, needed in zip(arguments, pullback().needs, strict=True) if needed])
+            outputs = run(*arguments)
+        needs = [needed for needed, of_one in zip(pullback().needs, parts[2:], strict=True) for _ in of_one]
+        needed = [x for x, is_needed in zip(arguments[of_factors:], needs, strict=True) if is_needed]
+        return outputs, (arguments[:of_factors], kept, needed)
 
     def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
-        a, b, kept, needed = residuals
-        factors = FactorAxes.of((a, b), spec)
-        groups = argument_groups(spec)[2:]
-        each = zip(needed, [x for x, is_needed in zip(groups, pullback().needs, strict=True) if is_needed], strict=True)
-        arguments = [flat(x, of_one) for x, of_one in each]
+        factors, kept, needed = residuals
+        a, b = (
+            joined(factors[i:j], of_one) for (i, j), of_one in zip(((0, of_a), (of_a, of_factors)), parts, strict=False)
+        )
+        read = [of_one for of_one, is_needed in zip(parts[2:], pullback().needs, strict=True) if is_needed]
+        arguments = flat_operands(needed, [False] * len(needed), read)
         cotangents = flat_outputs(cotangents, [len(x.shape) for x in epilogue.out_avals], spec)
+        of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
+        sizes = FactorAxes.of(factors, spec)
         if pullback().needs_acc and kept is None:
             dacc, darguments = _recomputed(pullback(), a, b, arguments, cotangents, options)
         else:
-            kept = None if kept is None else flat(kept, product_groups(spec))
+            kept = None if kept is None else flat(kept, of_product)
             dacc, darguments = pullback()(kept, arguments, cotangents)
-        dacc = shaped(dacc.astype(compute_dtype(a, b)), product_groups(spec), factors)
-        each = zip(darguments, groups, strict=True)
-        return *_factors(a, b, dacc, options), *(x if x is None else shaped(x, of_one, factors) for x, of_one in each)
+        dacc = shaped(dacc.astype(compute_dtype(a, b)), of_product, sizes)
+        found = [*_factors(a, b, dacc, options), *darguments]
+        return tuple(
+            part
+            for x, of_one in zip(found, parts, strict=True)
+            for part in ([None] * len(of_one) if x is None else shaped_parts(x, of_one, sizes))
+        )
 
     run = differentiable(f"gemm '{spec.name}'", evaluate, forward, backward)
     return run
@@ -247,8 +314,8 @@ def _recomputed(
             transpose_b=options.transpose_b,
             k_axes=options.k_axes,
         )
-        counts = (("m", a.ndim - options.k_axes), ("n", b.ndim - options.k_axes))
-        return pullback(flat(acc, counts), arguments, cotangents)
+        of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
+        return pullback(flat(acc, of_product), arguments, cotangents)
 
     if not pullback.is_uniform:
         return at_rounded_product()

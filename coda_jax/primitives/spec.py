@@ -16,17 +16,21 @@ _T = TypeVar("_T")
 
 
 class ArrayAxes(NamedTuple):
-    """How many axes of the arrays make up each dimension of a product, as (B, T) make up M.
+    """What the dimensions of a product are in its arrays: (B, T) may make up M, and several arrays N.
 
     Attributes:
-      m, n, k: axes; n those of the columns of one half, where halves lie apart.
+      m, n, k: how many axes; n those of the columns of one half, where halves lie apart.
       halves: arrays with all columns of an epilogue that works on halves have the halves apart, (..., 2, N / 2).
+      joined: "n" or "k" where that is made of several arrays, one behind the other: arrays that have it are as many.
+      parts: how many.
     """
 
     m: int = 1
     n: int = 1
     k: int = 1
     halves: bool = False
+    joined: str = ""
+    parts: int = 1
 
     @classmethod
     def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
@@ -73,8 +77,8 @@ class CallOptions:
 class GemmSpec(CallOptions):
     """A product with its epilogue. Equal ones make the same program of the same types of arrays.
 
-    The arguments of the primitive are a, b and the epilogue's operands in this order; only `split` and `sizes` know
-    which argument is which and what its axes are.
+    The arguments of the primitive are a, b and the epilogue's operands in this order, each one array or its parts;
+    shapes.py knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
 
     Attributes:
       program: the epilogue's.
@@ -94,16 +98,21 @@ class GemmSpec(CallOptions):
 
     @classmethod
     def of(
-        cls, options: CallOptions, program: Program, out_dtypes: Sequence[Any], name: str, axes: ArrayAxes
+        cls,
+        options: CallOptions,
+        program: Program,
+        out_dtypes: Sequence[Any],
+        name: str,
+        axes: ArrayAxes | None = None,
     ) -> GemmSpec:
-        """A product without a batch axis, called from the user's line that is running."""
+        """A product of matrices, or of arrays with these axes, without a batch, called from the user's line."""
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(CallOptions)}
         return cls(
             **given,
             program=program,
             out_dtypes=tuple(np.dtype(dtype) for dtype in out_dtypes),
             batched=(False,) * (2 + len(program.operands)),
-            axes=axes,
+            axes=axes or ArrayAxes(),
             name=name,
             site=call_site(),
         )
@@ -128,10 +137,6 @@ class GemmSpec(CallOptions):
     def batch(self, arguments: Sequence[Any]) -> Any:
         """The size of the batch axis; None if there is none."""
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
-
-    def flat(self) -> GemmSpec:
-        """The same product of matrices and vectors."""
-        return self.replace(axes=ArrayAxes(), k_axes=1, halves=False)
 
     def unbatched(self) -> GemmSpec:
         """The same product of arguments without a batch axis."""

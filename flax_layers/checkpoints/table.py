@@ -98,7 +98,7 @@ def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any]) -> Any:
     graphdef, state = nnx.split(model)
     shapes = nnx.to_pure_dict(state)
     entries_at: dict[Path, list[tuple[Any, Entry]]] = defaultdict(list)
-    for entry in table:
+    for entry in _as_stored(table, shapes):
         path, index = _place(shapes, entry.path)
         entries_at[path].append((index, entry))
     params: dict[Any, Any] = {}
@@ -121,9 +121,23 @@ def arrays_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator
       table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
-    for entry in table:
+    for entry in _as_stored(table, params):
         path, index = _place(params, entry.path)
         yield from zip(entry.parts, entry.split(np.asarray(_at(params, path))[index]), strict=True)
+
+
+def _as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
+    """The table for a model whose attention may have query, key and value apart."""
+    for entry in table:
+        *parent, layer, kind = entry.path
+        attention = _at(params, _place(params, tuple(parent))[0]) if layer == "qkv" else {"qkv": None}
+        if "qkv" in attention:
+            yield entry
+        elif len(entry.parts) == 1:
+            raise ValueError(f"{entry.parts[0].name} has query, key and value together; the model has them apart")
+        else:
+            for name, part in zip(("query", "key", "value"), entry.parts, strict=True):
+                yield Entry((*parent, name, kind), (part,))
 
 
 def _place(params: Any, path: Path) -> tuple[Path, Any]:

@@ -138,6 +138,8 @@ class Llama(LanguageModel):
       scan_layers: whether `layers` is one block, whose parameters are those of all blocks stacked along a new first
         axis, and the blocks are a scan: it compiles in the time of one block, and takes longer to run. The parameters
         are the same ones, layers[i].attention.qkv.kernel being layers.attention.qkv.kernel[i].
+      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism wants them: see
+        Attention.
       remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
@@ -157,6 +159,7 @@ class Llama(LanguageModel):
         config: LlamaConfig,
         *,
         scan_layers: bool = False,
+        separate_qkv: bool = False,
         remat: Remat = None,
         remat_layers: int | None = None,
         dtype: DTypeLike | None = None,
@@ -189,6 +192,7 @@ class Llama(LanguageModel):
                 rope_scaling=config.rope_scaling,
                 qk_norm=config.qk_norm,
                 use_bias=config.attention_bias,
+                separate_qkv=separate_qkv,
                 activation=config.hidden_act,
                 sliding_window=config.sliding_window,
                 epsilon=config.rms_norm_eps,

@@ -37,8 +37,8 @@ def poisoned_call(
 
     def lower(extra):
         types = (a, b, *operands, *extra)
-        spec = spec_of(program, epilogue, len(types) - 2, transpose_a=transpose_a, transpose_b=transpose_b)
-        return lowered(types, spec, config)
+        spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
+        return lowered(types, spec.replace(batched=(False,) * len(types)), config)
 
     def poison_of(result):
         return jnp.full(result.shape, jnp.nan if jnp.issubdtype(result.dtype, jnp.floating) else 1, result.dtype)

@@ -1,0 +1,122 @@
+"""Query, key and value with kernels of their own: one product still, with the values of the packed kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers as layers
+from flax_layers.checkpoints import from_hf, to_hf
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+CONFIGS = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "bias": {"attention_bias": True},
+    "no rotation": {"rope_theta": None},
+}
+TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)
+
+
+def loss(model):
+    return model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+def pair(name, **options):
+    """The two models, with the same parameters."""
+    config = layers.LlamaConfig(**SIZES, **HEADS, **CONFIGS[name])
+    packed = layers.Llama(config, rngs=nnx.Rngs(0), **options)
+    return config, packed, from_hf(to_hf(packed, config), config, separate_qkv=True, **options)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_are_those_of_the_packed_kernel(name):
+    config, packed, separate = pair(name)
+    value, gradient = nnx.value_and_grad(loss)(packed)
+    got, of_separate = nnx.value_and_grad(loss)(separate)
+    np.testing.assert_allclose(got, value, rtol=1e-6)
+    expected, found = to_hf(gradient, config), to_hf(of_separate, config)
+    for key in expected:
+        np.testing.assert_allclose(found[key], expected[key], rtol=2e-4, atol=1e-6, err_msg=key)
+
+
+def test_checkpoints_are_the_same():
+    config, packed, separate = pair("bias", scan_layers=True)
+    for key, array in to_hf(packed, config).items():
+        np.testing.assert_array_equal(to_hf(separate, config)[key], array)
+    kernel = separate.layers.attention.key.kernel[...]
+    np.testing.assert_array_equal(kernel, packed.layers.attention.qkv.kernel[..., 128:192])
+
+
+def test_names():
+    model = layers.Attention(64, 4, num_kv_heads=2, separate_qkv=True, rngs=nnx.Rngs(0))
+    assert [x.shape for x in model.split_kernel()] == [(64, 64), (64, 32), (64, 32)]
+    assert sorted(nnx.to_pure_dict(nnx.state(model))) == ["key", "out", "query", "value"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bias"])
+def test_every_product_is_the_kernel_s(name):
+    """As many as with a packed kernel: none of query, key and value alone."""
+    config = layers.LlamaConfig(**SIZES, **HEADS, **CONFIGS[name])
+    counts = []
+    for separate_qkv in (False, True):
+        model = layers.Llama(config, dtype=jnp.bfloat16, separate_qkv=separate_qkv, rngs=nnx.Rngs(0))
+        tokens = jnp.zeros((2, 64), int)
+        found = coda.explain(nnx.grad(lambda m, t: m.loss(t, t)), model, tokens, platform="cuda")
+        assert {product.reason for product in found.products} == {None}
+        counts.append(sum(found.products.values()))
+    assert counts[0] == counts[1]
+
+
+def test_a_layer_norm_and_biases():
+    """norm_projection of three weights, as GPT-2's attention would have them."""
+    keys = jax.random.split(jax.random.key(1), 8)
+    x, scale, shift = jax.random.normal(keys[0], (2, 5, 64)), 1 + jax.random.normal(keys[1], (64,)), jnp.ones(64)
+    weights = tuple(jax.random.normal(k, (64, n)) for k, n in zip(keys[2:5], (64, 32, 32), strict=True))
+    biases = tuple(jax.random.normal(k, (n,)) for k, n in zip(keys[5:], (64, 32, 32), strict=True))
+
+    def parts(x, scale, shift, weights, biases):
+        zs, passed = coda.norm_projection(coda.layer_norm(x, scale, shift), weights, biases)
+        return jnp.concatenate(zs, axis=-1), passed
+
+    def whole(x, scale, shift, weights, biases):
+        w, bias = jnp.concatenate(weights, axis=1), jnp.concatenate(biases)
+        return coda.norm_projection(coda.layer_norm(x, scale, shift), w, bias)
+
+    arguments = x, scale, shift, weights, biases
+    for a, b in zip(parts(*arguments), whole(*arguments), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    def sines(f):
+        return lambda *arguments: sum(jnp.sum(jnp.sin(z)) for z in f(*arguments))
+
+    got = jax.grad(sines(parts), range(5))(*arguments)
+    expected = jax.grad(sines(whole), range(5))(*arguments)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda norm, w: coda.qkv_projection(norm, (w, w), *[jnp.ones((4, 16))] * 2, num_heads=1, num_kv_heads=1),
+            "qkv_projection: w is 2 arrays; it must be one, or three: of query, key and value",
+        ),
+        (
+            lambda norm, w: coda.qkv_projection(norm, (w, w, w), *[jnp.ones((4, 8))] * 2, num_heads=2, num_kv_heads=1),
+            r"qkv_projection: w\[0\] has shape \(64, 32\); beside x .* it must be \(64, 48\)",
+        ),
+        (
+            lambda norm, w: coda.norm_projection(norm, (w, w), w[0]),
+            "norm_projection: bias is 1 arrays; beside 2 weights it must be as many",
+        ),
+    ],
+)
+def test_refusals(call, message):
+    norm = coda.rms_norm(jnp.ones((4, 64)), jnp.ones(64))
+    with pytest.raises(ValueError, match=message):
+        call(norm, jnp.ones((64, 32)))
