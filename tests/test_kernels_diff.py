@@ -61,12 +61,14 @@ def a_product(records):
     return records["cases"][name]["products"][0]
 
 
+@pytest.mark.slow
 def test_records_are_the_same_as_themselves(made):
     assert not kinds(made, lambda records: None)
     records, _ = made
     assert sum(len(case["products"]) for case in records["cases"].values() if case) >= 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -88,6 +90,7 @@ def test_every_kind_of_difference_is_seen(made, kind, change):
     assert kinds(made, change) == {kind}
 
 
+@pytest.mark.slow
 def test_a_tile_that_one_side_lacks_is_seen(made):
     def change(records):
         name = next(name for name, case in records["cases"].items() if case and "in tile_m" in name)
@@ -96,6 +99,7 @@ def test_a_tile_that_one_side_lacks_is_seen(made):
     assert kinds(made, change) == {"missing tile"}
 
 
+@pytest.mark.slow
 def test_other_machine_code_is_seen(made):
     records, _ = made
     images = [product["kernel"]["image"] for case in records["cases"].values() if case for product in case["products"]]
@@ -103,6 +107,7 @@ def test_other_machine_code_is_seen(made):
     assert kinds(made, lambda records: a_product(records)["kernel"].update(image=other)) == {"machine code"}
 
 
+@pytest.mark.slow
 def test_other_constants_are_seen(made):
     """A digit of 2 / pi, which the reduction of large angles reads by an index, is part of the kernel."""
     records, images = made
