@@ -49,6 +49,7 @@ SECTIONS = [
     Section("Training step, float32 parameters", "_train_step_float32",
             'make bench-train_step ARGS="--param-dtype float32 --variants coda,xla"', report_tables.training_step),
     Section("Loss curve", "_loss_curve", "make bench-loss_curve", report_tables.loss_curve, "_loss_curve"),
+    Section("The loss over a large vocabulary", "_loss_head", "make bench-loss_head", report_tables.loss_head),
     Section("A layer without attention", "_layer", "make bench-layer", report_tables.layer),
     Section("Bare products", "", "make bench", report_tables.products, "_products"),
     Section("Bare products, alone", "_energy_products", 'make lab-energy ARGS="--products --seconds 1"',

@@ -254,6 +254,21 @@ def launch(rows: Sequence[Row]) -> str:
     return text + table(["command buffers", "program", "call returns", "done", "kernels run", "kernels"], lines)
 
 
+def loss_head(rows: Sequence[Row]) -> str:
+    text = (
+        "The mean loss of M tokens of D features over V labels, bfloat16; with gradients three products are counted. "
+        "*Plain*: an array of all logits.\n\n"
+    )
+    names = {"coda": "`linear_cross_entropy`", "xla": "plain JAX"}
+    lines = [
+        [" x ".join(row[size] for size in ("tokens", "width", "vocabulary")), "yes" * (row["gradient"] == "True")]
+        + [names[row["variant"]], f"{number(row, 'ms'):.2f}", f"{number(row, 'tflops'):.0f}"]
+        + [f"{number(row, 'temporaries_gib'):.2f}"]
+        for row in rows
+    ]
+    return text + table(["M x D x V", "gradients", "", "ms", "TFLOP/s", "temporaries, GiB"], lines)
+
+
 def loss_curve(rows: Sequence[Row]) -> str:
     text = f"{len(rows)} steps on real text, float32 parameters, nats a byte; gaps to plain float32.\n\n"
     names = ("fused_bfloat16", "plain_bfloat16", "plain_float32")

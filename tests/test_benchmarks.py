@@ -13,7 +13,7 @@ import pytest
 
 import benchmarks.__main__ as products
 import coda_jax as coda
-from benchmarks import cases, hlo, launch, layer, loss_curve, peers, plots, timing, train_step
+from benchmarks import cases, hlo, launch, layer, loss_curve, loss_head, peers, plots, report_tables, timing, train_step
 from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
@@ -249,6 +249,14 @@ def test_launch(tmp_path, capsys, monkeypatch, quick_to_compile):
     assert rows == list(itertools.product(("off", "on"), ("coda_product", "xla_product", "reduction")))
     assert ["--xla_gpu_enable_command_buffer=" in of for of in flags] == [True, False]
     assert "kernel(s)" in capsys.readouterr().out
+
+
+def test_loss_head(tmp_path, quick_to_compile):
+    assert loss_head.main(["--tiny", "--rounds=1", f"--out={tmp_path}", "--commit=none"]) == 0
+    with next(tmp_path.glob("*_loss_head.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == ["coda", "xla"]
+    assert "256 x 32 x 200" in report_tables.loss_head(rows)
 
 
 @pytest.mark.slow
