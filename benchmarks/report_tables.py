@@ -261,9 +261,14 @@ def loss_head(rows: Sequence[Row]) -> str:
     )
     names = {"coda": "`linear_cross_entropy`", "xla": "plain JAX"}
     lines = [
-        [" x ".join(row[size] for size in ("tokens", "width", "vocabulary")), "yes" * (row["gradient"] == "True")]
-        + [names[row["variant"]], f"{number(row, 'ms'):.2f}", f"{number(row, 'tflops'):.0f}"]
-        + [f"{number(row, 'temporaries_gib'):.2f}"]
+        [
+            " x ".join(row[size] for size in ("tokens", "width", "vocabulary")),
+            "yes" if row["gradient"] == "True" else "",
+            names[row["variant"]],
+            f"{number(row, 'ms'):.2f}",
+            f"{number(row, 'tflops'):.0f}",
+            f"{number(row, 'temporaries_gib'):.2f}",
+        ]
         for row in rows
     ]
     return text + table(["M x D x V", "gradients", "", "ms", "TFLOP/s", "temporaries, GiB"], lines)
