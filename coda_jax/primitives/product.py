@@ -22,6 +22,7 @@ from coda_jax.primitives.shapes import (
     WHOLE,
     FactorAxes,
     Group,
+    Groups,
     argument_groups,
     argument_parts,
     flat,
@@ -142,8 +143,9 @@ def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec:
         matrices = given if has_rows else [flat_rows(x, rows) for x in given]
         if len(matrices) == len(of_one):
             made += [shaped(x, groups, sizes) for x, groups in zip(matrices, of_one, strict=True)]
-        else:
-            made += shaped_parts(joined(matrices, [(WHOLE,), (Group("n", 1, 1),)]), of_one, sizes)
+        else:  # one array beside several, or several beside one
+            along_columns: list[Groups] = [(WHOLE,), (Group("n", 1, 1),)]
+            made += shaped_parts(joined(matrices, along_columns), of_one, sizes)
     return made
 
 

@@ -14,6 +14,8 @@ import os
 from collections.abc import Mapping
 
 NUM_SMS = 132  # of an H100 or H200 with SXM
+# The unit of `Constants` where all multiprocessors together give 700 TFLOP/s, as they do at the power limit.
+UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
 
 
 @dataclasses.dataclass(frozen=True)

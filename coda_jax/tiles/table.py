@@ -19,6 +19,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import uuid
@@ -33,8 +34,9 @@ from coda_jax import ffi
 from coda_jax.epilogue import Program
 from coda_jax.tiles.choose import choose_config
 from coda_jax.tiles.config import GemmConfig, KernelConfig
-from coda_jax.tiles.constants import constants_for, constants_in_use
-from coda_jax.tiles.cost_model import GemmShape
+from coda_jax.tiles.constants import UNIT_NANOSECONDS, by_time, constants_for, constants_in_use
+from coda_jax.tiles.cost_model import GemmShape, cost
+from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 
 FORMAT = 1
 SHIPPED = pathlib.Path(__file__).resolve().parent / "tuned"
@@ -79,6 +81,19 @@ class Problem:
     def config(self, given: GemmConfig | None, device: str | None) -> KernelConfig:
         """`given` completed: what it leaves open is chosen by the cost model of this kind of device."""
         return choose_config(self.shape, self.program, self.out_dtypes, given, device)
+
+
+def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | None) -> int | None:
+    """About how long a product takes, by the cost model, for XLA's scheduler; None where it does not know."""
+    shape = problem.shape
+    if problem.key is None:
+        return None
+    traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
+    constants = by_time(constants_for(device))
+    if config.tile.size not in constants.of_block:
+        return None
+    units = cost(shape, config.tile, traffic, constants)
+    return None if math.isinf(units) else max(1, round(units * UNIT_NANOSECONDS))
 
 
 def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:
