@@ -13,8 +13,10 @@ from coda_jax.operators import norm_projection as norm_projection
 from coda_jax.operators import qkv_projection as qkv_projection
 from coda_jax.operators import rms_norm as rms_norm
 from coda_jax.operators import rotary as rotary
+from coda_jax.primitives import FallbackError as FallbackError
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm
+from coda_jax.primitives import strict as strict
 from coda_jax.tiles import GemmConfig as GemmConfig
 from coda_jax.tools.explain import Explanation as Explanation
 from coda_jax.tools.explain import explain as explain

@@ -14,7 +14,8 @@ if "CODA_JAX_CACHE_DIR" not in os.environ:  # set before coda_jax is imported; p
     os.environ["CODA_JAX_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ.setdefault("CODA_JAX_QUIET", "1")
-os.environ.pop("CODA_JAX_TILES_BY", None)  # the default is what is tested
+for setting in ("CODA_JAX_TILES_BY", "CODA_JAX_STRICT"):  # the defaults are what is tested
+    os.environ.pop(setting, None)
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for shard_map; before jax starts its backends
 if shutil.which("nvidia-smi") is None:  # most tests run a program once: optimising it takes longer
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"

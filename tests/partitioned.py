@@ -14,12 +14,12 @@ def partitioned_on_cpus():
     """Yields a list of (spec, types of the arguments' parts, what a Hopper GPU would run), one for each lowering."""
     records = []
 
-    def tiles(*arguments, spec, anywhere=False):
+    def tiles(*arguments, spec, strict, anywhere=False):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
         selection = lowering.select(types, spec, anywhere=anywhere)
         records.append((spec, types, selection))
-        if selection.reason is not None and spec.implementation == "cuda":
-            lowering.report(spec, selection.reason, arguments)
+        if selection.reason is not None and (strict or spec.implementation == "cuda"):
+            lowering.report(spec, selection.reason, strict=strict)
         return xla_tiles(*arguments, spec=spec)
 
     def lower(ctx, *arguments, spec):

@@ -19,7 +19,7 @@ from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
-from coda_jax.primitives.notes import warn_once
+from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
@@ -144,27 +144,30 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
     return Route(over or (f"{num_devices} devices",), True, reason)
 
 
-def tiles(*arguments: jax.Array, spec: GemmSpec, anywhere: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning."""
+def tiles(
+    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     selection = select([jax.core.ShapedArray(x.shape, x.dtype) for x in types], spec, anywhere=anywhere)
     if selection.config is not None:
         return kernel_tiles(*arguments, spec=spec, config=selection.config)
-    report(spec, selection.reason, arguments)
+    report(spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec)
 
 
-def report(spec: GemmSpec, reason: str | None, arguments: Sequence[Any]) -> None:
+def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
     """Says why a product takes its XLA form.
 
     Raises:
       NotImplementedError: implementation="cuda".
+      FallbackError: strict, and the form was not asked for.
     """
     if spec.implementation == "cuda":
         raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {reason}")
     if spec.implementation == "auto":
         message = f"takes its XLA form: {reason}"
-        warn_once(f"gemm '{spec.name}' {message}", message, spec.site)
+        warn_once(f"gemm '{spec.name}' {message}", message, spec.site, strict=strict)
 
 
 def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
@@ -183,9 +186,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
         route = dataclasses.replace(route, reason=reason)
     why_not = "implementation='xla'" if spec.implementation == "xla" else _machine_reason() or route.reason
     if why_not is not None:
-        report(spec, why_not, arguments)
+        report(spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arguments, spec=spec)
-    tiles = functools.partial(tiles, anywhere=anywhere)
+    # Now: XLA's partitioner calls back later, and on threads of its own.
+    tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere)
     if route.over:
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arguments, spec=spec, tiles=tiles)

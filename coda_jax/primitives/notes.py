@@ -1,23 +1,67 @@
 """What a function says of itself when it is lowered for a GPU: why a chain of products was lost, say.
 
 A note is an identity on an array, so that it travels with the program: through jit, grad, vmap and remat, to
-`coda.explain` and to the lowering. There it is warned of once, at the user's line; elsewhere it is nothing.
+`coda.explain` and to the lowering. There it is warned of once, at the user's line; elsewhere it is nothing. In strict
+mode a note, and a product that takes its XLA form, is an error.
+
+Environment, read when this module is imported:
+
+* ``CODA_JAX_STRICT=1``: strict mode is on wherever `strict` does not turn it off.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from coda_jax.epilogue.call_site import call_site
+from coda_jax.epilogue.call_site import CallSite, call_site
 
 
 class FallbackWarning(UserWarning):
     """On a GPU a product takes its XLA form, or a chain is not one; the message names the rule and the value."""
+
+
+class FallbackError(NotImplementedError):
+    """What a `FallbackWarning` says, in strict mode."""
+
+
+def _strict_by_default() -> bool:
+    setting = os.environ.get("CODA_JAX_STRICT") or "0"
+    if setting not in ("0", "1"):
+        raise ValueError(f"CODA_JAX_STRICT={setting!r}; it must be 0 or 1")
+    return setting == "1"
+
+
+_strict = jax.make_user_context(_strict_by_default())  # a part of the keys of JAX's caches of traces and programs
+
+
+@contextlib.contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """In this context, in this thread, what would be a `FallbackWarning` raises a `FallbackError`, each time.
+
+    It counts where a program is lowered for a GPU: at the first call of a jitted function, or `.lower()` of what was
+    traced. JAX's caches know it: a function that was jitted outside is traced and lowered again inside. A program that
+    was compiled ahead of time, or exported, outside is past it, and implementation="xla" is no fallback.
+
+    Args:
+      enabled: False permits fallbacks again, inside a strict context or under ``CODA_JAX_STRICT=1``.
+
+    Example: `with coda.strict(): train_step(model, optimizer, tokens)`; also a decorator, `@coda.strict()`.
+    """
+    with _strict(enabled):
+        yield
+
+
+def is_strict() -> bool:
+    """Whether what is traced or lowered now, in this thread, must not fall back."""
+    return bool(_strict.value)
 
 
 coda_note_p = jex_core.Primitive("coda_note")
@@ -30,19 +74,32 @@ def noted(x: jax.Array, operator: str, reason: str) -> jax.Array:
     return out
 
 
-def warn_once(message: str, reason: str, site: Any) -> None:
-    """A FallbackWarning at the user's line, unless there has been one for this reason."""
+def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> None:
+    """A FallbackWarning at the user's line, unless there has been one for this reason.
+
+    Raises:
+      FallbackError: strict; whether there has been one or not.
+    """
+    if strict:
+        raise FallbackError(f"{site.file}:{site.line}: {message} (strict mode: coda.strict, CODA_JAX_STRICT)")
     if reason not in _reported:
         _reported.add(reason)
         warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
 
 
-def _lower_cuda(ctx: mlir.LoweringRuleContext, x: Any, *, message: str, site: Any) -> list[Any]:
-    warn_once(message, message, site)
+def _run(x: Any, *, message: str, site: CallSite) -> Any:
+    """Outside jit. What is there already has a device."""
+    if isinstance(x, jax.Array) and any(device.platform == "gpu" for device in x.devices()):
+        warn_once(message, message, site, strict=is_strict())
+    return x
+
+
+def _lower_cuda(ctx: mlir.LoweringRuleContext, x: Any, *, message: str, site: CallSite) -> list[Any]:
+    warn_once(message, message, site, strict=is_strict())
     return [x]
 
 
-coda_note_p.def_impl(lambda x, **_: x)
+coda_note_p.def_impl(_run)
 coda_note_p.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(coda_note_p, lambda ct, _, **__: [ct])
 batching.primitive_batchers[coda_note_p] = lambda xs, axes, **params: (coda_note_p.bind(*xs, **params), axes[0])

@@ -27,6 +27,7 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Program, ReductionOp, TileStore
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
+from coda_jax.primitives.notes import is_strict
 from coda_jax.primitives.partition import (
     Axes,
     Dims,
@@ -268,7 +269,8 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 def _digest(spec: GemmSpec) -> str:
     """Names what a call computes on given arguments, whoever made it."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
-    parts = (str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, ffi.headers_hash())
+    # Strict or not: else a strict program would be taken from the cache with a product that fell back.
+    parts = (str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, is_strict(), ffi.headers_hash())
     return digest_of(parts)
 
 

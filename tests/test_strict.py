@@ -1,0 +1,165 @@
+"""Strict mode: a product that falls back on a GPU, and a lost chain, is an error, whatever JAX's caches hold."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coda_jax as coda
+from coda_jax.primitives import notes
+from tests.nvrtc import needs_nvrtc
+from tests.partitioned import partitioned_on_cpus
+
+A, B = jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.ShapeDtypeStruct((16, 24), jnp.float32)
+REASON = "takes its XLA form: .*float32"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(notes, "_reported", set())
+
+
+def lower(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@needs_nvrtc
+def test_a_fallback_raises_each_time_and_names_line_and_reason():
+    def multiply(a, b):
+        return coda.gemm(a, b)
+
+    with pytest.warns(coda.FallbackWarning) as caught:
+        lower(multiply, A, B)
+    line = f"{__file__}:{multiply.__code__.co_firstlineno + 1}: gemm 'gemm' takes its XLA form: "
+    for _ in range(2):  # said already: raised all the same
+        with coda.strict(), pytest.raises(coda.FallbackError, match=re.escape(line)) as raised:
+            lower(multiply, A, B)
+        assert str(caught[0].message) in str(raised.value)
+    with coda.strict(), coda.strict(False):
+        lower(multiply, A, B)
+
+
+@needs_nvrtc
+def test_what_is_no_fallback_passes():
+    with coda.strict():
+        kernel = lower(coda.gemm, *(x.update(dtype=jnp.bfloat16) for x in (A, B)))
+        asked = lower(lambda a, b: coda.gemm(a, b, implementation="xla"), A, B)
+        jax.jit(coda.gemm).lower(A, B)  # for a CPU
+    assert kernel.as_text().count("@coda_gemm(") == 1 and "@coda_gemm(" not in asked.as_text()
+
+
+@needs_nvrtc
+def test_backward_passes_are_strict_too():
+    def loss(a, b):
+        return jnp.sum(coda.gemm(a, b))
+
+    types = [x.update(dtype=jnp.bfloat16) for x in (A, B)]
+    a = types[0].update(dtype=jnp.float32)  # da is bfloat16 times float32
+    with coda.strict():
+        lower(jax.grad(loss, (0, 1)), *types)
+        with pytest.raises(coda.FallbackError, match=REASON):
+            lower(jax.grad(loss, (0, 1)), a, types[1])
+
+
+def test_a_lost_chain_raises():
+    def function(x):
+        return notes.noted(x, "here", "a reason").sum()
+
+    with coda.strict():
+        jax.jit(function).lower(A)
+        with pytest.raises(coda.FallbackError, match=r"test_strict\.py:\d+: here: a reason"):
+            lower(jax.value_and_grad(lambda x: jnp.square(function(x))), A)
+
+
+def test_a_lost_chain_outside_jit(monkeypatch):
+    """On arrays that lie on a GPU."""
+    x = jnp.ones(3)
+    with coda.strict():
+        notes.noted(x, "here", "a reason")
+    monkeypatch.setattr(type(x), "devices", lambda _: [types.SimpleNamespace(platform="gpu")])
+    with pytest.warns(coda.FallbackWarning, match="here: a reason"):
+        notes.noted(x, "here", "a reason")
+    with coda.strict(), pytest.raises(coda.FallbackError):
+        notes.noted(x, "here", "a reason")
+
+
+@pytest.fixture
+def as_on_a_gpu():
+    """Products on CPUs are lowered as for a GPU."""
+    with partitioned_on_cpus(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", coda.FallbackWarning)
+        yield
+
+
+@needs_nvrtc
+def test_jitted_functions_that_ran_before(as_on_a_gpu):
+    """The context is in the key of every cache: of the jitted function, of one inside it, of what runs outside jit."""
+    a, b = np.ones(A.shape, np.float32), np.ones(B.shape, np.float32)
+    inner = jax.jit(coda.gemm)
+    for function in (inner, jax.jit(lambda a, b: inner(a, b) + 1), coda.gemm, jax.checkpoint(inner)):
+        function(a, b)
+        with coda.strict(), pytest.raises(coda.FallbackError):
+            function(a, b)
+        function(a, b)
+        with coda.strict(), pytest.raises(coda.FallbackError):  # and an error is kept in none
+            function(a, b)
+
+
+@needs_nvrtc
+def test_ahead_of_time_the_lowering_counts(as_on_a_gpu):
+    traced = jax.jit(coda.gemm).trace(A, B)
+    lowered = traced.lower()
+    with coda.strict():
+        lowered.compile()
+        with pytest.raises(coda.FallbackError):
+            traced.lower()
+        inside = jax.jit(coda.gemm).trace(A, B)
+    inside.lower()
+
+
+@needs_nvrtc
+def test_products_that_xla_partitions(as_on_a_gpu):
+    """XLA calls back when it compiles, on any thread: strict is what was so when the program was lowered."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    a, b = jax.device_put(jnp.ones(A.shape), NamedSharding(mesh, P("x"))), jnp.ones(B.shape)
+    b = jax.device_put(b, NamedSharding(mesh, P()))
+    multiply = jax.jit(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh))
+    multiply(a, b)
+    with coda.strict():
+        lowered = multiply.lower(a, b)
+        with pytest.raises(Exception, match=r"FallbackError.*takes its XLA form"):
+            multiply(a, b)
+    with pytest.raises(Exception, match=r"FallbackError.*takes its XLA form"):
+        lowered.compile()
+    plain = multiply.lower(a, b).as_text()
+    keys = [re.search(r'coda_gemm = "(\w+)"', text)[1] for text in (plain, lowered.as_text())]
+    assert keys[0] != keys[1]  # in the key of JAX's persistent cache
+
+
+def test_the_environment_variable(monkeypatch):
+    code = """
+import jax, coda_jax as coda
+from coda_jax.primitives.notes import noted
+lower = lambda: jax.jit(lambda x: noted(x, "here", "a reason")).trace(1.0).lower(lowering_platforms=("cuda",))
+with coda.strict(False):
+    lower()
+lower()
+"""
+    environment = {**os.environ, "CODA_JAX_STRICT": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and "FallbackError: <string>:4: here: a reason (strict mode" in run.stderr
+    for setting in ("", "0"):
+        monkeypatch.setenv("CODA_JAX_STRICT", setting)
+        assert not notes._strict_by_default()
+    monkeypatch.setenv("CODA_JAX_STRICT", "yes")
+    with pytest.raises(ValueError, match="CODA_JAX_STRICT='yes'; it must be 0 or 1"):
+        notes._strict_by_default()
