@@ -31,7 +31,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from coda_jax.ffi import _ffi
+try:
+    from coda_jax.ffi import _ffi
+except ImportError as error:
+    message = "coda_jax's native module _ffi is not built for this Python, or does not load; python -m coda_jax.doctor"
+    raise ImportError(f"{message} says how to mend it: {error}", name=error.name) from error
 
 __all__ = [
     "ABI",
