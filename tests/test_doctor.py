@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.tools import doctor
 from tests.compiler_cases import empty_compiler
@@ -179,3 +181,21 @@ def test_a_native_module_that_is_not_built(tmp_path):
     assert "-> pip install " in found.stdout and "1 broken" in found.stdout and found.stderr == ""
     plain = run("-c", "import coda_jax")
     assert plain.returncode == 1 and "python -m coda_jax.doctor says how to mend it" in plain.stderr
+
+
+def test_the_run_is_compared_with_float64(monkeypatch):
+    """XLA's form on a CPU in the kernel's place, and one that is slightly wrong."""
+    monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices())
+
+    def product(factor):
+        return lambda a, b, bias: factor * coda.gemm(a, b, bias, epilogue=doctor._bias_gelu)
+
+    monkeypatch.setattr(doctor, "_gemm", product(1))
+    (right,) = doctor._run()
+    assert right.text.startswith("ran, off by ") and not right.is_broken
+    monkeypatch.setattr(doctor, "_gemm", product(1.02))
+    (wrong,) = doctor._run()
+    assert wrong.is_broken and "wrong results" in wrong.text
+    monkeypatch.setattr(doctor, "_gemm", None)
+    (lost,) = doctor._run()
+    assert lost.is_broken and lost.text.startswith("does not run: ")
