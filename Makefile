@@ -1,4 +1,4 @@
-# make train | test | test-all | host-sanitize | gpu-test | gpu-sanitize | bench | report | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | test-all | wheels | wheels-test | host-sanitize | gpu-test | gpu-sanitize | bench | report | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -25,7 +25,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test test-all host-sanitize gpu-test gpu-sanitize bench report kernels-diff lint clean
+.PHONY: train test test-all wheels wheels-test host-sanitize gpu-test gpu-sanitize bench report kernels-diff lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -36,6 +36,12 @@ test: $(STAMPS)/test # by file: what a file's tests share, compiled programs abo
 
 test-all:
 	.ci/run all
+
+wheels: # into dist: one for each supported Python, and the sdist
+	.ci/wheels
+
+wheels-test: # in fresh environments without a compiler, with the oldest and the newest jax
+	.ci/wheels test
 
 host-sanitize: $(STAMPS)/test
 	tests/host_sanitize $(RUN)

@@ -1,5 +1,6 @@
 """Importing: without GPU, driver or NVRTC, and quickly."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -49,4 +50,4 @@ def test_public_names():
 
     assert callable(coda_jax.gemm)
     assert coda_jax.GemmConfig.__name__ == "GemmConfig"
-    assert coda_jax.__version__
+    assert coda_jax.__version__ == importlib.metadata.version("coda-jax")

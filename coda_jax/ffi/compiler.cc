@@ -127,7 +127,7 @@ size_t AvailableCores() {
 bool HasFailed(const Compiler::Job& job) {
   if (job.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
   try {
-    job.get();
+    static_cast<void>(job.get());
     return false;
   } catch (const std::exception&) {
     return true;
