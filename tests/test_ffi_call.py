@@ -13,8 +13,8 @@ import pytest
 from jax import export
 
 from coda_jax import ffi
+from tests.ffi_functions import Functions
 from tests.nvrtc import needs_nvrtc
-from tests.tensor_maps import TensorMaps
 
 SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
 M, N, K = 256, 192, 64
@@ -184,8 +184,13 @@ BF16, F16, F32 = "bfloat16", "float16", "float32"
 
 
 @pytest.fixture(scope="module")
-def describe_map(tmp_path_factory):
-    return TensorMaps(tmp_path_factory.mktemp("tensor_maps"))
+def functions(tmp_path_factory):
+    return Functions(tmp_path_factory.mktemp("functions"))
+
+
+@pytest.fixture
+def describe_map(functions):
+    return functions.map_layout
 
 
 @pytest.mark.parametrize(
@@ -251,46 +256,27 @@ def test_tensor_map_refused(describe_map, map_, dtype, dims, message):
         describe_map(map_, dtype, dims)
 
 
-def geometry(
-    a,
-    b,
-    transpose_a=False,
-    transpose_b=False,
-    tile=(128, 128),
-    ways=1,
-    cluster_m=2,
-    multiprocessors=132,
-    batch=None,
-    flags=-1,
-):
-    if batch is None:
-        batch = max(a, b, key=len)[:-2]
-    return ffi._ffi.describe_geometry(
-        a=a,
-        b=b,
-        result=(*batch, 1, 1),
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        tile_m=tile[0],
-        tile_n=tile[1],
-        ways=ways,
-        cluster_m=cluster_m,
-        multiprocessors=multiprocessors,
-        flags=flags,
-    )
+@pytest.fixture
+def geometry(functions):
+    def of(a, b, transpose_a=False, transpose_b=False, **options):
+        given = {"tile": (128, 128), "ways": 1, "cluster_m": 2, "flags": -1, "multiprocessors": 132, **options}
+        batch = given.pop("batch", max(a, b, key=len)[:-2])
+        return functions.geometry(a, b, (*batch, 1, 1), (transpose_a, transpose_b, *given.pop("tile"), *given.values()))
+
+    return of
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_sizes_are_read_off_the_operands(transpose_a, transpose_b):
+def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
     a, b = ((40, 300) if transpose_a else (300, 40)), ((200, 40) if transpose_b else (40, 200))
     for batch in ((), (5,)):
         sizes = geometry(batch + a, batch + b, transpose_a, transpose_b)
-        assert (sizes["m"], sizes["n"], sizes["k"], sizes["batch"]) == (300, 200, 40, 5 if batch else 1)
-    assert geometry((5, *a), b, transpose_a, transpose_b)["batch"] == 5  # a shared b
-    assert geometry(a, (5, *b), transpose_a, transpose_b)["batch"] == 5  # a shared a
+        assert (sizes.m, sizes.n, sizes.k, sizes.batch) == (300, 200, 40, 5 if batch else 1)
+    assert geometry((5, *a), b, transpose_a, transpose_b).batch == 5  # a shared b
+    assert geometry(a, (5, *b), transpose_a, transpose_b).batch == 5  # a shared a
     # Neither factor has the batch, only the epilogue's operands have.
-    assert geometry(a, b, transpose_a, transpose_b, batch=(5,))["batch"] == 5
+    assert geometry(a, b, transpose_a, transpose_b, batch=(5,)).batch == 5
 
 
 @pytest.mark.parametrize(
@@ -310,9 +296,9 @@ def test_sizes_are_read_off_the_operands(transpose_a, transpose_b):
         ((0, 640), (640, 256), {"flags": 3}, 0, 0),
     ],
 )
-def test_grid(a, b, options, clusters, blocks):
+def test_grid(geometry, a, b, options, clusters, blocks):
     sizes = geometry(a, b, **options)
-    assert (sizes["clusters"], sizes["blocks"]) == (clusters, blocks)
+    assert (sizes.clusters, sizes.blocks) == (clusters, blocks)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +310,6 @@ def test_grid(a, b, options, clusters, blocks):
         ((2**31, 16), (16, 8), "exceeds"),
     ],
 )
-def test_geometry_refused(a, b, message):
+def test_geometry_refused(geometry, a, b, message):
     with pytest.raises(ValueError, match=message):
         geometry(a, b)

@@ -22,17 +22,3 @@ def compile(name: str, source: str, arch: str) -> tuple[bytes, str, float, bool]
 def unavailable_reason() -> str: ...
 def shutdown() -> None: ...
 def handlers() -> dict[str, Any]: ...
-def describe_geometry(
-    *,
-    a: Sequence[int],
-    b: Sequence[int],
-    result: Sequence[int],
-    transpose_a: bool,
-    transpose_b: bool,
-    tile_m: int,
-    tile_n: int,
-    ways: int,
-    cluster_m: int,
-    multiprocessors: int,
-    flags: int,
-) -> dict[str, int]: ...

@@ -22,7 +22,6 @@ namespace {
 
 using Strings = std::vector<std::string>;
 using StringPairs = std::vector<std::pair<std::string, std::string>>;
-using Dims = std::vector<int64_t>;
 
 void Configure(StringPairs headers, std::string headers_hash, Strings options, StringPairs libraries,
                std::string cache_directory, uint64_t cache_limit_bytes, std::string dump_directory, bool quiet) {
@@ -67,28 +66,6 @@ nb::dict Handlers() {
   return handlers;
 }
 
-nb::dict DescribeGeometryForTest(const Dims& a, const Dims& b, const Dims& result_dims, bool transpose_a,
-                                 bool transpose_b, int tile_m, int tile_n, int ways, int cluster_m, int multiprocessors,
-                                 int flags) {
-  GemmCall call{};
-  call.transpose_a = transpose_a;
-  call.transpose_b = transpose_b;
-  call.tile_m = tile_m;
-  call.tile_n = tile_n;
-  call.ways = ways;
-  call.cluster_m = cluster_m;
-  call.flags = flags;
-  const Geometry geometry = DescribeGeometry(call, {.dims = a}, {.dims = b}, {.dims = result_dims}, multiprocessors);
-  nb::dict result;
-  result["m"] = geometry.m;
-  result["n"] = geometry.n;
-  result["k"] = geometry.k;
-  result["batch"] = geometry.batch;
-  result["clusters"] = geometry.clusters;
-  result["blocks"] = geometry.blocks;
-  return result;
-}
-
 }  // namespace
 
 NB_MODULE(_ffi, module) {
@@ -108,9 +85,6 @@ NB_MODULE(_ffi, module) {
       nb::call_guard<nb::gil_scoped_release>());
   module.def("shutdown", [] { Compiler::Get()->Shutdown(); }, nb::call_guard<nb::gil_scoped_release>());
   module.def("handlers", Handlers);
-  module.def("describe_geometry", DescribeGeometryForTest, nb::kw_only(), nb::arg("a"), nb::arg("b"), nb::arg("result"),
-             nb::arg("transpose_a"), nb::arg("transpose_b"), nb::arg("tile_m"), nb::arg("tile_n"), nb::arg("ways"),
-             nb::arg("cluster_m"), nb::arg("multiprocessors"), nb::arg("flags"));
 }
 
 }  // namespace coda

@@ -1,0 +1,47 @@
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "handler.h"
+
+namespace coda {
+
+Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, const Buffer& result,
+                          int multiprocessors) {
+  if (a.dims.size() < 2 || a.dims.size() > 3 || b.dims.size() < 2 || b.dims.size() > 3) {
+    throw std::invalid_argument("a and b need rank 2 or 3");
+  }
+  const auto a_dims = a.dims.last(2), b_dims = b.dims.last(2);
+  const int64_t m = a_dims[call.transpose_a ? 1 : 0], k = a_dims[call.transpose_a ? 0 : 1];
+  const int64_t n = b_dims[call.transpose_b ? 0 : 1], b_k = b_dims[call.transpose_b ? 1 : 0];
+  // All results have the batch when any operand has it, be it only the epilogue's.
+  const int64_t batch = result.dims.size() == 3 ? result.dims[0] : 1;
+  if (k != b_k) throw std::invalid_argument("k is " + std::to_string(k) + " in a and " + std::to_string(b_k) + " in b");
+  for (const Buffer* factor : {&a, &b}) {
+    if (factor->dims.size() == 3 && factor->dims[0] != batch) throw std::invalid_argument("batch sizes differ");
+  }
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  if (m > kMax || n > kMax || k > kMax || batch > kMax) throw std::invalid_argument("a size exceeds 2^31 - 1");
+  if (call.tile_m < 1 || call.tile_n < 1 || call.ways < 1 || call.cluster_m < 1 || call.tile_n % call.ways != 0 ||
+      n % call.ways != 0) {
+    throw std::invalid_argument("tile " + std::to_string(call.tile_m) + "x" + std::to_string(call.tile_n) + ", " +
+                                std::to_string(call.ways) + " ways, cluster " + std::to_string(call.cluster_m));
+  }
+
+  const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+  Geometry geometry{};
+  geometry.m = static_cast<int32_t>(m);
+  geometry.n = static_cast<int32_t>(n);
+  geometry.k = static_cast<int32_t>(k);
+  geometry.batch = static_cast<int32_t>(batch);
+  geometry.clusters =
+      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.ways, call.tile_n / call.ways);
+  const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
+  // With split-K even few tiles may be work for all.
+  const int64_t working = call.flags < 0 || geometry.clusters == 0 ? std::min(geometry.clusters, resident) : resident;
+  geometry.blocks = static_cast<uint32_t>(call.cluster_m * working);
+  return geometry;
+}
+
+}  // namespace coda
