@@ -7,15 +7,18 @@ from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
+from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
+from coda_jax.primitives.mesh_types import without_axes as without_axes
 from coda_jax.primitives.notes import noted as noted
 
 __all__ = [
     "add_residual_sumsq",
     "array",
     "bind_equation",
+    "explicit_cuts",
     "explicit_sharding",
     "hide_frames",
     "noted",
@@ -24,4 +27,5 @@ __all__ = [
     "separate_residual",
     "vary",
     "varying_axes",
+    "without_axes",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coda_jax.extend import explicit_sharding, vary, varying_axes
+from coda_jax.extend import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
 
 
 class Embed(nnx.Embed):
@@ -42,6 +42,8 @@ class Embed(nnx.Embed):
             out_sharding = _sharding_of_rows(table, inputs)
         # JAX sums in the table's dtype, and lays out on explicit axes what it differentiates itself.
         if sum_dtype == table.dtype or out_sharding is not None or explicit_sharding(table) is not None:
+            if out_sharding is not None:
+                table = without_axes(table, 1, frozenset().union(*explicit_cuts(inputs)))
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
             return rows.astype(self.dtype)
         return _take(jax.typeof(table), jnp.dtype(self.dtype), *vary(varying_axes(table, inputs), table, inputs))

@@ -1,12 +1,28 @@
-"""Sends products on CPUs through the lowering for GPUs, XLA's form in the kernel's place on each device."""
+"""Sends products on meshes of CPUs through the lowering for GPUs, XLA's form in the kernel's place on each device."""
 
 import contextlib
+import re
 
 import jax
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
 from coda_jax.primitives import lowering, row_shards
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def mesh_of(kind, data=2, model=2):
+    devices = jax.devices("cpu")[: data * model]
+    assert len(devices) == data * model, "conftest.py asks for them"
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def collectives(compiled):
+    """Counts by kind."""
+    text = compiled.as_text()
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    return {kind: count for kind, count in found.items() if count}
 
 
 @contextlib.contextmanager

@@ -129,8 +129,8 @@ def test_the_grids_epilogues_are_those_of_a_models_products():
     def loss(x, sumsq, scale, *weights):
         return jnp.sum(coda.gated_mlp(coda.DeferredNorm(x, sumsq, scale), *weights).x.astype(jnp.float32))
 
-    gradient = jax.grad(loss, argnums=(0, 2, 3, 4))
-    found = tune.products_of(gradient, x, sumsq, *parameters)
+    step = jax.value_and_grad(loss, argnums=(0, 2, 3, 4))
+    found = tune.products_of(step, x, sumsq, *parameters)
     of_grid = [
         Shape("swiglu", "NN", rows, 2 * features, width),
         Shape("residual_sumsq", "NN", rows, width, features),

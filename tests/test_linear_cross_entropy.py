@@ -195,7 +195,7 @@ def test_products():
         return sum(coda.explain(f, *args).products.values())
 
     def gradient(**options):
-        return jax.grad(lambda x, *rest: loss(x, *rest, **options)[0].sum(), 0)
+        return jax.value_and_grad(lambda *args: loss(*args, **options)[0].sum(), (0, 2))
 
     assert count(loss) == 2
     assert count(gradient()) == 6

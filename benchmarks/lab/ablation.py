@@ -31,7 +31,7 @@ JOULES_OF_BYTE, WATTS = 116e-12, 690.0
 
 
 def _backward(outputs: Sequence[int], acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
-    whole = activation_backward(acc, z, rstd, activation=gated(jax.nn.silu))
+    whole = jax.tree.leaves(activation_backward(acc, z, rstd, activation=gated(jax.nn.silu)))
     return tuple(whole[i] for i in outputs)
 
 

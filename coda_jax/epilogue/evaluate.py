@@ -100,8 +100,9 @@ def _node(
     if node.op in HEAD_REDUCTIONS:
         op, width = HEAD_REDUCTIONS[node.op], program.head // 2
         ways = [jnp.broadcast_to(values[i], (rows, columns)) for i in node.inputs]
-        total = _combined(op, [op.reduce(x.reshape(rows, -1, width), axis=2) for x in ways])
-        return jnp.repeat(total, width, axis=1, total_repeat_length=columns)
+        heads = [x.reshape(rows, columns // width, width) for x in ways]
+        total = _combined(op, [op.reduce(x, axis=2) for x in heads])
+        return jnp.broadcast_to(total[:, :, None], heads[0].shape).reshape(rows, columns)
     inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
     return elementwise.apply(node.op, list(inputs), dict(node.attributes))
 

@@ -13,6 +13,7 @@ from jax import lax
 from coda_jax.operators import pytree
 from coda_jax.operators.stream import NotAnArray, Stream
 from coda_jax.primitives.arguments import check_floats
+from coda_jax.primitives.mesh_types import explicit_cuts, without_axes
 from coda_jax.primitives.reverse_mode import differentiable
 
 
@@ -57,8 +58,10 @@ class DeferredNorm(NotAnArray):
     def array(self) -> jax.Array:
         """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
         x = self.x.astype(jnp.float32)
+        of_rows = frozenset(name for axes in explicit_cuts(x)[:-1] for name in axes)
 
         def row(parameter: jax.Array) -> jax.Array:
+            parameter = without_axes(parameter, 0, of_rows)
             return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
 
         if self.mean is None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
-from coda_jax.operators.norm_products import Cotangents, bias_cotangent, cotangents, multiply
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
+from coda_jax.operators.norm_products import Sums, cotangents, multiply, named, of_norm
 from coda_jax.operators.stream import Stream, array, separate_residual
 from coda_jax.primitives.arguments import joined_halves, resolve_dtype
-from coda_jax.primitives.reverse_mode import differentiable
 
 MLP_NAME = "mlpwi"  # MaxText's
 
@@ -42,13 +41,6 @@ class gated:
         return self.activation(gate) * up
 
 
-class Weights(NamedTuple):
-    up: jax.Array
-    down: jax.Array
-    up_bias: jax.Array | None
-    down_bias: jax.Array | None
-
-
 def activated(u: jax.Array, shift: jax.Array | None, *, activation: Activation, keep: bool) -> Any:
     """Epilogue: the activation of z = u + shift, and u before it if it is to be kept."""
     hidden = activation(u if shift is None else u + shift[None, :])
@@ -65,14 +57,32 @@ def activation_backward(
     *,
     activation: Activation,
     dtype: Any = None,
-) -> list[jax.Array]:
-    """Epilogue of the hidden activation's cotangent: t, the activation again, the sums of `Cotangents` and dz."""
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """Epilogue of the hidden activation's cotangent: t, the activation again, and the sums of dz and t."""
     hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), u)
     (dz,) = pullback(acc)
-    t, *sums = cotangents(dz, u, t_scale, mean, column_sums, lambda t: t.astype(dtype).astype(jnp.float32))
+    t, sums = cotangents(
+        dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: t.astype(dtype).astype(jnp.float32)
+    )
     # With all of a LayerNorm's sums, the order of the stores decides what 128 x 192 spills: 2060 bytes, not 2256.
-    tiles = [t, hidden] if column_sums is None else [hidden, t]
-    return [*tiles, *(x for x in sums if x is not None), *([] if shift is None else [jnp.sum(dz, axis=0)])]
+    return (t, hidden, sums) if column_sums is None else (hidden, t, sums)
+
+
+def add_residual(acc: jax.Array, residual: jax.Array | None = None, bias: jax.Array | None = None) -> jax.Array:
+    """Epilogue: y = acc + bias + residual."""
+    y = acc if bias is None else acc + bias[None, :]
+    return y if residual is None else y + residual
+
+
+def add_residual_sumsq(
+    acc: jax.Array, residual: jax.Array | None = None, bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: y = acc + bias + residual and the row sums of y * y."""
+    y = add_residual(acc, residual, bias)
+    # The norm that reads the sums differentiates through y; with the gradient stopped here the epilogue is linear in
+    # acc, and so keeps nothing for the backward pass.
+    z = jax.lax.stop_gradient(y)
+    return y, jnp.sum(z * z, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,109 +100,74 @@ class _FeedForward:
     def kind(self) -> str:
         return "gated" if isinstance(self.activation, gated) else "activation"
 
-    def up(
-        self, norm: DeferredNorm, weights: Weights, *, keep: bool
-    ) -> tuple[list[jax.Array], norm_products.FoldedWeight]:
-        """The hidden activation, with u in front of it if that is to be kept."""
-        return norm_products.multiply_normalized(
-            norm,
-            weights.up,
-            weights.up_bias,
-            epilogue=_named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep),
-            dtype=self.dtype,
+    def products(
+        self,
+        norm: DeferredNorm,
+        up: jax.Array,
+        up_bias: jax.Array | None,
+        down: jax.Array,
+        down_bias: jax.Array | None,
+        other: jax.Array | None,
+        *,
+        keep: bool,
+    ) -> Any:
+        """y, and for RMSNorm the row sums of its squares; beside them, if asked for, what `backward` takes."""
+        arrays, of_z = norm_products.factors(norm, up, up_bias, self.dtype)
+        *kept, hidden = multiply(
+            *arrays,
+            epilogue=of_norm(named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep)),
             out_dtypes=[self.dtype] * (1 + keep),
             implementation=self.implementation,
+            halves=up.ndim == 3,
         )
-
-    def down(self, hidden: jax.Array, norm: DeferredNorm, weights: Weights, other: jax.Array | None) -> list[jax.Array]:
-        """y, and for RMSNorm the row sums of its squares."""
-        sums = norm.mean is None
-
-        def add_residual(acc: jax.Array, residual: Any, bias: Any) -> Any:
-            y = acc if bias is None else acc + bias[None, :]
-            y = y if residual is None else y + residual
-            return with_sumsq(y) if sums else y
-
-        return multiply(
+        kept = [checkpoint_name(u, MLP_NAME) for u in kept]
+        has_sums = norm.mean is None
+        outputs = multiply(
             hidden,
-            weights.down.astype(self.dtype),
+            down.astype(self.dtype),
             norm.x if self.adds_x else other,
-            weights.down_bias,
-            epilogue=_named("add_residual_sumsq" if sums else "add_residual", add_residual),
-            out_dtypes=[self.out_dtype, jnp.float32] if sums else [self.out_dtype],
+            down_bias,
+            epilogue=add_residual_sumsq if has_sums else add_residual,
+            out_dtypes=[self.out_dtype, jnp.float32] if has_sums else [self.out_dtype],
             implementation=self.implementation,
             like=norm.x,
         )
+        return (outputs, (of_z, down, down_bias, *kept)) if keep else outputs
 
-    def run(self, norm: DeferredNorm, weights: Weights, other: jax.Array | None) -> list[jax.Array]:
-        (hidden,), _ = self.up(norm, weights, keep=False)
-        return self.down(hidden, norm, weights, other)
-
-    def forward(
-        self, norm: DeferredNorm, weights: Weights, other: jax.Array | None
-    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
-        (u, hidden), weight = self.up(norm, weights, keep=True)
-        u = checkpoint_name(u, MLP_NAME)
-        return self.down(hidden, norm, weights, other), (norm, weights, u, weight.column_sums, weight.shift)
-
-    def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[DeferredNorm, Weights, jax.Array | None]:
-        norm, weights, u, column_sums, shift = kept
-        dy = dys[0]
-        mean, rstd = mean_and_rstd(norm)
-        mean = norm_products.mean_in_x(mean, self.dtype)
+    def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[Any, ...]:
+        (of_z, down, down_bias, u), dy = kept, dys[0]
         dout = dy.astype(self.dtype)
+        beside_dz = of_z.of_cotangents(self.dtype)
+        present = Sums.structure(*beside_dz)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
             dout,
-            weights.down.astype(self.dtype),
+            down.astype(self.dtype),
             u,
-            norm_products.scale_of_t(rstd, self.dtype),
-            mean,
-            column_sums,
-            shift,
-            epilogue=_named(f"{self.kind}_backward", activation_backward, **options),
-            out_dtypes=[self.dtype] * 2 + [jnp.float32] * (1 + sum(x is not None for x in (column_sums, mean, shift))),
+            *beside_dz,
+            epilogue=named(f"{self.kind}_backward", activation_backward, **options),
+            out_dtypes=[self.dtype] * 2 + [jnp.float32] * present.num_leaves,
             implementation=self.implementation,
             transpose_b=True,
-            halves=weights.up.ndim == 3,
+            halves=of_z.w.ndim == 3,
         )
-        t, hidden = (first, second) if column_sums is None else (second, first)
-        dshift = None if shift is None else sums.pop()
+        t, hidden = (first, second) if of_z.column_sums is None else (second, first)
         (ddown,) = multiply(
             hidden,
             dout,
-            out_dtypes=[weights.down.dtype],
+            out_dtypes=[down.dtype],
             implementation=self.implementation,
             transpose_a=True,
             k_axes=hidden.ndim - 1,
-            like=weights.down,
+            like=down,
         )
-        dnorm, dup = norm_products.backward(
-            Cotangents(t, *sums),
-            norm,
-            weights.up,
-            dshift,
-            dy if self.adds_x else None,
-            implementation=self.implementation,
+        dnorm, dup, dup_bias = norm_products.backward(
+            of_z, t, present.unflatten(sums), dy if self.adds_x else None, implementation=self.implementation
         )
-        dweights = Weights(
-            dup,
-            ddown,
-            bias_cotangent(dshift, weights.up_bias),
-            # A pass over dy: the product that made it belongs to someone else.
-            bias_cotangent(jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)), weights.down_bias),
-        )
-        return dnorm, dweights, dy if self.adds_other else None
-
-
-def _named(name: str, function: Callable[..., Any], **options: Any) -> Any:
-    """function(..., **options) under a name that messages and tables show."""
-
-    def named(*arrays: Any) -> Any:
-        return function(*arrays, **options)
-
-    named.__name__ = name
-    return named
+        ddown_bias = None
+        if down_bias is not None:  # a pass over dy: the product that made it belongs to someone else
+            ddown_bias = jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)).astype(down_bias.dtype)
+        return dnorm, dup, dup_bias, ddown, ddown_bias, dy if self.adds_other else None
 
 
 def mlp(
@@ -273,8 +248,8 @@ def mlp(
         out_dtype=norm.dtype if other is None else other.dtype,
         implementation=implementation,
     )
-    arguments = norm_products.vary_alike(norm, Weights(up, w_down, up_bias, down_bias), other)
-    y, *squares = differentiable(name, chain.run, chain.forward, chain.backward)(*arguments)
+    arguments = norm_products.vary_alike(norm, up, up_bias, w_down, down_bias, other)
+    y, *squares = norm_products.chain(name, chain.products, chain.backward)(*arguments)
     return Stream(y, squares[0] if squares else None)
 
 
@@ -299,16 +274,3 @@ def gated_mlp(
     """
     options: dict[str, Any] = {"residual": residual, "dtype": dtype, "implementation": implementation}
     return mlp(norm, w_gate_up, w_down, activation=gated(activation), **options)
-
-
-def with_sumsq(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """y and the row sums of y * y, in an epilogue."""
-    # The norm that reads the sums differentiates through y; with the gradient stopped here the epilogue is linear in
-    # acc, and so keeps nothing for the backward pass.
-    z = jax.lax.stop_gradient(y)
-    return y, jnp.sum(z * z, axis=1)
-
-
-def add_residual_sumsq(acc: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: y = acc + x and the row sums of y * y."""
-    return with_sumsq(acc + x)

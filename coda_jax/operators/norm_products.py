@@ -29,6 +29,8 @@ any float16 program, and u, whose absolute value is below sqrt(D) times the norm
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +41,9 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, mean_and_rstd
-from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_sharding, placed, vary, varying_axes
 from coda_jax.primitives.product import Options, Parts, product
+from coda_jax.primitives.reverse_mode import differentiable
 
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:
@@ -57,6 +60,28 @@ def one_or_parts(arrays: Sequence[Any]) -> Any:
 def ends_of(parts: Sequence[jax.Array]) -> list[int]:
     """Where the columns of all but the last end, as `jnp.split` takes it."""
     return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]
+
+
+def named(name: str, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """function(..., **options) under a name that messages and tables show."""
+
+    def with_options(*arrays: Any) -> Any:
+        return function(*arrays, **options)
+
+    with_options.__name__ = name
+    return with_options
+
+
+def chain(name: str, products: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
+    """The outputs of a chain of products with its derivative, as a function of arrays that vary alike.
+
+    Args:
+      name: of the operator.
+      products: products(*arguments, keep=False) are the outputs; with keep=True beside them what `backward` takes.
+      backward: the arguments' cotangents, from what is kept and those of the outputs.
+    """
+    run, forward = functools.partial(products, keep=False), functools.partial(products, keep=True)
+    return differentiable(name, run, forward, backward)
 
 
 def vary_alike(*trees: Any) -> list[Any]:
@@ -106,22 +131,36 @@ def multiply(
     return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
 
 
-class FoldedWeight(NamedTuple):
-    """What the product with a normalised x needs of the parameters.
+class NormProduct(NamedTuple):
+    """norm(x) w + bias = u + shift: what its cotangents need of going forward. W' is made anew for them.
 
     Attributes:
-      w: (D, N) or (D, 2, F), W'; or several (D, Ni), as the weight.
+      norm: of x (..., D).
+      w: (D, N) or (D, 2, F); or several (D, Ni).
+      bias: (N,), or as many as w; None for none.
       column_sums: (N,) float32, those of W' where there is a mean.
-      shift: (N,) float32, what the two biases add to z.
+      shift: (N,) float32, what the two biases add.
     """
 
+    norm: DeferredNorm
     w: Any
+    bias: Any
     column_sums: jax.Array | None
     shift: jax.Array | None
 
+    def of_cotangents(self, dtype: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+        """What `cotangents` takes beside dz and u: t_scale (..., 1) or (), mean (..., 1), column_sums, shift (N,)."""
+        mean, rstd = mean_and_rstd(self.norm)
+        if dtype == jnp.float16:  # t is cast(dz), and x is multiplied with it when it is normalised
+            mean, rstd = None, jnp.ones_like(rstd, shape=())
+        return rstd, mean, self.column_sums, self.shift
 
-def fold_norm(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> FoldedWeight:
-    """W', its column sums and the shift, each one reduction in the pass that casts w (D, N) or (D, 2, F)."""
+
+def factors(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> tuple[tuple[Any, ...], NormProduct]:
+    """What `multiply` takes where its epilogue is `of_norm`, beside what a `NormProduct` keeps.
+
+    W', its column sums and the shift are each one reduction in the pass that casts w (D, N) or (D, 2, F).
+    """
     weights = parts_of(w)
     scaled = [scaled_weight(norm.scale, part, dtype) for part in weights]
     sums = None
@@ -131,8 +170,20 @@ def fold_norm(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> F
     if norm.bias is not None:
         of_bias = norm.bias
         of_norm = _columns([jnp.sum(_beside(of_bias, part) * part.astype(jnp.float32), axis=0) for part in weights])
-        shift = of_norm if shift is None else of_norm + shift
-    return FoldedWeight(one_or_parts(scaled), sums, shift)
+        shift = of_norm if shift is None else of_norm + placed(shift, explicit_sharding(of_norm))
+    mean, rstd = mean_and_rstd(norm)
+    arrays = (norm.x.astype(dtype), one_or_parts(scaled), rstd, mean, sums, shift)
+    return arrays, NormProduct(norm, w, bias, sums, shift)
+
+
+def of_norm(epilogue: Callable[..., Any]) -> Callable[..., Any]:
+    """Epilogue of the product of `factors`: epilogue(u, shift or None, *operands)."""
+
+    def of_normalized(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any, *operands: Any) -> Any:
+        return epilogue((acc if mean is None else acc - mean * column_sums[None, :]) * rstd, shift, *operands)
+
+    of_normalized.__name__ = epilogue.__name__
+    return of_normalized
 
 
 def _columns(parts: Sequence[jax.Array]) -> jax.Array:
@@ -158,93 +209,61 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return round_to(x, dtype).astype(jnp.float32) if dtype in ROUNDED_DTYPES else x
 
 
-def multiply_normalized(
-    norm: DeferredNorm,
-    w: Parts,
-    bias: Parts | None,
-    *operands: jax.Array,
-    epilogue: Callable[..., Any],
-    dtype: Any,
-    **options: Any,
-) -> tuple[list[jax.Array], FoldedWeight]:
-    """The product x W' with epilogue(u, shift or None, *operands), and the parameters folded for it.
-
-    Args:
-      norm, w, bias: u + shift is norm(x) w + bias.
-      dtype: compute dtype.
-      **options: of `multiply`.
-    """
-
-    def of_normalized(acc: jax.Array, rstd: Any, mean: Any, column_sums: Any, shift: Any, *operands: Any) -> Any:
-        return epilogue((acc if mean is None else acc - mean * column_sums[None, :]) * rstd, shift, *operands)
-
-    of_normalized.__name__ = epilogue.__name__
-    mean, rstd = mean_and_rstd(norm)
-    weight = fold_norm(norm, w, bias, dtype)
-    arrays = multiply(
-        norm.x.astype(dtype),
-        weight.w,
-        rstd,
-        mean,
-        weight.column_sums,
-        weight.shift,
-        *operands,
-        epilogue=of_normalized,
-        halves=parts_of(w)[0].ndim == 3,
-        **options,
-    )
-    return arrays, weight
-
-
-def scale_of_t(rstd: jax.Array, dtype: Any) -> jax.Array:
-    """What dz is multiplied with to make t: rstd, but 1 in float16."""
-    return jnp.ones_like(rstd, shape=()) if dtype == jnp.float16 else rstd
-
-
-def mean_in_x(mean: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """The mean that is in x where x is multiplied with t: not in float16."""
-    return None if dtype == jnp.float16 else mean
-
-
-class Cotangents(NamedTuple):
-    """What `backward` takes of dz: t (M, N), and sums of dz and t along rows and columns, float32.
+class Sums(NamedTuple):
+    """What `backward` takes of dz beside t, float32 sums along rows and columns.
 
     Attributes:
-      t: in the compute dtype, `scale_of_t` times dz, (..., N) or (..., 2, F), or one for each of several weights.
       s: (...,), row sums of dz * u.
       centring: (...,), row sums of t * cs, of a LayerNorm.
       mean_t: (N,), column sums of mean * t, where x is multiplied with its mean in it.
+      dshift: (N,), column sums of dz, where there is a shift.
     """
 
-    t: Any
-    s: jax.Array
-    centring: jax.Array | None = None
-    mean_t: jax.Array | None = None
+    s: Any
+    centring: Any = None
+    mean_t: Any = None
+    dshift: Any = None
+
+    @classmethod
+    def structure(cls, t_scale: Any, mean: Any, column_sums: Any, shift: Any) -> Any:
+        """The pytree of the sums that `cotangents` makes of these."""
+        return jax.tree.structure(cls(t_scale, column_sums, mean, shift))
 
 
 def cotangents(
-    dz: jax.Array, u: jax.Array, t_scale: jax.Array, mean: Any, column_sums: Any, round_t: Callable[[Any], Any]
-) -> Cotangents:
-    """`Cotangents` from dz and u (..., N) float32; a LayerNorm sums the rounded t, which is what is multiplied."""
+    dz: jax.Array,
+    u: jax.Array,
+    t_scale: jax.Array,
+    mean: Any,
+    column_sums: Any,
+    shift: Any,
+    *,
+    round_t: Callable[[Any], Any],
+) -> tuple[jax.Array, Sums]:
+    """t = t_scale * dz, and sums of both; dz and u are (..., N) float32.
+
+    A LayerNorm sums the rounded t, which is what is multiplied.
+    """
     t = t_scale * dz
     if column_sums is not None:
         t = round_t(t)
-    s = jnp.sum(dz * u, axis=-1)
-    centring = None if column_sums is None else jnp.sum(t * in_row(column_sums, t), axis=-1)
-    return Cotangents(t, s, centring, None if mean is None else jnp.sum(mean * t, axis=range(t.ndim - 1)))
+    rows = range(t.ndim - 1)
+    return t, Sums(
+        jnp.sum(dz * u, axis=-1),
+        None if column_sums is None else jnp.sum(t * in_row(column_sums, t), axis=-1),
+        None if mean is None else jnp.sum(mean * t, axis=rows),
+        None if shift is None else jnp.sum(dz, axis=rows),
+    )
 
 
-def joined_cotangents(parts: Sequence[Cotangents]) -> Cotangents:
+def joined_sums(parts: Sequence[Sums]) -> Sums:
     """Of all columns, from those of each weight's."""
-    if len(parts) == 1:
-        return parts[0]
-    centring = [part.centring for part in parts if part.centring is not None]
-    mean_t = [part.mean_t for part in parts if part.mean_t is not None]
-    return Cotangents(
-        tuple(part.t for part in parts),
-        sum(part.s for part in parts[1:]) + parts[0].s,
-        sum(centring[1:]) + centring[0] if centring else None,
-        jnp.concatenate(mean_t) if mean_t else None,
+    s, centring, mean_t, dshift = ([x for x in of_all if x is not None] for of_all in zip(*parts, strict=True))
+    return Sums(
+        functools.reduce(operator.add, s),
+        functools.reduce(operator.add, centring) if centring else None,
+        _columns(mean_t) if mean_t else None,
+        one_or_parts(dshift) if dshift else None,
     )
 
 
@@ -283,35 +302,28 @@ def weight_backward(
 
 
 def backward(
-    of_z: Cotangents,
-    norm: DeferredNorm,
-    w: Parts,
-    dshift: jax.Array | None,
-    dresidual: jax.Array | None,
-    *,
-    implementation: str,
-) -> tuple[DeferredNorm, Any]:
-    """Cotangents of the norm, x among it, and of w, through z, and through x itself where dresidual is.
+    of_z: NormProduct, t: Parts, sums: Sums, dresidual: jax.Array | None, *, implementation: str
+) -> tuple[DeferredNorm, Any, Any]:
+    """Cotangents of the norm, x among it, of w and of the bias, through z, and through x itself where dresidual is.
 
     Args:
-      of_z: the cotangents of z.
-      norm: of x (..., D).
-      w: (D, N) or (D, 2, F), or several, as going forward.
-      dshift: (N,) float32, column sums of dz; needed where the norm has a bias.
+      of_z: z as the product that it is.
+      t: in the compute dtype, (..., N) or (..., 2, F), or one for each of several weights.
+      sums: of dz and t; its dshift is one array for each of the weights.
       dresidual: (..., D), added to dx, or None.
     """
-    x, t, weights = norm.x, parts_of(of_z.t), parts_of(w)
-    dtype = t[0].dtype
+    norm, w, bias, _, _ = of_z
+    x, weights, dtype = norm.x, parts_of(w), parts_of(t)[0].dtype
     mean, rstd = mean_and_rstd(norm)
     # W' is made anew: XLA would keep the forward's alive, a copy of all weights.
     scale, same = lax.optimization_barrier((norm.scale, weights))
     (dx,) = multiply(
-        of_z.t,
+        t,
         one_or_parts([scaled_weight(scale, part, dtype) for part in same]),
         x,
         mean,
-        jnp.square(rstd) * (of_z.s[..., None] / x.shape[-1]),
-        None if of_z.centring is None else of_z.centring[..., None] / x.shape[-1],
+        jnp.square(rstd) * (sums.s[..., None] / x.shape[-1]),
+        None if sums.centring is None else sums.centring[..., None] / x.shape[-1],
         dresidual,
         rstd if dtype == jnp.float16 else None,
         epilogue=norm_backward,
@@ -325,51 +337,30 @@ def backward(
     if dtype == jnp.float16:
         wide = x.astype(jnp.float32)
         left = (rstd * (wide if mean is None else wide - mean)).astype(dtype)
-    dw, sums = _split(
-        multiply(
-            left,
-            of_z.t,
-            w,
-            norm.scale[:, None],
-            of_z.mean_t,
-            None if norm.bias is None else norm.bias[:, None],
-            None if norm.bias is None else dshift,
-            epilogue=_apart(weights),
-            out_dtypes=[part.dtype for part in weights] + [jnp.float32] * (1 + (norm.bias is not None)),
-            implementation=implementation,
-            transpose_a=True,
-            k_axes=x.ndim - 1,
-            like=weights[0],
-        ),
-        len(weights),
+    is_one = len(weights) == 1
+    of_bias = () if norm.bias is None else (norm.bias[:, None], _columns(parts_of(sums.dshift)))
+    made = multiply(
+        left,
+        t,
+        w,
+        norm.scale[:, None],
+        sums.mean_t,
+        *of_bias,
+        epilogue=weight_backward if is_one else named("weights_backward", weight_backward, ends=ends_of(weights)),
+        out_dtypes=[part.dtype for part in weights] + [jnp.float32] * (2 if of_bias else 1),
+        implementation=implementation,
+        transpose_a=True,
+        k_axes=x.ndim - 1,
+        like=weights[0],
     )
-    dscale, *dbias = sums
+    dbias = None if bias is None else jax.tree.map(lambda dz_sums, x: dz_sums.astype(x.dtype), sums.dshift, bias)
+    dw, (dscale, *dnorm_bias) = made[: len(weights)], made[len(weights) :]
     dnorm = DeferredNorm(
         dx,
         jnp.zeros_like(norm.sumsq),
         dscale.astype(norm.scale.dtype),
         None if norm.mean is None else jnp.zeros_like(norm.mean),
-        None if norm.bias is None else dbias[0].astype(norm.bias.dtype),
+        None if norm.bias is None else dnorm_bias[0].astype(norm.bias.dtype),
         norm.epsilon,
     )
-    return dnorm, one_or_parts(dw)
-
-
-def _apart(weights: Sequence[jax.Array]) -> Callable[..., Any]:
-    """`weight_backward`, with the cotangents of several weights apart."""
-    if len(weights) == 1:
-        return weight_backward
-
-    def weights_backward(acc: jax.Array, *operands: Any) -> list[jax.Array]:
-        return weight_backward(acc, *operands, ends=ends_of(weights))
-
-    return weights_backward
-
-
-def _split(arrays: list[jax.Array], count: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    return arrays[:count], arrays[count:]
-
-
-def bias_cotangent(dz_sums: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
-    """Column sums of dz as the cotangent of a bias, if there is one."""
-    return None if bias is None or dz_sums is None else dz_sums.astype(bias.dtype)
+    return dnorm, one_or_parts(dw), dbias

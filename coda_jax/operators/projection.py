@@ -10,11 +10,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
-from coda_jax.operators.norm_products import ends_of, joined_cotangents, one_or_parts, parts_of
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
+from coda_jax.operators.norm_products import (
+    NormProduct,
+    Sums,
+    cotangents,
+    ends_of,
+    in_row,
+    joined_sums,
+    multiply,
+    named,
+    of_norm,
+    one_or_parts,
+    parts_of,
+    rounded,
+)
 from coda_jax.primitives.arguments import resolve_dtype
 from coda_jax.primitives.product import Parts
-from coda_jax.primitives.reverse_mode import differentiable
 
 PROJECTION_NAME = "norm_projection"
 
@@ -62,65 +74,47 @@ def norm_projection(
     dtype = resolve_dtype("norm_projection", dtype, norm.x, *weights)
     ends = ends_of(weights)
 
-    def project(norm: DeferredNorm, w: Parts, bias: Any) -> tuple[list[jax.Array], norm_products.FoldedWeight]:
-        def norm_shift(u: jax.Array, shift: jax.Array | None) -> Any:
-            z = u if shift is None else u + shift[None, :]
-            return jnp.split(z, ends, axis=1) if ends else z
-
-        zs, weight = norm_products.multiply_normalized(
-            norm,
-            w,
-            bias,
-            epilogue=norm_shift,
-            dtype=dtype,
-            out_dtypes=[dtype] * (len(ends) + 1),
+    def products(norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
+        arrays, of_z = norm_products.factors(norm, w, bias, dtype)
+        zs = multiply(
+            *arrays,
+            epilogue=of_norm(named("norm_shift", _shifted, ends=ends)),
+            out_dtypes=[dtype] * len(weights),
             implementation=implementation,
         )
-        return [checkpoint_name(z, PROJECTION_NAME) for z in zs], weight
-
-    def run(norm: DeferredNorm, w: Parts, bias: Any) -> list[jax.Array]:
-        return [*project(norm, w, bias)[0], norm.x]
-
-    def forward(norm: DeferredNorm, w: Parts, bias: Any) -> tuple[list[jax.Array], Any]:
-        zs, weight = project(norm, w, bias)
-        return [*zs, norm.x], (norm, w, bias, zs, weight.column_sums, weight.shift)
+        zs = [checkpoint_name(z, PROJECTION_NAME) for z in zs]
+        outputs = [*zs, norm.x]
+        return (outputs, (of_z, zs)) if keep else outputs
 
     def backward(kept: Any, outputs: list[jax.Array]) -> tuple[Any, ...]:
-        norm, w, bias, zs, column_sums, shift = kept
-        *dzs, dresidual = outputs
-        dzs = [dz.astype(jnp.float32) for dz in dzs]
-        each = zip(dzs, zs, _at(column_sums, ends), _at(shift, ends), strict=True)
-        of_z = joined_cotangents([_cotangents(norm, dtype, *of_part) for of_part in each])
-        dshifts = None if shift is None else [jnp.sum(dz, axis=range(dz.ndim - 1)) for dz in dzs]
-        dshift = None if dshifts is None else jnp.concatenate(dshifts) if ends else dshifts[0]
-        dnorm, dw = norm_products.backward(of_z, norm, w, dshift, dresidual, implementation=implementation)
-        if bias is None or dshifts is None:
-            return dnorm, dw, None
-        dbias = [dz.astype(part.dtype) for dz, part in zip(dshifts, parts_of(bias), strict=True)]
-        return dnorm, dw, one_or_parts(dbias)
+        (of_z, zs), (*dzs, dresidual) = kept, outputs
+        ts, sums = _cotangents(of_z, zs, dzs, ends, dtype)
+        return norm_products.backward(of_z, ts, sums, dresidual, implementation=implementation)
 
     arguments = norm_products.vary_alike(norm, one_or_parts(weights), None if bias is None else one_or_parts(biases))
-    *zs, x = differentiable("norm_projection", run, forward, backward)(*arguments)
+    *zs, x = norm_products.chain("norm_projection", products, backward)(*arguments)
     return one_or_parts(zs), x
 
 
-def _at(vector: jax.Array | None, ends: list[int]) -> list[Any]:
-    """A vector of all columns apart at `ends`."""
-    return [None] * (len(ends) + 1) if vector is None else jnp.split(vector, ends) if ends else [vector]
+def _shifted(u: jax.Array, shift: jax.Array | None, *, ends: list[int]) -> Any:
+    z = u if shift is None else u + shift[None, :]
+    return jnp.split(z, ends, axis=1) if ends else z
 
 
 def _cotangents(
-    norm: DeferredNorm, dtype: Any, dz: jax.Array, z: jax.Array, column_sums: Any, shift: Any
-) -> norm_products.Cotangents:
-    """Of one of the parts of z, which are kept rounded."""
-    z = z.astype(jnp.float32)
-    mean, rstd = mean_and_rstd(norm)
-    found = norm_products.cotangents(
-        dz,
-        z if shift is None else z - norm_products.in_row(shift, z),
-        norm_products.scale_of_t(rstd, dtype),
-        norm_products.mean_in_x(mean, dtype),
-        column_sums,
-        lambda t: norm_products.rounded(t, dtype),
-    )
-    return found._replace(t=found.t.astype(dtype))
+    of_z: NormProduct, zs: Sequence[jax.Array], dzs: Sequence[jax.Array], ends: list[int], dtype: Any
+) -> tuple[Parts, Sums]:
+    """t, and the sums, of parts of z that are kept rounded."""
+    t_scale, mean, column_sums, shift = of_z.of_cotangents(dtype)
+
+    def of_part(dz: jax.Array, z: jax.Array, column_sums: Any, shift: Any) -> tuple[jax.Array, Sums]:
+        dz, z = dz.astype(jnp.float32), z.astype(jnp.float32)
+        u = z if shift is None else z - in_row(shift, z)
+        t, sums = cotangents(dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: rounded(t, dtype))
+        return t.astype(dtype), sums
+
+    def apart(vector: jax.Array | None) -> list[Any]:
+        return [vector] if not ends else [None] * len(zs) if vector is None else jnp.split(vector, ends)
+
+    ts, sums = zip(*map(of_part, dzs, zs, apart(column_sums), apart(shift)), strict=True)
+    return one_or_parts(ts), joined_sums(sums)

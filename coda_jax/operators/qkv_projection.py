@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, mean_and_rstd, width_of
-from coda_jax.operators.norm_products import Cotangents
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
+from coda_jax.operators.norm_products import Sums, multiply, named, of_norm
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
+from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
 from coda_jax.primitives.product import Parts
-from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
@@ -79,46 +79,36 @@ class _QKVProjection:
     dtype: Any
     implementation: str
 
-    def project(
-        self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[jax.Array, ...], *, keep: bool
-    ) -> list[jax.Array]:
-        """q, k and v, and where they are normalised and that is kept, q and k before their norms."""
+    def products(self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[Any, ...], *, keep: bool) -> Any:
+        """q, k, v and x; beside them, if asked for, what `backward` takes."""
+        cos, sin = tables
+        arrays, of_z = norm_products.factors(norm, w, None, self.dtype)
         in_epilogue = takes_heads(self.head_dim)
-        epilogue: Callable[..., list[jax.Array]] = self.row_scale_split
-        if in_epilogue and scales:
-            epilogue = self.row_scale_norm_rotary_kept if keep else self.row_scale_norm_rotary
-        elif in_epilogue:
-            epilogue = self.row_scale_rotary
-        outputs, _ = norm_products.multiply_normalized(
-            norm,
-            w,
-            None,
-            *((*map(self._of_rows, tables), *scales) if in_epilogue else ()),
-            epilogue=epilogue,
-            dtype=self.dtype,
-            out_dtypes=[self.dtype] * (5 if in_epilogue and scales and keep else 3),
+        keeps_columns = bool(keep and scales)  # a rotation keeps sum(z dz), a norm of heads does not
+        name = f"row_scale{'_norm' if scales else ''}_rotary{'_kept' if keeps_columns else ''}"
+        made = multiply(
+            *arrays,
+            *((self._of_rows(cos), self._of_rows(sin), *scales) if in_epilogue else ()),
+            epilogue=of_norm(
+                named(name, self.split_and_turned, keep=keeps_columns)
+                if in_epilogue
+                else named("row_scale_split", self.split)
+            ),
+            out_dtypes=[self.dtype] * (5 if in_epilogue and keeps_columns else 3),
             implementation=self.implementation,
         )
-        q, k, v, *before = map(self._in_heads, outputs)
-        if in_epilogue:
-            return [q, k, v, *before]
-        q_scale, k_scale = scales or (None, None)
-        cos, sin = tables
-        turned = [self._turned(q, cos, sin, q_scale), self._turned(k, cos, sin, k_scale), v]
-        return turned + ([q, k] if scales and keep else [])
-
-    def run(self, norm: DeferredNorm, w: Parts, tables: Any, scales: Any) -> list[jax.Array]:
-        return [*self.project(norm, w, tables, scales, keep=False), norm.x]
-
-    def forward(
-        self, norm: DeferredNorm, w: Parts, tables: Any, scales: Any
-    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
-        made = self.project(norm, w, tables, scales, keep=True)
-        q, k, v, *before = (checkpoint_name(y, name) for y, name in zip(made, NAMES + NAMES[:2], strict=False))
-        return [q, k, v, norm.x], (norm, w, tables, scales, (*before, v) if before else (q, k, v))
+        q, k, v, *before = map(self._in_heads, made)
+        if not in_epilogue:
+            before = [q, k] if keeps_columns else []
+            q, k = self._turned([q, k], cos, sin, scales)
+        if keep:
+            of_names = zip([q, k, v, *before], NAMES + NAMES[:2], strict=False)
+            q, k, v, *before = (checkpoint_name(y, name) for y, name in of_names)
+        outputs = [q, k, v, norm.x]
+        return (outputs, (of_z, tables, scales, (*before, v) if before else (q, k, v))) if keep else outputs
 
     def backward(self, kept: tuple[Any, ...], cotangents: list[jax.Array]) -> tuple[Any, ...]:
-        norm, w, (cos, sin), scales, zs = kept
+        of_z, (cos, sin), scales, zs = kept
         *dqkv, dresidual = cotangents
         wide = [dy.astype(jnp.float32) for dy in dqkv]
         dz = [rotary(wide[0], cos, -sin), rotary(wide[1], cos, -sin), wide[2]]
@@ -129,16 +119,13 @@ class _QKVProjection:
         # A rotation keeps sum(z dz): without norms of heads z before it is not needed.
         pairs = zip(zs, dz if scales else wide, strict=True)
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
-        s = products[0] + products[1] + products[2]
-        _, rstd = mean_and_rstd(norm)
-        if not isinstance(w, tuple):
+        if not isinstance(of_z.w, tuple):
             dz = [jnp.concatenate(dz, axis=-2)]
         columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
-        scale = norm_products.scale_of_t(rstd, self.dtype)
-        t = norm_products.one_or_parts([(scale * y).astype(self.dtype) for y in columns])
-        dnorm, dw = norm_products.backward(
-            Cotangents(t, s), norm, w, None, dresidual, implementation=self.implementation
-        )
+        t_scale, *_ = of_z.of_cotangents(self.dtype)
+        t = norm_products.one_or_parts([(t_scale * y).astype(self.dtype) for y in columns])
+        sums = Sums(products[0] + products[1] + products[2])
+        dnorm, dw, _ = norm_products.backward(of_z, t, sums, dresidual, implementation=self.implementation)
         return dnorm, dw, (jnp.zeros_like(cos), jnp.zeros_like(sin)), tuple(dscales)
 
     def _in_heads(self, y: jax.Array) -> jax.Array:
@@ -150,33 +137,29 @@ class _QKVProjection:
             return table
         return jnp.broadcast_to(table, (*self.rows, table.shape[-1])).reshape(-1, table.shape[-1])
 
-    def _turned(self, z: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-        """z (..., H, Dh), normalised where there is a scale."""
-        y = z if scale is None else _unit_heads(z, self.epsilon)[0] * _of_heads(scale, z.ndim)
-        return rotary(y, cos, sin).astype(z.dtype)
-
-    def _turned_columns(self, z: jax.Array, cos: jax.Array, sin: jax.Array, *scale: jax.Array) -> jax.Array:
-        heads = z.reshape(z.shape[0], z.shape[1] // self.head_dim, self.head_dim)
-        cos, sin = (jnp.tile(table, (z.shape[0] // table.shape[0], 1)) for table in (cos, sin))
-        return self._turned(heads, cos, sin, *scale).reshape(z.shape)
+    def _turned(self, zs: Sequence[jax.Array], cos: jax.Array, sin: jax.Array, scales: Sequence[Any]) -> Any:
+        """q and k (..., H, Dh), normalised where there are scales."""
+        if scales:
+            units = (_unit_heads(z, self.epsilon)[0] for z in zs)
+            ys = [unit * _of_heads(scale, unit.ndim) for unit, scale in zip(units, scales, strict=True)]
+        else:
+            ys = list(zs)
+        return [rotary(y, cos, sin).astype(z.dtype) for y, z in zip(ys, zs, strict=True)]
 
     # The epilogues, of z = rstd * acc and no shift.
 
-    def row_scale_split(self, z: jax.Array, _: None) -> list[jax.Array]:
+    def split(self, z: jax.Array, _: None) -> list[jax.Array]:
         return jnp.split(z, self.ends, axis=1)
 
-    def row_scale_rotary(self, z: jax.Array, _: None, cos: jax.Array, sin: jax.Array) -> list[jax.Array]:
-        q, k, v = self.row_scale_split(z, _)
-        return [self._turned_columns(q, cos, sin), self._turned_columns(k, cos, sin), v]
-
-    def row_scale_norm_rotary(
-        self, z: jax.Array, _: None, cos: jax.Array, sin: jax.Array, q_scale: jax.Array, k_scale: jax.Array
+    def split_and_turned(
+        self, z: jax.Array, _: None, cos: jax.Array, sin: jax.Array, *scales: jax.Array, keep: bool
     ) -> list[jax.Array]:
-        q, k, v = self.row_scale_split(z, _)
-        return [self._turned_columns(q, cos, sin, q_scale), self._turned_columns(k, cos, sin, k_scale), v]
-
-    def row_scale_norm_rotary_kept(self, z: jax.Array, _: None, *of_heads: jax.Array) -> list[jax.Array]:
-        return [*self.row_scale_norm_rotary(z, _, *of_heads), *self.row_scale_split(z, _)[:2]]
+        q, k, v = self.split(z, _)
+        rows = z.shape[0]
+        cos, sin = (jnp.tile(table, (rows // table.shape[0], 1)) for table in (cos, sin))
+        heads = [x.reshape(rows, x.shape[1] // self.head_dim, self.head_dim) for x in (q, k)]
+        turned = [x.reshape(rows, -1) for x in self._turned(heads, cos, sin, scales)]
+        return [*turned, v, *((q, k) if keep else ())]
 
 
 def qkv_projection(
@@ -244,12 +227,13 @@ def qkv_projection(
     if (q_scale is None) != (k_scale is None):
         missing = "q_scale" if q_scale is None else "k_scale"
         raise ValueError(f"qkv_projection: {missing} is None; q and k are both normalised over their heads, or neither")
-    scales = () if q_scale is None or k_scale is None else (q_scale, k_scale)
+    scales: tuple[jax.Array, ...] = () if q_scale is None or k_scale is None else (q_scale, k_scale)
     for name, array in zip(("q_scale", "k_scale"), scales, strict=False):
         if array.shape != (head_dim,):
             raise ValueError(
                 f"qkv_projection: {name} has shape {array.shape}; with heads of {head_dim} it must be {(head_dim,)}"
             )
+    scales = tuple(without_axes(x, 0, axes_of_dimension(x, 0)) for x in scales)  # every head reads all of them
     chain = _QKVProjection(
         rows=norm.shape[:-1],
         head_dim=head_dim,
@@ -259,5 +243,5 @@ def qkv_projection(
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, norm_products.one_or_parts(weights), (cos, sin), scales)
-    q, k, v, x = differentiable("qkv_projection", chain.run, chain.forward, chain.backward)(*arguments)
+    q, k, v, x = norm_products.chain("qkv_projection", chain.products, chain.backward)(*arguments)
     return q, k, v, x

@@ -109,6 +109,13 @@ def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Arra
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.P(*entries)))
 
 
+def placed(x: Any, sharding: Any) -> Any:
+    """x moved to this sharding; as it is where it lies so, where it is None, or where there is no sharding."""
+    if x is None or sharding is None or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """Names of a mesh's explicit axes."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

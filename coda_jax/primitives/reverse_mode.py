@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from coda_jax.epilogue import types_of
-from coda_jax.primitives.mesh_types import explicit_sharding
+from coda_jax.primitives.mesh_types import explicit_sharding, placed
 
 _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
@@ -71,20 +71,14 @@ class _Shardings:
         def place(of_one: Any, x: Any) -> Any:
             shardings = [next(moved) for _ in jax.tree.leaves(of_one, is_leaf=_is_none)]
             leaves, tree = jax.tree.flatten(x, is_leaf=_is_none)
-            placed = map(_placed, leaves, shardings)
-            return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, placed)
+            moved_leaves = map(placed, leaves, shardings)
+            return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, moved_leaves)
 
         return tuple(map(place, jax.tree.unflatten(self.tree, self.shardings), cotangents))
 
 
 def _is_none(x: Any) -> bool:
     return x is None
-
-
-def _placed(x: Any, sharding: Any) -> Any:
-    if x is None or sharding is None or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.sharding.reshard(x, sharding)
 
 
 def _zero(*_: Any, **__: Any) -> jax.Array:

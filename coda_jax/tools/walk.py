@@ -7,13 +7,18 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 
 def equations_of(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
-    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
-    found = list(_equations(jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr, 1))
+    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on.
+
+    Equations whose results nobody reads are none of them, as the gradients of frozen weights: jit drops them too.
+    """
+    jaxpr = jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr
+    found = list(_equations(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0], 1))
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
     shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
     sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
