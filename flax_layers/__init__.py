@@ -8,10 +8,12 @@ from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
 from flax_layers.linear import Linear, project
 from flax_layers.lm_head import LMHead
+from flax_layers.lora import add_lora, merge_lora, remove_lora
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
+from flax_layers.packing import segment_positions
 from flax_layers.rope_scaling import RopeScaling
 
 __all__ = [
@@ -36,9 +38,13 @@ __all__ = [
     "RopeScaling",
     "Stream",
     "TransformerBlock",
+    "add_lora",
     "generate",
+    "merge_lora",
     "muon_dimension_numbers",
     "project",
+    "remove_lora",
     "rotary",
     "rotary_angles",
+    "segment_positions",
 ]

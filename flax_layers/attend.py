@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from flax_layers.decoding.kv_cache import KVCache
+from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
 
-Implementation = Literal["xla", "cudnn"]
+# A function is called as jax.nn.dot_product_attention is, f(q, k, v, mask=, is_causal=, local_window_size=), and with
+# segment_ids= where that is a parameter of it: see `attend`.
+Implementation = Literal["xla", "cudnn"] | Callable[..., jax.Array]
 
 
 def attend(
@@ -27,10 +32,21 @@ def attend(
 ) -> tuple[jax.Array, KVCache | None]:
     """softmax(q k^T / sqrt(Dh)) v over the keys that every query may see; by `jax.nn.dot_product_attention`.
 
-    Query i sees key j where all of these hold: j <= i (is_causal); i - sliding_window < j; equal segment_ids; mask.
+    Query i sees key j where all of these hold: j <= i (is_causal); i - sliding_window < j; both are of one segment, a
+    run of equal segment_ids; mask.
 
-    A window is an argument of cuDNN's kernel. Segments are a dense mask, (B, 1, T, T), for they are nothing else in
-    JAX's interface to it; a window beside a dense mask goes into that mask, since cuDNN before 9.10.2 takes no both.
+    A window is an argument of cuDNN's kernel. Segments are a dense mask to it, (B, 1, T, T): its packed layout, offsets
+    of the sequences in a row, is not among the arguments of jax.nn.dot_product_attention (jax 0.10 to 0.12), whose
+    sequence lengths say where padding begins. A window beside a dense mask goes into that mask, since cuDNN before
+    9.10.2 takes no both.
+
+    A function as `implementation` is called with all arrays in four axes, q (B, T, H, Dh), k and v (B, T, Hkv, Dh), and
+        mask: the boolean mask, broadcastable to (B, H, T, T), or None.
+        is_causal: as here.
+        local_window_size: (sliding_window - 1, 0), or None.
+        segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None. A function without a parameter of
+            this name gets the segments in its mask; one with it causes no array (T, T).
+    It scales by 1 / sqrt(Dh), returns what q is, and is differentiated by JAX.
 
     Args:
       q: (B, T, H, Dh) or (T, H, Dh).
@@ -44,7 +60,8 @@ def attend(
       (B, T, H, Dh) or (T, H, Dh), and the longer cache.
 
     Raises:
-      ValueError: segment_ids or mask of another shape, a window without is_causal, or a cache beside a mask, segments
+      ValueError: segment_ids or mask of another shape, segment_ids that are not integers, a function that returns
+        another shape or dtype than q's, a window without is_causal, or a cache beside a mask, segments
         or attention that is not causal.
     """
     if sliding_window is not None and not is_causal:
@@ -71,8 +88,13 @@ def attend(
             y = _dot_product_attention(q, cache.k, cache.v, mask=seen[:, None], implementation="xla")
             return y, cache
     if segment_ids is not None:
-        same = (segment_ids[..., :, None] == segment_ids[..., None, :])[..., None, :, :]
-        mask = same if mask is None else mask & same
+        segment_ids = segment_runs(segment_ids)
+    if callable(implementation):
+        return named(
+            _by_function(implementation, q, k, v, mask, is_causal, sliding_window, segment_ids), CONTEXT
+        ), cache
+    if segment_ids is not None:
+        mask = _with_segments(mask, segment_ids)
     window = None if sliding_window is None else (sliding_window - 1, 0)
     if mask is not None:
         length = q.shape[-3]
@@ -95,6 +117,43 @@ def attend(
     return y, cache
 
 
+def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
+    same = (segment_ids[..., :, None] == segment_ids[..., None, :])[..., None, :, :]
+    return same if mask is None else mask & same
+
+
+def _by_function(
+    function: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """A user's attention, which `attend` describes."""
+    given = q
+    if q.ndim == 3:
+        q, k, v = q[None], k[None], v[None]
+        segment_ids = None if segment_ids is None else segment_ids[None]
+    options: dict[str, Any] = {}
+    if "segment_ids" in inspect.signature(function).parameters:
+        options["segment_ids"] = segment_ids
+    elif segment_ids is not None:
+        mask = _with_segments(mask, segment_ids)
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    window = None if sliding_window is None else (sliding_window - 1, 0)
+    y = function(q, k, v, mask=mask, is_causal=is_causal, local_window_size=window, **options)
+    if y.shape != q.shape or y.dtype != q.dtype:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"attention by {name} is {y.dtype}{y.shape}; beside queries {q.dtype}{q.shape} it must be that"
+        )
+    return y.reshape(given.shape)
+
+
 def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     # JAX asks for a float16 product summed in float32, which XLA refuses to compile for anything but GPUs.
     if q.dtype == jnp.float16 and jax.default_backend() != "gpu":
@@ -103,7 +162,7 @@ def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: 
     return jax.nn.dot_product_attention(q, k, v, **options)
 
 
-def _implementation(q: jax.Array, masked: bool) -> Implementation:
+def _implementation(q: jax.Array, masked: bool) -> Literal["xla", "cudnn"]:
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
     length: Any = q.shape[-3]

@@ -15,8 +15,21 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from flax_layers.attend import Implementation, attend
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, is_linear, joined, mapped
+from flax_layers.linear import (
+    Linear,
+    LowRank,
+    Residual,
+    Sum,
+    default_kernel_init,
+    is_linear,
+    joined,
+    mapped,
+    normalized,
+    partly_chained,
+    takes_norm,
+)
 from flax_layers.norm import RMSNorm
+from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
 
 
@@ -59,8 +72,9 @@ class Attention(nnx.Module):
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the kernels, `out.kernel` (H Dh, D) among them.
       kernel_init: initialiser of both.
-      implementation: that of jax.nn.dot_product_attention. Default: cuDNN where JAX runs on a GPU, computes in 16 bits
-        and Dh is a multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
+      implementation: that of jax.nn.dot_product_attention, or a function with its arguments, which may also take
+        segment_ids: see `flax_layers.attend`. Default: cuDNN where JAX runs on a GPU, computes in 16 bits and Dh is a
+        multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
       rngs: source of keys.
 
     Raises:
@@ -126,7 +140,12 @@ class Attention(nnx.Module):
 
     def split_kernel(self) -> list[jax.Array]:
         """The kernels of the query (D, H Dh), key and value (D, Hkv Dh) projections."""
-        kernels = [layer.kernel[...] for layer in self._projections()]
+        layers = self._projections()
+        if not is_linear(*layers):
+            raise TypeError(
+                f"{', '.join(type(x).__name__ for x in layers)} in the place of Linears: no kernels to give"
+            )
+        kernels = [layer.kernel[...] for layer in layers]
         return kernels if self.separate_qkv else self._split(kernels[0])
 
     def _projections(self) -> tuple[Any, ...]:
@@ -183,8 +202,8 @@ class Attention(nnx.Module):
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
             cache's. Segments need no positions of their own: a rotated query and key depend on the difference.
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
-          segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, as sequences that
-            are packed into one row need it. Padding is a segment of its own.
+          segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, a run of equal
+            ids, as sequences that are packed into one row need it. Padding is a segment of its own.
           cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
 
         Returns:
@@ -227,28 +246,27 @@ class Attention(nnx.Module):
             tables = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
         layers = self._projections()
         passed = None
-        if isinstance(x, DeferredNorm) and is_linear(*layers):
-            kernels, biases = tuple(layer.kernel[...] for layer in layers), [layer.bias for layer in layers]
-            w = kernels if self.separate_qkv else kernels[0]
-            if x.mean is None and biases[0] is None and tables is not None:
+        if isinstance(x, DeferredNorm) and takes_norm(*layers):
+            if is_linear(*layers) and x.mean is None and layers[0].bias is None and tables is not None:
+                kernels = tuple(layer.kernel[...] for layer in layers)
                 norms: dict[str, Any] = {}
                 if self.q_norm is not None and self.k_norm is not None:
                     norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
                     norms["qk_epsilon"] = self.q_norm.epsilon
                 return coda.qkv_projection(
                     x,
-                    w,
+                    kernels if self.separate_qkv else kernels[0],
                     *tables,
                     num_heads=self.num_heads,
                     num_kv_heads=self.num_kv_heads,
                     dtype=layers[0].dtype,
                     **norms,
                 )
-            bias = None if biases[0] is None else tuple(bias[...] for bias in biases)
-            made, passed = coda.norm_projection(x, kernels, bias, dtype=layers[0].dtype)
-            zs = made if self.separate_qkv else (made,)
+            zs, passed = normalized(x, layers)
+            if not is_linear(*layers) and tables is not None:
+                zs[0] = partly_chained(zs[0], layers, "the rotary embedding and norms of heads are")
         else:
-            zs = tuple(mapped(layer, x) for layer in layers)
+            zs = [mapped(layer, x) for layer in layers]
         columns = zs if self.separate_qkv else self._split(zs[0])
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(columns, counts, strict=True))
@@ -256,11 +274,15 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:
             q, k = rotary(q, *tables), rotary(k, *tables)
+        if passed is not None:  # of norm_projection: the names of qkv_projection's, for policies
+            q, k, v = (named(y, name) for y, name in zip((q, k, v), QKV, strict=True))
         return q, k, v, passed
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""
         first = self._projections()[0]
+        if (adapter := LowRank.of(first)) is not None:
+            first = adapter.base
         dtype = dtype or first.dtype or first.kernel.dtype
         return KVCache.empty(batch_size, capacity, self.num_kv_heads, self.head_dim, dtype)
 

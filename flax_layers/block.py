@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from coda_jax import Stream
 from coda_jax.extend import array
 from flax_layers.activation import Activation
+from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import default_kernel_init
@@ -105,6 +106,7 @@ class LlamaBlock(TransformerBlock):
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
       rope_theta, rope_scaling, qk_norm, use_bias, separate_qkv, sliding_window: as in Attention.
+      attention_implementation: Attention's implementation.
       activation: of GatedMLP.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
@@ -128,6 +130,7 @@ class LlamaBlock(TransformerBlock):
         separate_qkv: bool = False,
         activation: str | Activation = "silu",
         sliding_window: int | None = None,
+        attention_implementation: Implementation | None = None,
         epsilon: float = 1e-6,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -149,6 +152,7 @@ class LlamaBlock(TransformerBlock):
                 use_bias=use_bias,
                 separate_qkv=separate_qkv,
                 sliding_window=sliding_window,
+                implementation=attention_implementation,
                 **options,
             ),
             RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from jax.typing import DTypeLike
 
 import coda_jax as coda
@@ -97,10 +99,114 @@ def is_linear(*layers: Any) -> bool:
     return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
+class LowRank(NamedTuple):
+    """An adapter in the place of a Linear, whose arrays a chain may take: y = x @ kernel + bias + x @ a @ b.
+
+    Attributes:
+      base: the Linear, of ours or of flax.
+      lora: the module with `lora_a` (K, r) and `lora_b` (r, N).
+    """
+
+    base: Any
+    lora: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> LowRank | None:
+        """Of an nnx.LoRALinear, or an nnx.LoRA around a Linear, called as such; None of anything else."""
+        if isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is nnx.LoRALinear.__call__:
+            found, call = cls(layer, layer.lora), nnx.LoRALinear.__call__
+        elif isinstance(layer, nnx.LoRA):
+            found, call = cls(layer.base_module, layer), nnx.Linear.__call__  # type: ignore[assignment]
+        else:
+            return None
+        lora = found.lora
+        if type(lora).__call__ is not nnx.LoRA.__call__ or lora.promote_dtype is not dtypes.promote_dtype:
+            return None
+        return found if is_linear(found.base) or _is_plain(found.base, call) else None
+
+    @property
+    def kernel(self) -> jax.Array:
+        kernel: jax.Array = self.base.kernel[...]
+        return kernel
+
+    @property
+    def bias(self) -> jax.Array | None:
+        return None if self.base.bias is None else self.base.bias[...]
+
+    @property
+    def dtype(self) -> DTypeLike | None:
+        """The compute dtype, the adapter's too where it has none of its own."""
+        return self.base.dtype
+
+    def inner(self, x: jax.Array | Stream | DeferredNorm) -> jax.Array:
+        """x @ a, (..., r)."""
+        y: jax.Array = project(x, self.lora.lora_a[...], dtype=self.lora.dtype or self.dtype)
+        return y
+
+    def added(self, inner: jax.Array, y: jax.Array) -> jax.Array:
+        """y + inner @ b, in y's dtype."""
+        dtype = self.lora.dtype or self.dtype
+        total: jax.Array = project(
+            inner, self.lora.lora_b[...], y, epilogue=add_residual, dtype=dtype, out_dtype=y.dtype
+        )
+        return total
+
+
+def _is_plain(base: Any, call: Any) -> bool:
+    """Whether flax's Linear, called as `call`, multiplies as ours does."""
+    return (
+        isinstance(base, nnx.Linear)
+        and type(base).__call__ is call
+        and base.dot_general is jax.lax.dot_general
+        and base.promote_dtype is dtypes.promote_dtype
+        and base.precision is None
+        and base.preferred_element_type is None
+    )
+
+
+def takes_norm(*layers: Any) -> bool:
+    """Whether all are Linears or adapters of these, so that `normalized` computes them."""
+    return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
+
+
+def normalized(norm: DeferredNorm, layers: Sequence[Any]) -> tuple[list[jax.Array], jax.Array]:
+    """layer(norm) for each, and what is normalised, for the residual: `coda_jax.norm_projection`.
+
+    Two products, of all kernels and of all adapters' `lora_a`, and one of each `lora_b`. They are apart for the
+    gradient of frozen kernels to be products of their own, which are dropped where nobody reads them.
+
+    Args:
+      norm: of x (..., D).
+      layers: as `takes_norm` has them.
+    """
+    adapters = [LowRank.of(layer) for layer in layers]
+    bases = [layer if adapter is None else adapter.base for layer, adapter in zip(layers, adapters, strict=True)]
+    present = [adapter for adapter in adapters if adapter is not None]
+    inner: list[jax.Array] = []
+    if present:
+        dtype = present[0].lora.dtype or present[0].dtype
+        made, x = coda.norm_projection(norm, tuple(adapter.lora.lora_a[...] for adapter in present), dtype=dtype)
+        inner, norm = list(made) if len(present) > 1 else [made], dataclasses.replace(norm, x=x)
+    bias = None
+    if any(base.bias is not None for base in bases):
+        bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)
+    made, x = coda.norm_projection(norm, tuple(base.kernel[...] for base in bases), bias, dtype=bases[0].dtype)
+    ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
+    return [
+        y if adapter is None else adapter.added(next(remaining), y) for adapter, y in zip(adapters, ys, strict=True)
+    ], x
+
+
 def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm) -> jax.Array:
-    """layer(x), of a Linear or of what stands in its place, which is given an array."""
+    """layer(x), of a Linear or of what stands in its place, which is given an array unless it is a known adapter."""
     if isinstance(layer, Linear):
         return layer(x)
+    if (adapter := LowRank.of(layer)) is not None:
+        if isinstance(x, DeferredNorm):
+            return normalized(x, [layer])[0][0]
+        biases = () if adapter.bias is None else (adapter.bias,)
+        y = project(x, adapter.kernel, *biases, epilogue=add_bias if biases else None, dtype=adapter.dtype)
+        return adapter.added(adapter.inner(x), y)
     return layer(unchained(array(x), layer) if isinstance(x, DeferredNorm) else array(x))
 
 
@@ -109,6 +215,16 @@ def unchained(x: jax.Array, layer: Any) -> jax.Array:
     reason = (
         f"a {type(layer).__name__} stands in the place of a Linear, which disables the fused chain of its sub-layer: "
         "norm, activation or their backward passes are passes of their own there"
+    )
+    return noted(x, "flax_layers", reason)
+
+
+def partly_chained(x: jax.Array, layers: Sequence[Any], passes: str) -> jax.Array:
+    """x, with a note that adapters among the layers leave the norm in the products, and what is a pass of its own."""
+    name = next(type(layer).__name__ for layer in layers if not is_linear(layer))
+    reason = (
+        f"a {name} stands in the place of a Linear. The norm and its backward pass stay in the products' epilogues; "
+        f"{passes} a pass of its own there, forward and backward"
     )
     return noted(x, "flax_layers", reason)
 
@@ -154,9 +270,13 @@ class Sum(NamedTuple):
 def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
     """layer(x) [+ residual], of a Linear or of what stands in its place."""
     if residual is None:
-        return layer(x)
+        return mapped(layer, x)
     if is_linear(layer):
-        return _added(layer, x, residual)  # type: ignore[arg-type]
+        return _added(layer, x, residual)
+    if (adapter := LowRank.of(layer)) is not None:
+        dtype = adapter.lora.dtype or adapter.dtype
+        low_rank = project(adapter.inner(x), adapter.lora.lora_b[...], dtype=dtype, out_dtype=residual.array.dtype)
+        return _added(adapter.base, x, residual, low_rank)
     y = layer(x)
     _check_residual(residual, y.shape)
     total = (residual.array + y).astype(residual.array.dtype)
@@ -237,8 +357,10 @@ class Linear(nnx.Module):
         return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype)
 
 
-def _added(layer: Linear, x: jax.Array | Stream | DeferredNorm, residual: Sum) -> jax.Array | Stream:
-    """The map of x added to the residual, in one product."""
+def _added(
+    layer: Any, x: jax.Array | Stream | DeferredNorm, residual: Sum, low_rank: jax.Array | None = None
+) -> jax.Array | Stream:
+    """The map of x added to the residual, and to what an adapter adds, in one product."""
     kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
     _check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
     add = add_residual_sumsq if residual.has_sums else add_residual
@@ -246,12 +368,16 @@ def _added(layer: Linear, x: jax.Array | Stream | DeferredNorm, residual: Sum) -
     def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:
         return add(acc + bias, residual)
 
+    def add_low_rank_residual(acc: jax.Array, residual: jax.Array, low_rank: jax.Array, *bias: jax.Array) -> Any:
+        return add(acc + low_rank + bias[0] if bias else acc + low_rank, residual)
+
     out = project(
         x,
         kernel,
         residual.array,
+        *(() if low_rank is None else (low_rank,)),
         *biases,
-        epilogue=add_bias_residual if biases else add,
+        epilogue=add_low_rank_residual if low_rank is not None else add_bias_residual if biases else add,
         dtype=layer.dtype,
         out_dtype=residual.array.dtype,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from coda_jax import DeferredNorm, Stream, linear_cross_entropy
 from coda_jax.extend import array
-from flax_layers.linear import default_kernel_init, project
+from flax_layers.linear import LowRank, default_kernel_init, project
 
 
 class LMHead(nnx.Module):
@@ -107,3 +107,65 @@ class LMHead(nnx.Module):
         if embedding is not None:
             raise ValueError("an LMHead with its own kernel takes no embedding=")
         return self.kernel[...]
+
+
+class _AdaptedHead(NamedTuple):
+    """An adapter in the place of an LMHead: logits = x @ w + x @ a @ b.
+
+    Attributes:
+      w: (D, V), or with `transposed` (V, D).
+      low_rank: the adapter.
+    """
+
+    w: jax.Array
+    transposed: bool
+    low_rank: LowRank
+
+    @classmethod
+    def of(cls, head: Any, embedding: jax.Array | None) -> _AdaptedHead | None:
+        if isinstance(head, nnx.LoRA) and isinstance(head.base_module, LMHead):
+            base = head.base_module
+            return cls(base._weight(embedding), base.kernel is None, LowRank(base, head))
+        adapter = LowRank.of(head)
+        if adapter is None:
+            return None
+        if embedding is not None:
+            raise ValueError(
+                f"a {type(head).__name__} has a kernel of its own, and the head is tied to the embedding: "
+                "put nnx.LoRA(..., base_module=model.head) in its place"
+            )
+        if adapter.bias is not None:
+            raise ValueError(f"a {type(head).__name__} with a bias stands in the place of a head: give use_bias=False")
+        return cls(adapter.kernel, False, adapter)
+
+
+def logits_of(head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None) -> jax.Array:
+    """Logits (..., V) of an LMHead or of an adapter in its place; arguments as in `LMHead.__call__`."""
+    adapted = _AdaptedHead.of(head, embedding)
+    if adapted is None:
+        logits: jax.Array = head(x, embedding=embedding)
+        return logits
+    w, transposed, low_rank = adapted
+    y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
+    return low_rank.added(low_rank.inner(x), y)
+
+
+def loss_of(
+    head: Any, x: jax.Array | DeferredNorm, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`LMHead.loss`, also of an adapter in its place: [x, x a] is projected by [w; b], one product a chunk still.
+
+    The norm is formed before, an array (..., D + r).
+    """
+    adapted = _AdaptedHead.of(head, embedding)
+    if adapted is None:
+        found: tuple[jax.Array, jax.Array] = head.loss(x, labels, embedding=embedding, **options)
+        return found
+    w, transposed, low_rank = adapted
+    x = x.array() if isinstance(x, DeferredNorm) else x
+    dtype = low_rank.dtype or jnp.result_type(x, w)
+    b = low_rank.lora.lora_b[...]
+    x = jnp.concatenate([x.astype(dtype), low_rank.inner(x).astype(dtype)], axis=-1)
+    rows = [w.astype(dtype), (b.T if transposed else b).astype(dtype)]
+    w = jnp.concatenate(rows, axis=1 if transposed else 0)
+    return linear_cross_entropy(x, w, labels, transpose_w=transposed, dtype=dtype, **options)

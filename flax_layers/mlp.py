@@ -14,10 +14,82 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers.activation import Activation, activation_of
-from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, is_linear, joined, mapped, project, unchained
+from flax_layers.linear import (
+    Linear,
+    Residual,
+    Sum,
+    default_kernel_init,
+    is_linear,
+    joined,
+    mapped,
+    normalized,
+    partly_chained,
+    project,
+    takes_norm,
+    unchained,
+)
 
 
-class GatedMLP(nnx.Module):
+class _FeedForward(nnx.Module):
+    """What the two have in common: down(hidden) [+ residual], hidden from one product where its kernel is at hand."""
+
+    down: Any
+    dtype: DTypeLike | None
+
+    @overload
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
+    @overload
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
+        """Applies the layer to x (..., D); `residual` as in Linear.
+
+        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
+        """
+        up, down = self._up(), self.down
+        if not isinstance(up, tuple):
+            hidden, passed = self._apart(up, x)
+            return joined(down, hidden, Sum.of(residual, x, passed))
+        target = Sum.of(residual, x)
+        kernel, bias, activation = up
+        if isinstance(x, DeferredNorm) and is_linear(down):
+            y = coda.mlp(
+                x,
+                kernel,
+                down.kernel[...],
+                up_bias=bias,
+                down_bias=None if down.bias is None else down.bias[...],
+                activation=activation,
+                residual=True if residual is True else False if target is None else target.array,
+                dtype=self.dtype,
+            )
+            return y if target is not None and target.is_stream else y.x
+
+        def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
+            return activation(acc + bias[0] if bias else acc)
+
+        hidden = project(x, kernel, *(() if bias is None else (bias,)), epilogue=activated, dtype=self.dtype)
+        return joined(down, unchained(hidden, down) if isinstance(x, DeferredNorm) else hidden, target)
+
+    def _up(self) -> Any:
+        """Kernel, bias and epilogue of the product that makes the hidden activation; or another module that does."""
+        raise NotImplementedError
+
+    def _activated(self, z: jax.Array) -> jax.Array:
+        """The hidden activation of what another module makes."""
+        raise NotImplementedError
+
+    def _apart(self, up: Any, x: jax.Array | Stream | DeferredNorm) -> tuple[jax.Array, Any]:
+        """The hidden activation by another module, and the stream that has passed through a norm's product."""
+        passed = None
+        if isinstance(x, DeferredNorm) and takes_norm(up):
+            (z,), passed = normalized(x, [up])
+            z = partly_chained(z, [up], "the activation is")
+        else:
+            z = mapped(up, x)
+        return self._activated(z.astype(jnp.promote_types(z.dtype, jnp.float32))).astype(z.dtype), passed
+
+
+class GatedMLP(_FeedForward):
     """Gated feed-forward layer.
 
     y = (activation(x @ gate) * (x @ up)) @ down [+ residual]
@@ -68,20 +140,14 @@ class GatedMLP(nnx.Module):
         """The kernel of the gated half, (D, F)."""
         return self._gate_up()[:, 1]
 
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
-        """Applies the layer to x (..., D); `residual` as in Linear.
-
-        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
-        """
+    def _up(self) -> Any:
         if isinstance(self.gate_up, nnx.Module):
-            gate, up = jnp.split(mapped(self.gate_up, x), 2, axis=-1)
-            return joined(self.down, self.activation(gate) * up, Sum.of(residual, x))
-        activation = coda.gated(self.activation)
-        return feed_forward(x, self.gate_up[...], None, self.down, residual, activation=activation, dtype=self.dtype)
+            return self.gate_up
+        return self.gate_up[...], None, coda.gated(self.activation)
+
+    def _activated(self, z: jax.Array) -> jax.Array:
+        gate, up = jnp.split(z, 2, axis=-1)
+        return self.activation(gate) * up
 
     def _gate_up(self) -> jax.Array:
         if isinstance(self.gate_up, nnx.Module):
@@ -90,7 +156,7 @@ class GatedMLP(nnx.Module):
         return kernels
 
 
-class MLP(nnx.Module):
+class MLP(_FeedForward):
     """Feed-forward layer without a gate.
 
     y = activation(x @ up + up_bias) @ down + down_bias [+ residual]
@@ -126,54 +192,13 @@ class MLP(nnx.Module):
         self.activation = activation_of(activation)
         self.dtype = dtype
 
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
-        """Applies the layer to x (..., D); `residual` as in Linear.
-
-        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
-        """
+    def _up(self) -> Any:
         if not is_linear(self.up):
-            return joined(self.down, self.activation(mapped(self.up, x)), Sum.of(residual, x))
-        up_bias = None if self.up.bias is None else self.up.bias[...]
-        up = self.up.kernel[...]
-        return feed_forward(x, up, up_bias, self.down, residual, activation=self.activation, dtype=self.dtype)
+            return self.up
+        return self.up.kernel[...], None if self.up.bias is None else self.up.bias[...], self.activation
 
-
-def feed_forward(
-    x: jax.Array | Stream | DeferredNorm,
-    up: jax.Array,
-    up_bias: jax.Array | None,
-    down: Any,
-    residual: Residual,
-    *,
-    activation: Activation,
-    dtype: DTypeLike | None,
-) -> Any:
-    """down(activation(x @ up + up_bias)) [+ residual], one chain where x is a norm and down a Linear."""
-    target = Sum.of(residual, x)
-    if isinstance(x, DeferredNorm) and is_linear(down):
-        y = coda.mlp(
-            x,
-            up,
-            down.kernel[...],
-            up_bias=up_bias,
-            down_bias=None if down.bias is None else down.bias[...],
-            activation=activation,
-            residual=True if residual is True else False if target is None else target.array,
-            dtype=dtype,
-        )
-        return y if target is not None and target.is_stream else y.x
-
-    def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
-        return activation(acc + bias[0] if bias else acc)
-
-    hidden = project(x, up, *(() if up_bias is None else (up_bias,)), epilogue=activated, dtype=dtype)
-    if isinstance(x, DeferredNorm):
-        hidden = unchained(hidden, down)
-    return joined(down, hidden, target)
+    def _activated(self, z: jax.Array) -> jax.Array:
+        return self.activation(z)
 
 
 def _paired(kernel: Any) -> Any:

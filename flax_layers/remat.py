@@ -30,19 +30,19 @@ from coda_jax import Stream
 Remat = str | Iterable[str] | Callable[..., Any] | None
 
 LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
-_QKV = ("query_proj", "key_proj", "value_proj")
-NAMES = frozenset({LAYER_INPUT, *_QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
+QKV = ("query_proj", "key_proj", "value_proj")
+NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
 # Names that MaxText has for arrays that are several, or parts of one, here.
-_ALSO = {"qkv_proj": _QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
+_ALSO = {"qkv_proj": QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 
 POLICIES: dict[str, tuple[str, ...]] = {
     # Keeps 2 D + 4; runs the forward pass again but for the last product: 3 products and attention.
     "full": (),
     # Keeps 2 D + 2 (H + 2 Hkv) Dh + 4; runs attention and 2 products again.
-    "save_qkv": _QKV,
+    "save_qkv": QKV,
     # Keeps 4 D + 2 (2 H + 2 Hkv) Dh + 4 H + 8; runs one product again, the one that makes gate and up, which is most
     # of what a layer keeps without a policy.
-    "save_attention": (*_QKV, CONTEXT, ATTENTION_OUTPUT),
+    "save_attention": (*QKV, CONTEXT, ATTENTION_OUTPUT),
 }
 
 T = TypeVar("T", jax.Array, Stream)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from layer_checks import apply, state_dict
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax import ffi
+from coda_jax.primitives import gemm_primitive
 from tests.tiny_models import GPT2
 
 CONFIG = layers.LlamaConfig(
@@ -58,6 +61,26 @@ def test_a_llama_is_four_products_a_block_and_the_head():
         ("add_residual_sumsq", 96, 64),
         ("row_scale", 64, 256),
     ]
+
+
+@pytest.mark.parametrize("layer", [layers.GatedMLP, layers.MLP])
+def test_a_call_reaches_the_primitive_in_few_steps(layer, monkeypatch):
+    """Of the library's own functions, beside JAX's: nine calls from the layer to the bind of each of its products."""
+    steps = []
+    packages = [str(pathlib.Path(package.__file__).parent) for package in (coda, layers)]
+
+    def bind(*arguments, **params):
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(tuple(packages))]
+        steps.append([f"{pathlib.Path(frame.filename).stem}.{frame.name}" for frame in frames])
+        return original(*arguments, **params)
+
+    original = gemm_primitive.coda_gemm_p.bind
+    for primitive in gemm_primitive.PRIMITIVES:
+        monkeypatch.setattr(primitive, "bind", bind, raising=False)
+    mlp, norm = layer(16, 24, rngs=nnx.Rngs(0)), layers.RMSNorm(16, rngs=nnx.Rngs(0))
+    jax.make_jaxpr(lambda x: mlp(norm(layers.Stream.of(x)), residual=True).x)(ones(8, 16))
+    assert [(path[0], path[-1]) for path in steps] == [("mlp.__call__", "gemm_primitive.bind")] * 2
+    assert all(len(path) - 1 <= 9 for path in steps), steps
 
 
 def test_what_is_kept_for_the_backward_pass():

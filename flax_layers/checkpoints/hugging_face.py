@@ -88,7 +88,7 @@ def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
     for file in _files(path):
         if not (path / file).exists():
             raise FileNotFoundError(f"{path} has no {file}; its parameters must be in safetensors files")
-        with _safetensors().safe_open(path / file, framework="numpy") as opened:
+        with safetensors_module().safe_open(path / file, framework="numpy") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 arrays[name] = _Stored(path / file, name, tuple(opened.get_slice(name).get_shape()))
     return from_hf(arrays, config, **options)
@@ -105,7 +105,7 @@ def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
       ImportError: without the package safetensors, which the extra `hf` brings.
       ValueError: a sliding window, or no rotary embedding, which these models of `transformers` do not have.
     """
-    safetensors, path = _safetensors(), Path(path).resolve()
+    safetensors, path = safetensors_module(), Path(path).resolve()
     settings = config_to_hf(model.config)
     arrays = to_hf(model, model.config)
     settings["torch_dtype"] = next(iter(arrays.values())).dtype.name
@@ -140,7 +140,7 @@ class _Stored:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # Opened anew, for what has been read of an open file stays in memory.
-        with _safetensors().safe_open(self.file, framework="numpy") as opened:
+        with safetensors_module().safe_open(self.file, framework="numpy") as opened:
             return np.asarray(opened.get_tensor(self.name), dtype)
 
 
@@ -151,7 +151,8 @@ def _files(path: Path) -> list[str]:
     return sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
 
 
-def _safetensors() -> Any:
+def safetensors_module() -> Any:
+    """The package, with its functions for NumPy."""
     try:
         import safetensors.numpy
     except ImportError:

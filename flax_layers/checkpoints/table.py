@@ -79,9 +79,9 @@ def check(table: Sequence[Entry], arrays: Mapping[str, Any], hint: str) -> None:
     """Raises a ValueError unless the arrays are those of the table, in its shapes; `hint` is about unknown ones."""
     wanted = {part.name: part.shape for entry in table for part in entry.parts}
     if missing := sorted(wanted.keys() - arrays.keys()):
-        raise ValueError(f"the checkpoint lacks {_some(missing)}")
+        raise ValueError(f"the checkpoint lacks {some(missing)}")
     if unknown := sorted(arrays.keys() - wanted.keys()):
-        raise ValueError(f"a model of this config has no {_some(unknown)}; {hint}")
+        raise ValueError(f"a model of this config has no {some(unknown)}; {hint}")
     for name, shape in wanted.items():
         if tuple(arrays[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}; the config makes it {shape}")
@@ -98,12 +98,12 @@ def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any]) -> Any:
     graphdef, state = nnx.split(model)
     shapes = nnx.to_pure_dict(state)
     entries_at: dict[Path, list[tuple[Any, Entry]]] = defaultdict(list)
-    for entry in _as_stored(table, shapes):
-        path, index = _place(shapes, entry.path)
+    for entry in as_stored(table, shapes):
+        path, index = place(shapes, entry.path)
         entries_at[path].append((index, entry))
     params: dict[Any, Any] = {}
     for path, entries in entries_at.items():
-        leaf = _at(shapes, path)
+        leaf = at(shapes, path)
         parameter = np.empty(leaf.shape, leaf.dtype)
         for index, entry in entries:
             of_layer = parameter[index]
@@ -121,16 +121,21 @@ def arrays_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator
       table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
-    for entry in _as_stored(table, params):
-        path, index = _place(params, entry.path)
-        yield from zip(entry.parts, entry.split(np.asarray(_at(params, path))[index]), strict=True)
+    if adapted := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[-1] == "lora_a"]:
+        raise ValueError(
+            f"{'.'.join(map(str, adapted[0][:-1]))} is an adapter, which this checkpoint has no place for: merge_lora "
+            "or remove_lora first; save_peft_folder writes adapters alone"
+        )
+    for entry in as_stored(table, params):
+        path, index = place(params, entry.path)
+        yield from zip(entry.parts, entry.split(np.asarray(at(params, path))[index]), strict=True)
 
 
-def _as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
+def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
     """The table for a model whose attention may have query, key and value apart."""
     for entry in table:
         *parent, layer, kind = entry.path
-        attention = _at(params, _place(params, tuple(parent))[0]) if layer == "qkv" else {"qkv": None}
+        attention = at(params, place(params, tuple(parent))[0]) if layer == "qkv" else {"qkv": None}
         if "qkv" in attention:
             yield entry
         elif len(entry.parts) == 1:
@@ -140,7 +145,7 @@ def _as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
                 yield Entry((*parent, name, kind), (part,))
 
 
-def _place(params: Any, path: Path) -> tuple[Path, Any]:
+def place(params: Any, path: Path) -> tuple[Path, Any]:
     """Where the parameter is in the model's state, and its index there: of a layer in stacked layers, or all of it."""
     if path[0] == "layers" and path[1] not in params["layers"]:
         return (path[0], *path[2:]), path[1]
@@ -158,7 +163,8 @@ def _times(array: np.ndarray, factor: float) -> np.ndarray:
     return (array.astype(np.promote_types(array.dtype, np.float32)) * np.float32(factor)).astype(array.dtype)
 
 
-def _at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: Path) -> Any:
+    """What lies there in nested dictionaries."""
     for key in path:
         tree = tree[key]
     return tree
@@ -170,5 +176,6 @@ def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names, for a message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

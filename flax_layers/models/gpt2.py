@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from coda_jax.extend import explicit_cuts, without_axes
+from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
-from flax_layers.lm_head import LMHead
+from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
@@ -49,12 +51,18 @@ class GPT2Config:
 
 
 def gpt2_block(
-    config: GPT2Config, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    config: GPT2Config,
+    *,
+    attention_implementation: Implementation | None = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
 ) -> TransformerBlock:
     """The block of GPT-2: LayerNorms, attention without rotary embedding, an MLP, all with biases.
 
     Args:
       config: sizes.
+      attention_implementation: Attention's implementation.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -70,7 +78,7 @@ def gpt2_block(
     }
     return TransformerBlock(
         norm(),
-        Attention(width, config.n_head, rope_theta=None, **options),
+        Attention(width, config.n_head, rope_theta=None, implementation=attention_implementation, **options),
         norm(),
         MLP(width, config.n_inner or 4 * width, activation=config.activation_function, **options),
     )
@@ -79,11 +87,11 @@ def gpt2_block(
 class GPT2(LanguageModel):
     """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding.
 
-    Positions are below n_positions; those of packed sequences begin anew with each, which segment_ids alone do not
-    bring about.
+    Positions are below n_positions; those of packed sequences begin anew with each by positions="restart".
 
     Args:
       config: sizes.
+      attention_implementation: Attention's implementation.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -95,6 +103,7 @@ class GPT2(LanguageModel):
         self,
         config: GPT2Config,
         *,
+        attention_implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -103,7 +112,8 @@ class GPT2(LanguageModel):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
         self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
-        self.layers = nnx.List(gpt2_block(config, **options) for _ in range(config.n_layer))
+        block = partial(gpt2_block, config, attention_implementation=attention_implementation, **options)
+        self.layers = nnx.List(block() for _ in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)
         self.config = config
@@ -115,9 +125,9 @@ class GPT2(LanguageModel):
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
         """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
-        x = self.embed(tokens) + self.position_embed(cache[0].positions(tokens.shape[1]))
+        x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
         x, longer = decode_layers(self.layers, x, cache, lengths)
-        return self.head(self.norm(x), embedding=self._embedding())[:, 0], longer
+        return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
 
     def _features(
         self,
@@ -129,7 +139,13 @@ class GPT2(LanguageModel):
         """What the head projects."""
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
-        x = self.embed(tokens) + self.position_embed(positions)
+        x = self._embedded(tokens, positions)
         for layer in self.layers:
             x = layer(x, mask=mask, segment_ids=segment_ids)
         return self.norm(x)
+
+    def _embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Tokens and positions; over explicit mesh axes that cut the tokens, the positions' columns are gathered."""
+        x, of_positions = self.embed(tokens), self.position_embed(positions)
+        cuts = frozenset().union(*explicit_cuts(x)[:-1])
+        return x + without_axes(of_positions, of_positions.ndim - 1, cuts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
 
 from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.lm_head import LMHead
+from flax_layers.lm_head import LMHead, logits_of, loss_of
+from flax_layers.packing import labels_within_segments, segment_positions
+
+Positions = jax.Array | Literal["restart"] | None
 
 
 class LanguageModel(nnx.Module):
@@ -51,7 +54,7 @@ class LanguageModel(nnx.Module):
         self,
         tokens: jax.Array,
         *,
-        positions: jax.Array | None = None,
+        positions: Positions = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
@@ -59,14 +62,16 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: integers.
-          positions: (T,) or (B, T) integers; default 0 to T - 1.
+          positions: (T,) or (B, T) integers; "restart" for 0, 1, ... anew in each segment; default 0 to T - 1.
           mask, segment_ids: as in Attention.
 
         Raises:
-          ValueError: more tokens than the config allows.
+          ValueError: more tokens than the config allows, or "restart" without segment_ids.
         """
         self._check_length(tokens.shape[-1])
-        return self.head(self._features(tokens, positions, mask, segment_ids), embedding=self._embedding())
+        return logits_of(
+            self.head, self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids), self._embedding()
+        )
 
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens a row.
@@ -83,9 +88,10 @@ class LanguageModel(nnx.Module):
         labels: jax.Array,
         weights: jax.Array | None = None,
         *,
-        positions: jax.Array | None = None,
+        positions: Positions = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        across_segments: bool = False,
         **options: Any,
     ) -> jax.Array:
         """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
@@ -95,11 +101,25 @@ class LanguageModel(nnx.Module):
           labels: of the same shape: what follows each token; -100 where nothing is asked for.
           weights: of the same shape; default 1.
           positions, mask, segment_ids: as in `__call__`.
+          across_segments: whether the label of a segment's last token counts where another segment follows in its row.
+            By default it does not: that label is the next sequence's first token.
           **options: as in `LMHead.loss`.
 
         Raises:
           ValueError: more tokens than the config allows, or labels or weights of another shape.
         """
         self._check_length(tokens.shape[-1])
-        features = self._features(tokens, positions, mask, segment_ids)
-        return self.head.loss(features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+        if segment_ids is not None and not across_segments:
+            labels = labels_within_segments(labels, segment_ids, options.get("ignore_index", -100))
+        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+        return loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+
+
+def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array | None:
+    if not isinstance(positions, str):
+        return positions
+    if positions != "restart":
+        raise ValueError(f"{positions=} must be an array, 'restart' or None")
+    if segment_ids is None:
+        raise ValueError("positions='restart' begins anew in each segment: give segment_ids")
+    return segment_positions(segment_ids)

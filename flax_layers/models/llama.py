@@ -11,11 +11,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from coda_jax import DeferredNorm, Stream
+from flax_layers.attend import Implementation
 from flax_layers.block import LlamaBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.layer_stack import run_layers, stack, unstack
-from flax_layers.lm_head import LMHead
+from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import RMSNorm
@@ -143,6 +144,7 @@ class Llama(LanguageModel):
       remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
+      attention_implementation: Attention's implementation.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -162,6 +164,7 @@ class Llama(LanguageModel):
         separate_qkv: bool = False,
         remat: Remat = None,
         remat_layers: int | None = None,
+        attention_implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -195,6 +198,7 @@ class Llama(LanguageModel):
                 separate_qkv=separate_qkv,
                 activation=config.hidden_act,
                 sliding_window=config.sliding_window,
+                attention_implementation=attention_implementation,
                 epsilon=config.rms_norm_eps,
                 dtype=dtype,
                 param_dtype=param_dtype,
@@ -251,7 +255,7 @@ class Llama(LanguageModel):
             past its capacity are dropped.
         """
         stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
-        return self.head(self.norm(stream), embedding=self._embedding())[:, 0], longer
+        return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
 
     def _layers(self) -> Any:
         """The layers one by one, also where they are stacked."""

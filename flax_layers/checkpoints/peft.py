@@ -1,0 +1,312 @@
+"""Low-rank adapters from and to the folders of Hugging Face's PEFT: adapter_config.json, adapter_model.safetensors.
+
+PEFT adapts torch's Linears one by one: y += (alpha / r) * x @ lora_A^T @ lora_B^T, lora_A (r, in), lora_B (out, r).
+Where ours holds several of them side by side in one kernel, as query, key and value, one `lora_a` serves all. Written,
+each gets that lora_A and its own columns of `lora_b`: the same function. Read, adapters with lora_As of their own
+become one with all of them, whose `lora_b` is zero where they do not meet: the same function too, of the summed rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_layers.checkpoints.hf_names import entries
+from flax_layers.checkpoints.hugging_face import safetensors_module
+from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
+from flax_layers.lora import put_lora
+from flax_layers.models.gpt2 import GPT2, GPT2Config
+from flax_layers.models.llama import Llama
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Settings that change what an adapter computes, and the values that ours compute with.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None,),
+}
+
+
+def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The adapters of a model as PEFT's settings and arrays, float32 or as they are stored.
+
+    Args:
+      model: a model with adapters, as `add_lora` puts them there. Its layers may be stacked for a scan.
+
+    Raises:
+      ValueError: a model without adapters, or an adapter of what `transformers` does not have.
+    """
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    arrays: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    modules, written = [], set()
+    for entry in as_stored(_table(model), params):
+        modules += [_module(part) for part in entry.parts]
+        path, index = place(params, _layer(entry.path))
+        found = _low_rank(params, path)
+        if found is None:
+            continue
+        written.add(path)
+        a, b = (np.asarray(x)[index] for x in found)
+        columns = np.split(b, np.cumsum([_columns(part) for part in entry.parts])[:-1], axis=-1)
+        for part, of_part in zip(entry.parts, columns, strict=True):
+            name = _module(part)
+            ranks[name] = a.shape[-1]
+            arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
+            arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(of_part.T)
+    adapted = _adapted(model)
+    if not adapted:
+        raise ValueError("the model has no adapters")
+    if len(adapted) > len(written):
+        names = [".".join(map(str, path)) for path in adapted if not written & {path, path[:-1]}]
+        raise ValueError(f"PEFT has no place for the adapter {some(names)}")
+    return _settings(model, ranks, modules), arrays
+
+
+def from_peft(
+    model: Llama | GPT2,
+    settings: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+) -> None:
+    """Puts PEFT's adapters into the model that they were trained for, in place.
+
+    Args:
+      model: without adapters. Its layers may be stacked for a scan: then a layer without an adapter gets zeros.
+      settings: of adapter_config.json.
+      arrays: name -> array, with PEFT's names.
+      dtype, param_dtype: as in `add_lora`.
+
+    Raises:
+      ValueError: settings that ours do not have (DoRA, biases, saved modules), arrays of unknown names or other shapes,
+        a kernel beside an adapter, as PEFT writes the head's, that is not the model's own, or a model with adapters.
+    """
+    for name, values in _REQUIRED.items():
+        if settings.get(name) not in values and name in settings:
+            raise ValueError(f"{name}={settings[name]!r} of an adapter is not supported; it must be {values[0]!r}")
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    if _adapted(model):
+        raise ValueError("the model has adapters already: merge_lora or remove_lora first")
+    unread = dict(arrays)
+    made: dict[Any, dict[Any, tuple[np.ndarray, np.ndarray]]] = {}
+    for entry in as_stored(_table(model), params):
+        _check_base(entry, params, unread)
+        if (found := _joined(entry, unread, settings, _rows(entry))) is not None:
+            path, index = place(params, _layer(entry.path))
+            made.setdefault(path, {})[index] = found
+    if unread:
+        raise ValueError(f"a model of this config takes no {some(sorted(unread))}")
+    for path, of_layers in made.items():
+        parent: Any = model
+        for key in path[:-1]:
+            parent = parent[key] if isinstance(key, int) else getattr(parent, key)
+        count = None if ... in of_layers else model.config.num_hidden_layers
+        a, b = of_layers[...] if count is None else _stacked(of_layers, count)
+        put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
+
+
+def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str | None = None) -> None:
+    """Writes the adapters of a model as a folder that `peft.PeftModel.from_pretrained` and `load_peft_folder` read.
+
+    Files are written whole and then moved there, the arrays first. lora_alpha is the rank: `lora_b` has its factor.
+
+    Args:
+      model: as in `to_peft`.
+      path: the folder.
+      base_model: name or path of the model that was adapted, for PEFT to find it by.
+
+    Raises:
+      ImportError: without the package safetensors, which the extra `hf` brings.
+      ValueError: as `to_peft`.
+    """
+    safetensors = safetensors_module()
+    settings, arrays = to_peft(model)
+    settings = {"base_model_name_or_path": base_model, **settings}
+
+    path = Path(path).resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    made = path / f".{uuid.uuid4().hex}"  # on the file system where they are to lie
+    made.mkdir()
+    try:
+        safetensors.numpy.save_file(arrays, made / _WEIGHTS, metadata={"format": "pt"})
+        (made / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        for file in (_WEIGHTS, _CONFIG):
+            (made / file).replace(path / file)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> None:
+    """Puts the adapters of a folder of PEFT into the model that they were trained for, in place.
+
+    Args:
+      model: without adapters.
+      path: the folder, with adapter_config.json and adapter_model.safetensors.
+      **options: dtype and param_dtype, as in `from_peft`.
+
+    Raises:
+      FileNotFoundError: a folder without these files.
+      ImportError: without the package safetensors, which the extra `hf` brings.
+      ValueError: as `from_peft`.
+    """
+    path = Path(path)
+    settings = json.loads((path / _CONFIG).read_text())
+    if not (path / _WEIGHTS).exists():
+        raise FileNotFoundError(f"{path} has no {_WEIGHTS}")
+    from_peft(model, settings, safetensors_module().numpy.load_file(path / _WEIGHTS), **options)
+
+
+def _table(model: Llama | GPT2) -> list[Entry]:
+    """The kernels that may have adapters, the head's among them where it is tied."""
+    config = model.config
+    found = [entry for entry in entries(config) if entry.path[-1] in ("kernel", "gate_up")]
+    if isinstance(config, GPT2Config) or config.tie_word_embeddings:
+        width = config.n_embd if isinstance(config, GPT2Config) else config.hidden_size
+        found.append(Entry(("head", "kernel"), (Part("lm_head.weight", (config.vocab_size, width), transposed=True),)))
+    return found
+
+
+def _adapted(model: nnx.Module) -> list[tuple[Any, ...]]:
+    """Paths of the modules with a lora_a."""
+    return [path[:-1] for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)) if path[-1] == "lora_a"]
+
+
+def _layer(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path of a kernel's module."""
+    return path[:-1] if path[-1] == "kernel" else path
+
+
+def _module(part: Part) -> str:
+    return part.name.removesuffix(".weight")
+
+
+def _columns(part: Part) -> int:
+    return part.shape[0] if part.transposed else part.shape[-1]
+
+
+def _rows(entry: Entry) -> int:
+    part = entry.parts[0]
+    return part.shape[-1] if part.transposed else part.shape[0]
+
+
+def _low_rank(params: Any, path: tuple[Any, ...]) -> tuple[Any, Any] | None:
+    """lora_a and lora_b of the module at a path, of an nnx.LoRA or an nnx.LoRALinear, if it is one."""
+    try:
+        node = at(params, path)
+    except KeyError:  # a tied head has no parameters
+        return None
+    node = node.get("lora", node) if isinstance(node, dict) else {}
+    return (node["lora_a"], node["lora_b"]) if "lora_a" in node else None
+
+
+def _settings(model: Llama | GPT2, ranks: dict[str, int], modules: list[str]) -> dict[str, Any]:
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    other = {name: of_one for name, of_one in ranks.items() if of_one != rank}
+    # The last part of a name stands for all layers, the whole one for a single layer.
+    kinds = {name.rpartition(".")[2] for name in ranks}
+    everywhere = {kind for kind in kinds if all(name in ranks for name in modules if name.rpartition(".")[2] == kind)}
+    targets = sorted(everywhere | {name for name in ranks if name.rpartition(".")[2] not in everywhere})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": other,
+        "alpha_pattern": dict(other),
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": isinstance(model, GPT2),
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _check_base(entry: Entry, params: Any, unread: dict[str, Any]) -> None:
+    """Takes kernels that PEFT wrote beside adapters out of `unread`: they must be the model's own."""
+    names = {f"{_PREFIX}{_module(part)}.base_layer.weight": i for i, part in enumerate(entry.parts)}
+    for name in names.keys() & unread.keys():
+        is_tied = entry.path[0] == "head" and "kernel" not in params.get("head", {})
+        path, index = (("embed", "embedding"), ...) if is_tied else place(params, entry.path)
+        kernel = np.asarray(at(params, path))[index]
+        own = kernel if is_tied else entry.split(kernel)[names[name]]
+        if not np.array_equal(np.asarray(unread.pop(name)).astype(own.dtype), own):
+            raise ValueError(f"{name} is not the model's own: the adapter was trained on another one")
+
+
+LowRankArrays = tuple[np.ndarray, np.ndarray]  # lora_a (D, r) and lora_b (r, N)
+
+
+def _joined(entry: Entry, unread: dict[str, Any], settings: Mapping[str, Any], rows: int) -> LowRankArrays | None:
+    """The adapter of a kernel from those of its parts that have one, which are taken out of `unread`; float32."""
+    found = [_read(part, unread, settings, rows) for part in entry.parts]
+    all_a = [pair[0] for pair in found if pair is not None]
+    if not all_a:
+        return None
+    shared = all(np.array_equal(a, all_a[0]) for a in all_a)
+    joined_a = all_a[0] if shared else np.concatenate(all_a, axis=1)
+    columns, start = [], 0
+    for part, pair in zip(entry.parts, found, strict=True):
+        of_part = np.zeros((joined_a.shape[1], _columns(part)), np.float32)
+        if pair is not None:
+            of_part[start : start + len(pair[1])] = pair[1]
+            start += 0 if shared else len(pair[1])
+        columns.append(of_part)
+    return joined_a, np.concatenate(columns, axis=1)
+
+
+def _read(part: Part, unread: dict[str, Any], settings: Mapping[str, Any], rows: int) -> LowRankArrays | None:
+    """The adapter of one of PEFT's modules, if it has one."""
+    module = _module(part)
+    names = [f"{_PREFIX}{module}.lora_{x}.weight" for x in "AB"]
+    missing = [name for name in names if name not in unread]
+    if len(missing) == 2:
+        return None
+    if missing:
+        raise ValueError(f"the adapter lacks {missing[0]}")
+    a, b = (np.asarray(unread.pop(name)).astype(np.float32) for name in names)
+    rank = a.shape[0]
+    for name, array, shape in zip(names, (a, b), ((rank, rows), (_columns(part), rank)), strict=True):
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; the model makes it {shape}")
+    return a.T, b.T * _scaling(settings, module, rank)
+
+
+def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / r, or alpha / sqrt(r) of a rank-stabilised adapter; a pattern matches the end of a module's name."""
+    alpha = settings.get("lora_alpha", 8)
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _stacked(of_layers: Mapping[int, tuple[np.ndarray, np.ndarray]], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of all layers, of one rank: zeros where a layer has less."""
+    a, b = next(iter(of_layers.values()))
+    rank = max(x.shape[1] for x, _ in of_layers.values())
+    all_a, all_b = np.zeros((count, a.shape[0], rank), a.dtype), np.zeros((count, rank, b.shape[1]), b.dtype)
+    for i, (a, b) in of_layers.items():
+        all_a[i, :, : a.shape[1]], all_b[i, : b.shape[0]] = a, b
+    return all_a, all_b

@@ -1,0 +1,52 @@
+"""Sequences packed into one row: segments, their positions, and the labels that cross from one to the next.
+
+A segment is a run of equal ids. An id that comes again later in its row is a new segment: ids need not be unique, and
+padding, a segment of its own, may have 0 wherever it lies.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def segment_runs(segment_ids: jax.Array) -> jax.Array:
+    """0, 1, 2, ... for the segments of each row, (..., T) int32 from integers (..., T).
+
+    Raises:
+      ValueError: ids that are not integers.
+    """
+    return jnp.cumsum(_begins(segment_ids), axis=-1, dtype=jnp.int32)
+
+
+def segment_positions(segment_ids: jax.Array) -> jax.Array:
+    """Each token's position in its segment, (..., T) int32 from integers (..., T).
+
+    Raises:
+      ValueError: ids that are not integers.
+    """
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape)
+    starts = jnp.where(_begins(segment_ids), index, 0)
+    return index - lax.cummax(starts, axis=starts.ndim - 1)
+
+
+def labels_within_segments(labels: jax.Array, segment_ids: jax.Array, ignored: int) -> jax.Array:
+    """labels (..., T), but `ignored` for the last token of each segment that another one follows in its row.
+
+    Raises:
+      ValueError: ids that are not integers, or of another shape than the labels.
+    """
+    if segment_ids.shape != labels.shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; beside labels {labels.shape} it must be the same")
+    begins = _begins(segment_ids)
+    ends = jnp.concatenate([begins[..., 1:], jnp.zeros_like(begins[..., :1])], axis=-1)
+    return jnp.where(ends, jnp.asarray(ignored, labels.dtype), labels)
+
+
+def _begins(segment_ids: jax.Array) -> jax.Array:
+    """Whether another segment begins at a token; not at the first one of a row."""
+    if not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
+        raise ValueError(f"segment_ids are integers, got {jnp.result_type(segment_ids)}")
+    first = jnp.zeros_like(segment_ids[..., :1], dtype=bool)
+    return jnp.concatenate([first, segment_ids[..., 1:] != segment_ids[..., :-1]], axis=-1)

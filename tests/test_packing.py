@@ -1,0 +1,162 @@
+"""Sequences packed into one row: what a segment is, positions, labels, and attention that is given segments."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layers as layers
+from flax_layers.packing import labels_within_segments, segment_positions, segment_runs
+from tests.tiny_models import GPT2, LLAMA
+
+IDS = jnp.array([[4, 4, 4, 7, 7, 0, 0, 4, 4, 4, 4, 4, 1, 1, 1, 1], [2] * 16])
+LENGTHS = (3, 2, 2, 5, 4)  # of the first row; its last-but-one segment has the first one's id
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def test_runs_positions_and_labels():
+    """An id that comes again is a new segment."""
+    assert segment_runs(IDS[0]).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4]
+    assert segment_positions(IDS).tolist() == [[0, 1, 2, 0, 1, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3], [*range(16)]]
+    labels = labels_within_segments(jnp.arange(32).reshape(2, 16), IDS, -100)
+    ends = [2, 4, 6, 11]
+    assert [i for i in range(16) if labels[0, i] == -100] == ends
+    assert labels[1].tolist() == [*range(16, 32)]
+
+
+def pallas(q, k, v, *, mask, is_causal, local_window_size, segment_ids):
+    """A second attention, jax's in Pallas, interpreted."""
+    with warnings.catch_warnings():  # it is to be replaced by tokamax's
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
+    assert mask is None and local_window_size is None
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    sizes = module.BlockSizes(**dict.fromkeys(("block_q", "block_k"), 16))
+    scale = q.shape[-1] ** -0.5
+    options = {"causal": is_causal, "block_sizes": sizes, "backward_pass_impl": "xla", "interpret": True}
+    return module.mha(q, k, v, segment_ids, scale, **options)
+
+
+def with_mask(q, k, v, *, mask=None, is_causal=False, local_window_size=None):
+    """jax.nn.dot_product_attention's arguments, and no segment_ids."""
+    assert mask.shape == (q.shape[0], 1, q.shape[1], q.shape[1])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size)
+
+
+@pytest.mark.parametrize("function", [pytest.param(pallas, marks=pytest.mark.slow), with_mask])
+def test_another_attention_gives_the_same(function):
+    def run(implementation):
+        module = layers.Attention(32, 2, num_kv_heads=1, head_dim=16, implementation=implementation, rngs=nnx.Rngs(0))
+
+        def loss(module, x):
+            return jnp.sum(jnp.sin(module(x, segment_ids=IDS)))
+
+        return nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))(module, normal(1, 2, 16, 32))
+
+    for got, expected in zip(jax.tree.leaves(run(function)), jax.tree.leaves(run(None)), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_function_is_given():
+    given = {}
+
+    def attention(q, k, v, *, segment_ids, **options):
+        given.update(options, segment_ids=segment_ids, shape=q.shape)
+        return q
+
+    module = layers.Attention(32, 2, sliding_window=3, implementation=attention, rngs=nnx.Rngs(0))
+    module(normal(0, 16, 32), segment_ids=IDS[0], mask=jnp.ones((16, 16), bool))
+    assert given["shape"] == (1, 16, 2, 16) and given["mask"].shape == (1, 1, 16, 16)
+    assert given["local_window_size"] == (2, 0) and given["is_causal"]
+    np.testing.assert_array_equal(given["segment_ids"], segment_runs(IDS[:1]))
+
+
+def sums(q, k, v, *, mask, is_causal, local_window_size, segment_ids):
+    """No attention: of the arguments, without an array (T, T), to see what its caller makes."""
+    return q + jnp.cumsum(v * segment_ids[..., None, None].astype(q.dtype), axis=1)
+
+
+@pytest.mark.filterwarnings("ignore::coda_jax.FallbackWarning")
+@pytest.mark.parametrize("scan_layers", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_no_array_of_all_pairs_outside_of_attention(scan_layers):
+    """In the text of the step's lowering for a GPU."""
+    segment_ids = jnp.arange(2 * 136).reshape(2, 136) // 20
+    tokens = jnp.zeros((2, 136), int)
+
+    def pairs(implementation):
+        model = layers.Llama(LLAMA, attention_implementation=implementation, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+
+        @nnx.jit
+        def step(model):
+            return nnx.grad(lambda m: m.loss(tokens, tokens, segment_ids=segment_ids, positions="restart"))(model)
+
+        text = step.trace(model).lower(lowering_platforms=("cuda",)).as_text()
+        return len(re.findall(r"tensor<(?:\d+x)*136x136x", text))
+
+    assert pairs("xla") > 0
+    assert pairs(sums) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: layers.GPT2(GPT2, rngs=nnx.Rngs(0), **options),
+        lambda **options: layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_packed_sequences_are_what_they_are_alone(make):
+    """Logits, and the loss: the mean over the labels that the sequences alone have."""
+    model = make()
+    row = jax.random.randint(jax.random.key(0), (16,), 0, 64)
+    starts = np.cumsum((0, *LENGTHS[:-1]))
+    parts = [row[i : i + n] for i, n in zip(starts, LENGTHS, strict=True)]
+    logits = model(row, segment_ids=IDS[0], positions="restart")
+    np.testing.assert_allclose(logits, jnp.concatenate([model(part) for part in parts]), rtol=1e-3, atol=1e-4)
+
+    after = jnp.append(row[1:], 5)
+    packed = model.loss(row, after, segment_ids=IDS[0], positions="restart")
+    alone = [model.loss(part[:-1], part[1:]) * (len(part) - 1) for part in parts]
+    alone.append(model.loss(parts[-1], jnp.full(len(parts[-1]), -100).at[-1].set(5)))  # the row's last label counts
+    np.testing.assert_allclose(packed, sum(alone) / (16 - 4), rtol=1e-4)
+    crossing = model.loss(row, after, segment_ids=IDS[0], positions="restart", across_segments=True)
+    every = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), after[:, None], axis=1))
+    np.testing.assert_allclose(crossing, every, rtol=1e-4)
+
+
+def test_an_id_that_comes_again_sees_nothing_of_before():
+    module, x = layers.Attention(32, 2, rngs=nnx.Rngs(0)), normal(0, 1, 16, 32)
+    y = module(x, segment_ids=IDS[:1])
+    changed = module(x.at[:, :3].add(1.0), segment_ids=IDS[:1])
+    np.testing.assert_array_equal(changed[:, 3:], y[:, 3:])
+    assert np.abs(changed[:, :3] - y[:, :3]).min() > 0
+
+
+def wrong(q, k, v, **options):
+    return q[:, :, :1]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: layers.Llama(LLAMA, rngs=nnx.Rngs(0))(IDS, positions="restart"), "give segment_ids"),
+        (lambda: layers.Llama(LLAMA, rngs=nnx.Rngs(0))(IDS, positions="anew"), "positions='anew' must be"),
+        (lambda: segment_positions(jnp.ones(4)), "segment_ids are integers, got float32"),
+        (lambda: labels_within_segments(IDS, IDS[0], -100), r"segment_ids has shape \(16,\); beside labels \(2, 16\)"),
+        (
+            lambda: layers.Attention(32, 2, implementation=wrong, rngs=nnx.Rngs(0))(normal(0, 2, 16, 32)),
+            r"attention by wrong is float32\(2, 16, 1, 16\); beside queries float32\(2, 16, 2, 16\)",
+        ),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
