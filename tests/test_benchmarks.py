@@ -13,7 +13,20 @@ import pytest
 
 import benchmarks.__main__ as products
 import coda_jax as coda
-from benchmarks import cases, hlo, launch, layer, loss_curve, loss_head, peers, plots, report_tables, timing, train_step
+from benchmarks import (
+    cases,
+    hlo,
+    launch,
+    layer,
+    loss_curve,
+    loss_head,
+    peers,
+    plots,
+    report_tables,
+    sharded_step,
+    timing,
+    train_step,
+)
 from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
@@ -39,7 +52,9 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     monkeypatch.setattr(
         train_step,
         "step",
-        lambda name, *rest: halved(step(name, *rest), name) if name == "xla_scan" else step(name, *rest),
+        lambda name, *rest, **options: (
+            halved(step(name, *rest, **options), name) if name == "xla_scan" else step(name, *rest, **options)
+        ),
     )
     options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
     counter = lambda: 100 * time.perf_counter()  # noqa: E731
@@ -53,6 +68,40 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert alone[1] == pytest.approx(100 * 1e-3 * alone[0], rel=0.1) and not steps["xla_scan"]["alone_ms"]
     shown = capsys.readouterr().out
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
+
+
+@pytest.mark.slow
+def test_sharded_step(tmp_path, quick_to_compile):
+    """Variants agree under each scheme; throughput a device is compared with one device's."""
+    options = ["--tiny", "--layers=1", "--repeats=1", "--burst=1", f"--out={tmp_path}", "--commit=none"]
+    assert sharded_step.main([*options, "--schemes=one,fsdp", "--variants=coda,xla_scan_remat"]) == 0
+    (path,) = tmp_path.iterdir()
+    with path.open() as file:
+        rows = {(row["scheme"], row["variant"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {(s, v) for s in ("one", "fsdp") for v in ("coda", "xla_scan_remat")}
+    assert all(float(row["efficiency"]) > 0 and float(row["gradient_distance"]) < 0.05 for row in rows.values())
+    one, fsdp = rows["one", "coda"], rows["fsdp", "coda"]
+    assert "all-gather" in fsdp["collectives"] and "all-gather" not in one["collectives"]
+    assert int(fsdp["devices"]) == 4 and int(fsdp["batch"]) == 4 * int(one["batch"])
+
+
+def test_schemes_cut_parameters():
+    """Columns or rows by "model", the other axis by "data"; norms lie everywhere; a stack's own axis is not cut."""
+    key = jax.tree_util.DictKey
+    both = sharded_step.Scheme("both", 2, 2, True)
+    names = {"q": ("data", "model"), "down": ("model", "data"), "embed": ("model", "data"), "norm": (None, None)}
+    for name, cuts in names.items():
+        assert tuple(both.spec([key("layers"), key(name)], 2, False)) == cuts
+        assert tuple(both.spec([key("layers"), key(name)], 3, True)) == (None, *cuts)
+    assert tuple(both.spec([key("mlp"), key("gate_up")], 3, False)) == ("data", None, "model")
+    assert [one.name for one in sharded_step.schemes(2)] == ["one", "dp", "fsdp", "tp"]
+
+
+def test_what_a_collective_leaves_exposed():
+    ms = 1e6
+    computing, moving = [(0, 4 * ms), (2 * ms, 5 * ms), (8 * ms, 10 * ms)], [(3 * ms, 9 * ms), (11 * ms, 12 * ms)]
+    assert sharded_step.overlap_of(computing, moving) == sharded_step.Overlap(7, 7, 4, 12)
+    assert sharded_step.overlap_of([], []) == sharded_step.Overlap(0, 0, 0, 0)
 
 
 @pytest.mark.slow
@@ -91,7 +140,7 @@ def test_variants_lower_for_a_gpu():
     kernels = {}
     for name in ("coda_recompute", "xla_scan_remat"):
         variant = VARIANTS[name]
-        traced = step(name, variant, TINY, jnp.bfloat16, jnp.bfloat16).trace(parameters.of(variant), tokens, tokens)
+        traced = step(name, variant, parameters).trace(parameters.of(variant), tokens, tokens)
         kernels[name] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm")
     assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
 
