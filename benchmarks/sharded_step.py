@@ -218,32 +218,31 @@ def with_efficiency(rows: Sequence[dict[str, Any]]) -> None:
 
 # Title, column of the file, format.
 SHOWN = [
-    ("scheme", "scheme", "8"),
-    ("n", "devices", "3"),
-    (" variant", "variant", " <16"),
-    ("ms", "ms", "9.1f"),
-    ("tokens/s", "tokens_per_second_a_device", "10.0f"),
-    ("eff.", "efficiency", "7.3f"),
-    ("compute", "compute_ms", "9.1f"),
-    ("moved", "collective_ms", "9.1f"),
-    ("exposed", "exposed_ms", "9.1f"),
-    ("temp", "temporaries_gib", "8.2f"),
-    ("peak", "peak_gib", "8.2f"),
-    ("own", "kernels", "5"),
-    ("loss", "loss", "9.4f"),
-    ("grad", "gradient_distance", "8.4f"),
-    ("s", "compile_s", "7.1f"),
+    ("scheme", "scheme", "<8"),
+    ("n", "devices", ">3"),
+    ("variant", "variant", "<16"),
+    ("ms", "ms", ">9.1f"),
+    ("tokens/s", "tokens_per_second_a_device", ">10.0f"),
+    ("eff.", "efficiency", ">7.3f"),
+    ("compute", "compute_ms", ">9.1f"),
+    ("moved", "collective_ms", ">9.1f"),
+    ("exposed", "exposed_ms", ">9.1f"),
+    ("temp", "temporaries_gib", ">8.2f"),
+    ("peak", "peak_gib", ">8.2f"),
+    ("own", "kernels", ">5"),
+    ("loss", "loss", ">9.4f"),
+    ("grad", "gradient_distance", ">8.4f"),
+    ("s", "compile_s", ">7.1f"),
 ]
 
 
 def heading() -> str:
-    widths = (format.split(".")[0].rstrip("f") for _, _, format in SHOWN)
-    return "".join(f"{title:{width}}" for (title, _, _), width in zip(SHOWN, widths, strict=True))
+    return " ".join(f"{title:{format.split('.')[0]}}" for title, _, format in SHOWN)
 
 
 def show(row: Mapping[str, Any]) -> str:
     cells = (f"{row.get(name, float('nan')):{format}}" for _, name, format in SHOWN)
-    return f"{''.join(cells)}  {row['collectives']} {row['failure']}"
+    return f"{' '.join(cells)}  {row['collectives']} {row['failure']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
