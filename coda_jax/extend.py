@@ -9,6 +9,7 @@ from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
+from coda_jax.primitives.mesh_types import placed as placed
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
@@ -22,6 +23,7 @@ __all__ = [
     "explicit_sharding",
     "hide_frames",
     "noted",
+    "placed",
     "register_pytree",
     "scaled_weight",
     "separate_residual",
