@@ -259,7 +259,15 @@ def test_tensor_map_refused(describe_map, map_, dtype, dims, message):
 @pytest.fixture
 def geometry(functions):
     def of(a, b, transpose_a=False, transpose_b=False, **options):
-        given = {"tile": (128, 128), "ways": 1, "cluster_m": 2, "flags": -1, "multiprocessors": 132, **options}
+        given = {
+            "tile": (128, 128),
+            "ways": 1,
+            "cluster_m": 2,
+            "flags": -1,
+            "yields": 0,
+            "multiprocessors": 132,
+            **options,
+        }
         batch = given.pop("batch", max(a, b, key=len)[:-2])
         return functions.geometry(a, b, (*batch, 1, 1), (transpose_a, transpose_b, *given.pop("tile"), *given.values()))
 
@@ -287,6 +295,16 @@ def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
         ((128, 64), (64, 2 * 72), {"ways": 2}, 2, 4),  # 72 columns a way, 64 of a tile's 128
         ((16384, 64), (64, 4096), {}, 64 * 32, 132),  # persistent: as many clusters as fit
         ((16384, 64), (64, 4096), {"multiprocessors": 133}, 64 * 32, 132),
+        (
+            (16384, 640),
+            (640, 4096),
+            {"yields": 155},
+            64 * 32,
+            264,
+        ),  # 310 k blocks each: two blocks, one after the other
+        ((16384, 640), (640, 4096), {"yields": 311}, 64 * 32, 132),
+        ((16384, 640), (640, 4096), {"yields": 1}, 64 * 32, 2 * 64 * 32),  # no more than there are tiles
+        ((16384, 640), (640, 4096), {"yields": 1, "flags": 3}, 64 * 32, 132),  # split-K counts on all of its blocks
         ((7, 256, 64), (64, 128), {"cluster_m": 1}, 14, 14),
         ((0, 64), (64, 128), {}, 0, 0),
         ((128, 64), (64, 0), {}, 0, 0),

@@ -144,6 +144,8 @@ class GemmCall:
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
       flags: with split-K, the int32 buffer with a row for each block that may run, which is zeroed before; or -1.
+      yield_k_blocks: the work of a block, in k blocks of 64 of its tiles, after which it ends and another one takes its
+        multiprocessor; 0 where there are as many blocks as run at a time. Blocks of split-K do not end early.
     """
 
     name: str
@@ -159,6 +161,7 @@ class GemmCall:
     threads: int
     smem_bytes: int
     flags: int = -1
+    yield_k_blocks: int = 0
 
     def attributes(self) -> dict[str, Any]:
         """In the types of `struct GemmCall` in handler.h; with the version, the headers and the kernel's name."""

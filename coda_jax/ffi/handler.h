@@ -23,7 +23,8 @@ struct GemmCall {
   xla::ffi::Span<const int32_t> pointers;  // buffer index each
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
   int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
-  int32_t flags = -1;  // buffer index; -1 without split-K
+  int32_t flags = -1;          // buffer index; -1 without split-K
+  int32_t yield_k_blocks = 0;  // of 64, of a thread block's work before another one takes its place; 0: all of it
 };
 
 /// A member of GemmCall by its name in the program.
@@ -52,6 +53,7 @@ inline constexpr std::tuple kAttributes{
     Attribute{"transpose_a", &GemmCall::transpose_a},
     Attribute{"transpose_b", &GemmCall::transpose_b},
     Attribute{"ways", &GemmCall::ways},
+    Attribute{"yield_k_blocks", &GemmCall::yield_k_blocks},
 };
 
 /// The product's sizes, read off operands 0 and 1 and the first result, and the number of thread blocks.

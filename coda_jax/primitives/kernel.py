@@ -14,7 +14,7 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
-from coda_jax.tiles.constants import NUM_SMS
+from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import EpilogueTraffic, keeps_tables, shared_bytes
 
@@ -46,11 +46,12 @@ class _Map:
     swizzle_bytes: int
 
 
-def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
+def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields: bool = False) -> Kernel:
     """Builds the kernel of a product.
 
     Args:
       types: of a, b and the operands.
+      yields: whether its blocks make way for other kernels, as a program of several devices needs it.
     """
     a, b, operands = spec.split(types)
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
@@ -65,6 +66,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
             maps=[number for map_ in _maps(spec, len(operands), config, rows) for number in dataclasses.astuple(map_)],
             pointers=pointers,
             flags=pointers[-1] if config.split_k else -1,
+            yield_k_blocks=yield_k_blocks(config) if yields else 0,
             transpose_a=spec.transpose_a,
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
@@ -75,6 +77,12 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
             smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
         ),
     )
+
+
+def yield_k_blocks(config: KernelConfig) -> int:
+    """The k blocks of a tile that a multiprocessor multiplies in `YIELD_NANOSECONDS`."""
+    of_block = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
+    return round(YIELD_NANOSECONDS / of_block)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
