@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import explicit_cuts, placed
 from flax_layers.decoding.kv_cache import KVCache
@@ -160,7 +160,8 @@ def _on_explicit_parts(
     def of_part(parts: dict[str, jax.Array]) -> jax.Array:
         return function(*(parts.get(name) for name in arrays))
 
-    names = {axis for axes in (*rows, heads) for axis in axes}
+    # All of them, for a mesh that is partly manual makes XLA fail when it partitions cuDNN's call.
+    names = {name for name, kind in zip(whole.axis_names, whole.axis_types, strict=True) if kind is AxisType.Explicit}
     return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=names)(moved)
 
 
