@@ -19,7 +19,7 @@ namespace coda {
   list(VectorAccess, row_vector)                  \
   list(VectorAccess, column_vector)               \
   list(VectorAccess, scalar)                      \
-  list(VectorAccess, head_table)                  \
+  list(VectorAccess, rope_table)                  \
   list(VectorAccess, head_vector)                 \
   list(ReductionAccess, row_reduction)            \
   list(ReductionAccess, column_reduction)         \

@@ -43,7 +43,7 @@ struct TileAccess {
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };
 
-/// A vector, scalar or head table: its pointer, the half, and how many halves the array spans. Of a head table with
+/// A vector, scalar or rope table: its pointer, the half, and how many halves the array spans. Of a rope table with
 /// fewer rows than the product, how many: they repeat.
 struct VectorAccess {
   int pointer = -1;
@@ -88,7 +88,7 @@ struct EpilogueDefaults {
   static constexpr VectorAccess row_vector[] = {{}};     // (N,)
   static constexpr VectorAccess column_vector[] = {{}};  // (M, 1)
   static constexpr VectorAccess scalar[] = {{}};
-  static constexpr VectorAccess head_table[] = {{}};   // (M, columns of a head)
+  static constexpr VectorAccess rope_table[] = {{}};   // (M, columns of a head)
   static constexpr VectorAccess head_vector[] = {{}};  // (columns of a head,)
   static constexpr ReductionAccess row_reduction[] = {{}};
   static constexpr ReductionAccess column_reduction[] = {{}};
@@ -150,7 +150,7 @@ struct ElementOf {
   Word row_vector[at_least_one(Epilogue::row_vectors) * per_entry];
   Word column_vector[at_least_one(Epilogue::column_vectors)];
   Word scalar[at_least_one(Epilogue::scalars)];
-  Word head_table[at_least_one(Epilogue::head_tables) * per_entry];
+  Word rope_table[at_least_one(Epilogue::rope_tables) * per_entry];
   Word head_vector[at_least_one(Epilogue::head_vectors) * per_entry];
   float head_value[at_least_one(Epilogue::head_values)];
   int row;
@@ -176,7 +176,7 @@ struct CompleteEpilogue : Generated {
   static constexpr int row_vectors = count(Generated::row_vector);
   static constexpr int column_vectors = count(Generated::column_vector);
   static constexpr int scalars = count(Generated::scalar);
-  static constexpr int head_tables = count(Generated::head_table);
+  static constexpr int rope_tables = count(Generated::rope_table);
   static constexpr int head_vectors = count(Generated::head_vector);
   static constexpr int row_reductions = count(Generated::row_reduction);
   static constexpr int column_reductions = count(Generated::column_reduction);

@@ -17,7 +17,7 @@ struct EpilogueVisitor {
   using Results = EpilogueResults<Config, Epilogue, Params>;
   using Subtile = typename Operands::Subtile;
   using OfColumns = typename Operands::OfColumns;
-  using HeadTables = typename Operands::HeadTables;
+  using RopeTables = typename Operands::RopeTables;
   static constexpr int groups = Subtile::groups;
   // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
   // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
@@ -174,8 +174,8 @@ struct EpilogueVisitor {
     // 1. Operands into registers.
     OfColumns of_columns;
     operands.load_vectors(column_pass * Layout::pass_columns + first, of_columns);
-    HeadTables here;
-    const HeadTables& head_table = operands.head_tables(tile, first, block, here);
+    RopeTables here;
+    const RopeTables& rope_table = operands.rope_tables(tile, first, block, here);
     Loads loads;
     Subtile stores[at_least_one(Epilogue::tile_stores(program))];
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
@@ -191,7 +191,7 @@ struct EpilogueVisitor {
         for (int c = 0; c < 2; c += Layout::entry_values) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-          fill(element, accumulated, place, {j, r, c}, of_columns, head_table, head_value[r]);
+          fill(element, accumulated, place, {j, r, c}, of_columns, rope_table, head_value[r]);
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
           static_for<Epilogue::tile_loads * Layout::entry_values>([&](auto index) {
@@ -235,7 +235,7 @@ struct EpilogueVisitor {
 
   /// All that an element's program reads but tile operands.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Accumulated& accumulated, Place place,
-                                       Cell cell, const OfColumns& of_columns, const HeadTables& head_table,
+                                       Cell cell, const OfColumns& of_columns, const RopeTables& rope_table,
                                        const HeadValue& head_value) const {
     const auto& [tile, accumulator] = accumulated;
     const auto [block, column_pass, first] = place;
@@ -258,9 +258,9 @@ struct EpilogueVisitor {
     static_for<Epilogue::column_vectors>(
         [&](auto index) { element.column_vector[index] = operands.column_vector[index][block][r]; });
     static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = operands.scalar[index]; });
-    static_for<Epilogue::head_tables * Layout::entry_values>([&](auto index) {
+    static_for<Epilogue::rope_tables * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
-      element.head_table[i] = head_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
+      element.rope_table[i] = rope_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
     });
     static_for<Epilogue::head_vectors * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
@@ -296,8 +296,8 @@ struct EpilogueVisitor {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
           operands.load_vectors(column_pass * Layout::pass_columns + at, of_columns);
-          HeadTables here;
-          const HeadTables& head_table = operands.head_tables(tile, at, block, here);
+          RopeTables here;
+          const RopeTables& rope_table = operands.rope_tables(tile, at, block, here);
 #pragma unroll
           for (int j = 0; j < groups; ++j)
 #pragma unroll
@@ -306,7 +306,7 @@ struct EpilogueVisitor {
               for (int c = 0; c < 2; c += Layout::entry_values) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, head_table,
+                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, rope_table,
                      head_value[block][r]);
                 static_for<Epilogue::column_vectors>(
                     [&](auto index) { element.column_vector[index] = of_row[r][index]; });

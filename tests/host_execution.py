@@ -76,12 +76,12 @@ static void fill(typename E::Element& in, int row, int column, int n, const floa
     const VectorAccess v = E::row_vector[i / E::entry_values];
     in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.half + i % E::entry_values, column, n), v.dtype);
   }
-  for (int i = 0; i < E::head_tables * E::entry_values; ++i) {
-    const VectorAccess t = E::head_table[i / E::entry_values];
+  for (int i = 0; i < E::rope_tables * E::entry_values; ++i) {
+    const VectorAccess t = E::rope_table[i / E::entry_values];
     const int width = E::head > 1 ? E::head / 2 : 1;
     int at = t.half * width + column % width;
     if (E::interleaved && t.halves == 2) at = 2 * (column % width) + i % E::entry_values;
-    in.head_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.halves * width + at, t.dtype);
+    in.rope_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.halves * width + at, t.dtype);
   }
   for (int i = 0; i < E::head_vectors * E::entry_values; ++i) {
     const VectorAccess v = E::head_vector[i / E::entry_values];
@@ -218,14 +218,14 @@ class HostPrograms:
         """Flat outputs of program `index`; tiles as float32."""
         program = self.programs[index]
         m, columns = acc.shape
-        n = columns // program.acc_ways
+        n = columns // program.halves.of_acc
         acc = np.ascontiguousarray(acc, np.float32)
         operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
-        width = {width: program.width(width, columns) for width in Width}
+        width = {width: program.halves.columns(width, columns) for width in Width}
         sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
         stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
         reductions = [

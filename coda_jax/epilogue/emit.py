@@ -21,18 +21,18 @@ _LISTS = {
     "row_vector": "VectorAccess",
     "column_vector": "VectorAccess",
     "scalar": "VectorAccess",
-    "head_table": "VectorAccess",
+    "rope_table": "VectorAccess",
     "head_vector": "VectorAccess",
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
-_OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "head_vector", "column_reduction")
+_OVER_COLUMNS = ("tile_load", "row_vector", "rope_table", "head_vector", "column_reduction")
 _LOADS = {  # a list, and the member of an Element that has its values
     Kind.TILE: ("tile_load", "tile"),
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
     Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
     Kind.SCALAR: ("scalar", "scalar"),
-    Kind.HEAD_TABLE: ("head_table", "head_table"),
+    Kind.ROPE_TABLE: ("rope_table", "rope_table"),
     Kind.HEAD_VECTOR: ("head_vector", "head_vector"),
 }
 _COMBINE = {
@@ -69,7 +69,7 @@ class _Emitter:
         self.program = program
         self.user_names = program.user_names if for_reader else None
         self.lists: dict[str, list[str]] = {name: [] for name in _LISTS}
-        self.entry_values = 2 if program.interleaved else 1  # of an entry of a list over columns
+        self.entry_values = 2 if program.halves.interleaved else 1  # of an entry of a list over columns
         self.places: dict[tuple[int, int], tuple[str, int]] = {}  # of an operand's half: member of Element, and index
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
@@ -92,11 +92,11 @@ class _Emitter:
         per_entry = self.entry_values if is_over_columns else 1
         is_tile = operand.kind is Kind.TILE
         for half in self.program.loads(index):
-            if half in self.program.entry_ways(index):
+            if half in self.program.loaded_runs(index):
                 fields = {
                     "map" if is_tile else "pointer": position,
                     "half": 0 if per_entry > 1 else half,
-                    "halves": self.program.ways_of(operand.width) if is_over_columns and not is_tile else 1,
+                    "halves": self.program.halves.of(operand.width) if is_over_columns and not is_tile else 1,
                     "dtype": _dtype(operand.dtype),
                     "batched": bool(batched),
                     "period": operand.period,
@@ -120,12 +120,12 @@ class _Emitter:
             return f"head_value_{self.head_values[number]}"
         match node.op:
             case "acc" | "column":
-                halves = self.program.acc_ways if node.op == "acc" else self.program.ways
-                return f"{node.op}_{node['way']}" if halves > 1 else node.op
+                halves = self.program.halves.of_acc if node.op == "acc" else self.program.halves.count
+                return f"{node.op}_{node['half']}" if halves > 1 else node.op
             case "row":
                 return "row"
             case "operand":
-                index, half = node["index"], node["way"]
+                index, half = node["index"], node["half"]
                 if self.user_names and is_usable(name := self.user_names.operand(index)):
                     return f"{name}_{half}" if len(self.program.loads(index)) > 1 else name
                 member, at = self.places[index, half]
@@ -148,7 +148,7 @@ class _Emitter:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
                 column = store.slice[0] if store.slice else 0
                 for half, value in enumerate(store.values):
-                    if half < self.program.entries(store.width):
+                    if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
                         entries.append(_entry(fields))
                     results.append((self.name(value), dtype))
@@ -174,9 +174,9 @@ class _Emitter:
             self.result("row_reduction", len(self.lists["row_reduction"]), entry, combined)
             return
         first = len(self.lists["column_reduction"]) * self.entry_values
-        halves = self.program.ways_of(reduction.width)
+        halves = self.program.halves.of(reduction.width)
         for half, value in enumerate(values):
-            is_entry = half < self.program.entries(reduction.width)
+            is_entry = half < self.program.halves.runs(reduction.width)
             entry = _entry({"pointer": pointer, "half": half, "halves": halves, "op": op}) if is_entry else ""
             self.result("column_reduction", first + half, entry, value)
 
@@ -206,11 +206,11 @@ class _Emitter:
     def geometry(self) -> list[str]:
         """How the program's columns lie, where that is not as by default."""
         program = self.program
-        counts = {"halves": program.ways, "acc_halves": program.acc_ways}
+        counts = {"halves": program.halves.count, "acc_halves": program.halves.of_acc}
         sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
-        sizes += [f"head = {program.head}"] if program.head else []
+        sizes += [f"head = {program.halves.head}"] if program.halves.head else []
         lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
-        return lines + ["  static constexpr bool interleaved = true;"] * program.interleaved
+        return lines + ["  static constexpr bool interleaved = true;"] * program.halves.interleaved
 
     def heads(self) -> list[str]:
         """The values of heads: their operations, and where each program needs them the pass that makes them."""
@@ -279,9 +279,9 @@ class _Emitter:
             return f"in.head_value[{self.head_values[number]}]"
         match node.op:
             case "acc" | "column":
-                return f"in.{node.op}[{node['way']}]"
+                return f"in.{node.op}[{node['half']}]"
             case "operand":
-                (member, at), is_float = self.places[node["index"], node["way"]], node.dtype in FLOATS
+                (member, at), is_float = self.places[node["index"], node["half"]], node.dtype in FLOATS
                 word = f"in.{member}[{at}].{'f' if is_float else 'i'}"
                 return f"{word} != 0" if node.dtype == "bool" else word
             case "row":
@@ -321,7 +321,7 @@ def _declared(declaration: str, lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:
-    """The values of the ways as one."""
+    """The values of the halves as one."""
     return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
 
 

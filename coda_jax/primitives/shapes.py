@@ -51,7 +51,7 @@ def result_groups(spec: GemmSpec) -> list[Groups]:
 
 def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
     """The same for a, b and each operand: of its parts, or of the one array that it is."""
-    m, n, k = Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.acc_width)), Group("k", spec.axes.k)
+    m, n, k = Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc)), Group("k", spec.axes.k)
     a: Groups = (k, m) if spec.transpose_a else (m, k)
     b: Groups = (n, k) if spec.transpose_b else (k, n)
     whole = [a, b, *(_operand_groups(spec, operand) for operand in spec.program.operands)]
@@ -60,7 +60,7 @@ def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
 
 def product_parts(spec: GemmSpec) -> list[Groups]:
     """Of acc."""
-    return _parts((Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.acc_width))), spec)
+    return _parts((Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc))), spec)
 
 
 def _operand_groups(spec: GemmSpec, operand: Operand) -> Groups:
@@ -72,7 +72,7 @@ def _operand_groups(spec: GemmSpec, operand: Operand) -> Groups:
             return (m, WHOLE)
         case Kind.TILE:
             return (m, Group("n", _columns(spec, operand.width)))
-        case Kind.HEAD_TABLE:
+        case Kind.ROPE_TABLE:
             return (WHOLE if operand.period else m, WHOLE)
     return ()  # scalars, and vectors of a head
 
@@ -106,7 +106,7 @@ def reductions_of(spec: GemmSpec) -> list[Reduction]:
 
 def _columns(spec: GemmSpec, width: Width) -> int:
     """How many axes the columns of an array of this width are."""
-    return 2 if spec.axes.halves and spec.program.ways_of(width) == 2 else spec.axes.n
+    return 2 if spec.axes.halves and spec.program.halves.of(width) == 2 else spec.axes.n
 
 
 def _parts(groups: Groups, spec: GemmSpec) -> list[Groups]:

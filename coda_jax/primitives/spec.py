@@ -35,9 +35,9 @@ class ArrayAxes(NamedTuple):
     @classmethod
     def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
         """Of factors with so many axes; an epilogue that does not work on halves of N leaves none apart."""
-        halves = halves and program.ways == 2 and not program.head
+        halves = halves and program.halves.count == 2 and not program.halves.head
         columns = b_rank - k_axes
-        return cls(a_rank - k_axes, columns - (halves and program.acc_ways == 2), k_axes, halves)
+        return cls(a_rank - k_axes, columns - (halves and program.halves.of_acc == 2), k_axes, halves)
 
 
 class Sizes(NamedTuple):
