@@ -1,6 +1,6 @@
 """Runs generated epilogues on the host: many programs compiled by g++ together, driven as the kernel drives them.
 
-Buffers are found through the emitted access tables (map and pointer numbers, ways, widths, dtypes), so these are
+Buffers are found through the emitted access tables (map and pointer numbers, halves, widths, dtypes), so these are
 tested too.
 """
 

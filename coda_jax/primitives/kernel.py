@@ -39,7 +39,7 @@ class _Map:
     """A tensor map: which buffer, its column (or row) sections, the box, the swizzle in bytes."""
 
     buffer: int
-    ways: int
+    halves: int
     split_rows: bool
     box_columns: int
     box_rows: int
@@ -69,7 +69,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
             tile_n=config.tile_n,
-            ways=program.halves.of_n,
+            halves=program.halves.of_n,
             cluster_m=config.cluster_m,
             threads=THREADS,
             smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
