@@ -102,7 +102,7 @@ CODA_CONSTEXPR bool check_epilogue() {
 #undef CODA_ASSERT_VALUE
   if constexpr (HasEpilogueMembers<S>) {
     static_assert(HasEvaluate<S>,
-                  "Epilogue must have: template <int program> static void evaluate(const Element& in, Result& out)");
+                  "Epilogue must have: template <int variant> static void evaluate(const Element& in, Result& out)");
     static_assert(
         HasEvaluateHeads<S>,
         "Epilogue must have: template <int pass> static void evaluate_heads(const Element& in, float* value)");

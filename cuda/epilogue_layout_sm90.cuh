@@ -67,16 +67,16 @@ struct EpilogueLayout {
     for (int i = 0; i < before; ++i) bytes += box_n * bytes_of(Epilogue::tile_load[i].dtype);
     return bytes;
   }
-  __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
+  __host__ __device__ static constexpr int store_row_bytes(int variant, int before) {
     int bytes = 0;
     for (int i = 0; i < before; ++i)
-      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(program)][i].dtype);
+      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(variant)][i].dtype);
     return bytes;
   }
   __host__ __device__ static constexpr int widest_store_row_bytes() {
     int widest = 0;
-    for (int program = 0; program < Epilogue::programs; ++program) {
-      const int bytes = store_row_bytes(program, Epilogue::tile_stores(program));
+    for (int variant = 0; variant < Epilogue::variants; ++variant) {
+      const int bytes = store_row_bytes(variant, Epilogue::tile_stores(variant));
       widest = bytes > widest ? bytes : widest;
     }
     return widest;

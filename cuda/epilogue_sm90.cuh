@@ -67,29 +67,29 @@ struct EpilogueVisitor {
 
   /// Uses the accumulator up.
   __device__ __forceinline__ void visit(const Tile& tile, TileAccumulator& accumulator) {
-    if constexpr (Epilogue::programs == 1) {
+    if constexpr (Epilogue::variants == 1) {
       run<0>(tile, accumulator);
     } else {
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr int program = Epilogue::section[index].program;
-        if constexpr (first_section_of<Epilogue>(program) == index)
-          if (runs<program>(tile)) run<program>(tile, accumulator);
+        constexpr int variant = Epilogue::section[index].variant;
+        if constexpr (first_section_of<Epilogue>(variant) == index)
+          if (runs<variant>(tile)) run<variant>(tile, accumulator);
       });
     }
   }
 
  private:
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ static bool runs(const Tile& tile) {
     bool found = false;
     static_for<Epilogue::sections>([&](auto index) {
       constexpr int section = index;
-      if constexpr (Epilogue::section[section].program == program) found = found || tile.section == section;
+      if constexpr (Epilogue::section[section].variant == variant) found = found || tile.section == section;
     });
     return found;
   }
 
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void run(const Tile& tile, TileAccumulator& accumulator) {
     RowTotals row_total;
     static_for<Epilogue::row_reductions>([&](auto index) {
@@ -100,12 +100,12 @@ struct EpilogueVisitor {
     });
 
     if constexpr (Layout::column_passes == 1) {
-      run_column_pass<program>(tile, accumulator, 0, row_total);
+      run_column_pass<variant>(tile, accumulator, 0, row_total);
     } else {
 #pragma unroll 1
       for (int column_pass = 0; column_pass < Layout::column_passes; ++column_pass) {
         if (column_pass > 0) move_up(accumulator);
-        run_column_pass<program>(tile, accumulator, column_pass, row_total);
+        run_column_pass<variant>(tile, accumulator, column_pass, row_total);
       }
     }
     results.write_rows(tile, row_total);
@@ -124,7 +124,7 @@ struct EpilogueVisitor {
           accumulator.registers[block][half * of_half + i] = accumulator.registers[block][half * of_half + i + of_pass];
   }
 
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void run_column_pass(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                   RowTotals& row_total) {
     HeadValue head_value[Layout::blocks][2];  // of the head that a subtile is in
@@ -133,7 +133,7 @@ struct EpilogueVisitor {
       // 1. At a head's first box: the values of the head, from all of its columns.
       if constexpr (Epilogue::head_values > 0)
         if (box % Layout::head_boxes == 0)
-          reduce_heads<program>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
+          reduce_heads<variant>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
 
       // 2. Each block of 64 rows, subtile by subtile: operands in, results into the box's slot, which is then sent.
       typename Results::OfBox column_result;
@@ -147,11 +147,11 @@ struct EpilogueVisitor {
       for (int block = 0; block < Layout::blocks; ++block) {
 #pragma unroll
         for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
-          visit_subtile<program>({tile, accumulator},
+          visit_subtile<variant>({tile, accumulator},
                                  {block, column_pass, box * Layout::box_n + subtile * Layout::subtile_n}, subtile,
                                  head_value[block], {row_total, column_result});
-        results.template send_tiles<program>(tile, box_of_tile, block);
-        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(program) > 0)>();
+        results.template send_tiles<variant>(tile, box_of_tile, block);
+        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(variant) > 0)>();
       }
 
       // 3. The box's column results, over the warp's rows.
@@ -166,7 +166,7 @@ struct EpilogueVisitor {
   }
 
   /// `subtile`: of the box.
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void visit_subtile(const Accumulated& accumulated, const Place& place, int subtile,
                                                 const HeadValue (&head_value)[2], const Totals& totals) {
     const Tile& tile = accumulated.tile;
@@ -177,7 +177,7 @@ struct EpilogueVisitor {
     RopeTables here;
     const RopeTables& rope_table = operands.rope_tables(tile, first, block, here);
     Loads loads;
-    Subtile stores[at_least_one(Epilogue::tile_stores(program))];
+    Subtile stores[at_least_one(Epilogue::tile_stores(variant))];
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
     const bool is_ahead = reads_ahead && first == 0 && block == 0;
     if (!is_ahead) read_tiles(subtile, loads);
@@ -199,9 +199,9 @@ struct EpilogueVisitor {
             element.tile[i].f = (is_ahead ? ahead : loads)[i / Layout::entry_values].value[j][r][Layout::side(i, c)];
           });
 
-          Epilogue::template evaluate<program>(element, result);
+          Epilogue::template evaluate<variant>(element, result);
 
-          static_for<Epilogue::tile_stores(program) * Layout::entry_values>([&](auto index) {
+          static_for<Epilogue::tile_stores(variant) * Layout::entry_values>([&](auto index) {
             constexpr int i = index;
             stores[i / Layout::entry_values].value[j][r][Layout::side(i, c)] = result.tile[i];
           });
@@ -229,11 +229,11 @@ struct EpilogueVisitor {
     });
 
     // 3. Results into the box's slot in shared memory.
-    if (subtile == 0) results.template wait_slot<program>();
-    results.template put_tiles<program>(subtile, stores);
+    if (subtile == 0) results.template wait_slot<variant>();
+    results.template put_tiles<variant>(subtile, stores);
   }
 
-  /// All that an element's program reads but tile operands.
+  /// All that an element's variant reads but tile operands.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Accumulated& accumulated, Place place,
                                        Cell cell, const OfColumns& of_columns, const RopeTables& rope_table,
                                        const HeadValue& head_value) const {
@@ -271,7 +271,7 @@ struct EpilogueVisitor {
 
   /// The values of the head that begins `first` columns into the column pass, for this thread's rows. Each pass over
   /// the head's columns makes the values that need only those of the passes before it.
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                int first, HeadValue (&head_value)[Layout::blocks][2]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
@@ -314,14 +314,14 @@ struct EpilogueVisitor {
                 Epilogue::template evaluate_heads<head_pass>(element, value);
                 static_for<Epilogue::head_values>([&](auto index) {
                   constexpr int i = index;
-                  if constexpr (Epilogue::head_pass[program][i] == head_pass)
+                  if constexpr (Epilogue::head_pass[variant][i] == head_pass)
                     total[r][i] = combine<Epilogue::head_op[i]>(total[r][i], value[i]);
                 });
               }
         }
         static_for<Epilogue::head_values>([&](auto index) {
           constexpr int i = index;
-          if constexpr (Epilogue::head_pass[program][i] == head_pass) {
+          if constexpr (Epilogue::head_pass[variant][i] == head_pass) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
               head_value[block][r][i] = combine_lanes<Epilogue::head_op[i], 1 | 2>(total[r][i]);

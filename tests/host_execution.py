@@ -109,9 +109,9 @@ static void evaluate_heads(int pass, const typename E::Element& in, float* out) 
 }
 
 template <class E, int first = 0>
-static void evaluate(int program, const typename E::Element& in, typename E::Result& out) {
-  if (program == first) E::template evaluate<first>(in, out);
-  if constexpr (first + 1 < E::programs) evaluate<E, first + 1>(program, in, out);
+static void evaluate(int variant, const typename E::Element& in, typename E::Result& out) {
+  if (variant == first) E::template evaluate<first>(in, out);
+  if constexpr (first + 1 < E::variants) evaluate<E, first + 1>(variant, in, out);
 }
 
 // The values of all heads of a row, [head][value], in as many passes over the row as the kernel makes over a head.
@@ -128,10 +128,10 @@ static std::vector<float> values_of_heads(int row, int n, const float* acc, void
       fill<E>(in, row, column, n, acc, map, columns, pointer);
       for (int i = 0; i < count; ++i) in.head_value[i] = heads[column / width * count + i];
       evaluate_heads<E>(pass, in, out);
-      const int program = E::section[section_of<E>(in.column[0])].program;
+      const int variant = E::section[section_of<E>(in.column[0])].variant;
       for (int i = 0; i < count; ++i) {
         const int at = column / width * count + i;
-        if (E::head_pass[program][i] != pass) continue;
+        if (E::head_pass[variant][i] != pass) continue;
         heads[at] = begun[at] ? combine(E::head_op[i], heads[at], out[i]) : out[i];
         begun[at] = true;
       }
@@ -152,9 +152,9 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       fill<E>(in, row, column, n, acc, map, columns, pointer);
       for (int i = 0; i < E::head_values; ++i)
         in.head_value[i] = heads[column / (E::head > 1 ? E::head / 2 : 1) * E::head_values + i];
-      const int section = section_of<E>(in.column[0]), program = E::section[section].program;
-      evaluate<E>(program, in, out);
-      for (int i = 0; i < E::tile_stores(program) * E::entry_values; ++i) {
+      const int section = section_of<E>(in.column[0]), variant = E::section[section].variant;
+      evaluate<E>(variant, in, out);
+      for (int i = 0; i < E::tile_stores(variant) * E::entry_values; ++i) {
         const TileAccess t = E::tile_store[section][i / E::entry_values];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
         to[memory_column<E>(t.half + i % E::entry_values, column, n) - t.first] = out.tile[i];

@@ -32,7 +32,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr coda::Op head_op[] = {coda::Op::sum};
   static constexpr int head_pass[][1] = {{-1}};
   template <int pass> CODA_DEVICE static void evaluate_heads(const auto& in, float* value) {}
-  template <int program> CODA_DEVICE static void evaluate(const auto& in, auto& out) { out.tile[0] = in.acc[0]; }
+  template <int variant> CODA_DEVICE static void evaluate(const auto& in, auto& out) { out.tile[0] = in.acc[0]; }
 };
 """
 MEMBERS = re.findall(r"(\w+)(?:\[\])?(?:\[\d\])? = ", EPILOGUE.partition("template")[0])

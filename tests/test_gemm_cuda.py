@@ -205,7 +205,7 @@ def test_shared_b_folds_the_batch_into_rows():
             (3, M, 1),
         ),
     ],
-    ids=["batched b", "shared tile", "row vectors", "column sums", "row index"],
+    ids=["batched b", "cooperative tile", "row vectors", "column sums", "row index"],
 )
 def test_what_does_not_fold_is_one_batched_call(epilogue, axes, operand):
     b = (3, K, N) if axes[1] == 0 else (K, N)

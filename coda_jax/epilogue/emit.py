@@ -133,12 +133,12 @@ class _Emitter:
         return ""
 
     def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
-        """Sections whose tiles store the same values in the same dtypes share a program."""
+        """Sections whose tiles store the same values in the same dtypes share a variant."""
         self.sections: list[str] = []
         self.tile_stores: list[list[str]] = []  # of each section
-        self.tile_results: list[list[str]] = []  # of each program
-        self.needed: list[frozenset[int]] = []  # by each program
-        programs: list[list[tuple[str, np.dtype]]] = []
+        self.tile_results: list[list[str]] = []  # of each variant
+        self.needed: list[frozenset[int]] = []  # by each variant
+        variants: list[list[tuple[str, np.dtype]]] = []
         reduced = [value for reduction in self.program.reductions for value in reduction.values]
         for first, end in self.program.sections:
             chosen = self.program.stores_of((first, end))
@@ -152,12 +152,12 @@ class _Emitter:
                         fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
                         entries.append(_entry(fields))
                     results.append((self.name(value), dtype))
-            if results not in programs:
-                programs.append(results)
+            if results not in variants:
+                variants.append(results)
                 self.tile_results.append([f"out.tile[{i}] = {value};" for i, (value, _) in enumerate(results)])
                 stored = [value for i in chosen for value in self.program.stores[i].values]
                 self.needed.append(self.program.needed([*reduced, *stored]))
-            self.sections.append(_entry({"program": programs.index(results), "first": first, "end": end}))
+            self.sections.append(_entry({"variant": variants.index(results), "first": first, "end": end}))
             self.tile_stores.append(entries)
 
     def result(self, name: str, at: int, entry: str, value: str) -> None:
@@ -193,11 +193,11 @@ class _Emitter:
         lines += [
             *self.heads(),
             "",
-            "  template <int program>",
+            "  template <int variant>",
             "  CODA_DEVICE static void evaluate(const auto& in, auto& out) {",
             *self.statements(range(len(self.program.nodes))),
             *(f"    {result}" for result in self.results),
-            *self.tile_results_of_programs(),
+            *self.tile_results_of_variants(),
             "  }",
             "};",
         ]
@@ -213,7 +213,7 @@ class _Emitter:
         return lines + ["  static constexpr bool interleaved = true;"] * program.halves.interleaved
 
     def heads(self) -> list[str]:
-        """The values of heads: their operations, and where each program needs them the pass that makes them."""
+        """The values of heads: their operations, and where each variant needs them the pass that makes them."""
         levels = self.program.head_levels
         if not levels:
             return []
@@ -251,13 +251,13 @@ class _Emitter:
             lines.append("    }")
         return [*lines, "  }"]
 
-    def tile_results_of_programs(self) -> list[str]:
+    def tile_results_of_variants(self) -> list[str]:
         if len(self.tile_results) == 1:
             return [f"    {result}" for result in self.tile_results[0]]
         lines = []
         for number, results in enumerate(self.tile_results):
             if results:
-                lines += [f"    if constexpr (program == {number}) {{", *(f"      {x}" for x in results), "    }"]
+                lines += [f"    if constexpr (variant == {number}) {{", *(f"      {x}" for x in results), "    }"]
         return lines
 
     def statements(self, numbers: Iterable[int]) -> list[str]:

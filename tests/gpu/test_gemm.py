@@ -311,7 +311,7 @@ def test_vmap_over_an_operand_alone():
     _compare(mapped(fused), mapped(_plain(PROGRAMS["residual_sumsq"].epilogue)), a, b, (x,))
 
 
-@pytest.mark.parametrize("config", [None, coda.GemmConfig(tile_m=128, tile_n=256)], ids=["chosen", "shared"])
+@pytest.mark.parametrize("config", [None, coda.GemmConfig(tile_m=128, tile_n=256)], ids=["chosen", "cooperative"])
 def test_column_reductions_and_row_vectors_under_vmap(config):
     m, n, k, batch = 136, 264, 72, 3
     program = PROGRAMS["column_sum"]
