@@ -329,7 +329,7 @@ def results(tmp_path_factory):
         return {
             name: (
                 [] if name in rounds else plain(name, acc, arguments[name]),
-                epilogue.evaluate(acc, *arguments[name]),
+                epilogue.call(acc, *arguments[name]),
                 evaluate(epilogue.program, acc, *arguments[name]),
             )
             for name, epilogue in traced.items()

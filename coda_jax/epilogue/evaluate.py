@@ -14,7 +14,7 @@ from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program
 def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The program's flat outputs; tiles have the dtype that f gives them.
 
-    `Epilogue.evaluate` computes the same, from f's own equations, for derivatives.
+    `Epilogue.call` computes the same from f's own equations, which have its custom derivative rules.
 
     Args:
       acc: (M, N) float32.

@@ -15,7 +15,7 @@ from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
 from coda_jax.epilogue.elementwise import FLOATS
-from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
+from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.program import Kind, Operand, Program
@@ -43,8 +43,8 @@ class Epilogue:
     _flat: Flat
     _num_operands: int
 
-    def evaluate(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        """The function itself, run by XLA and differentiable by JAX with its custom derivative rules.
+    def call(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
+        """The user's function, differentiable by JAX with its custom derivative rules, which `program` has not.
 
         Args:
           acc: (M, N) float32.
@@ -58,7 +58,7 @@ class Epilogue:
             for x in arguments[: self._num_operands]
         ]
         with default_types():
-            return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :])
+            return call(self._flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
