@@ -1,5 +1,5 @@
-// What the kernel asks of a generated Epilogue and Config, as concepts. A member that is missing or has another type is
-// one error that says how to declare it; nothing else of the kernel is compiled then.
+// The contract of a generated Epilogue and Config, as concepts. A member that is missing or has another type is one
+// error that says how to declare it; nothing else of the kernel is compiled then.
 #pragma once
 
 #include "epilogue_abi.cuh"

@@ -66,7 +66,7 @@ struct ReductionAccess {
   CODA_CONSTEXPR bool is_none() const { return pointer < 0; }
 };
 
-/// What holds of an Epilogue that does not say otherwise: one variant for all columns, without operands or results.
+/// The defaults of an Epilogue: one variant for all columns, without operands or results.
 /// contracts.cuh checks the types of all members.
 struct EpilogueDefaults {
   using DType = coda::DType;
@@ -125,7 +125,7 @@ CODA_CONSTEXPR int count_variants() {
   return variants;
 }
 
-/// The first section that runs a variant, to stand for all of them: their stores differ in place alone.
+/// The first section that runs a variant. It stands for the others: their stores differ only in place.
 template <class Epilogue>
 CODA_CONSTEXPR int first_section_of(int variant) {
   int section = 0;
@@ -140,8 +140,8 @@ CODA_CONSTEXPR int most_tile_stores() {
   return most;
 }
 
-/// What `evaluate` reads of one element. Where halves are interleaved, an entry of a list over columns stands for both,
-/// and its values follow each other.
+/// The inputs of `evaluate` for one element. Where halves are interleaved, an entry of a list over columns stands for
+/// both, and its values follow each other.
 template <class Epilogue>
 struct ElementOf {
   static constexpr int per_entry = Epilogue::entry_values;
@@ -157,7 +157,7 @@ struct ElementOf {
   int column[Epilogue::halves];
 };
 
-/// What it makes of them: tiles to store, and what it adds to the reductions along its row and its columns.
+/// The outputs of `evaluate`: values of tiles, and terms of the reductions along the element's row and columns.
 template <class Epilogue>
 struct ResultOf {
   static constexpr int per_entry = Epilogue::entry_values;

@@ -32,8 +32,8 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
   }
 }
 
-/// Consumer's side: what a thread has read. One object a thread; `begin` before the tile's products, and a barrier of
-/// the warpgroup between `begin` and all that follows.
+/// Consumer's side: the operands in one thread's registers. `begin` runs before the tile's products; a barrier of the
+/// warpgroup separates it from all that follows.
 template <class Config, class Epilogue, class Params>
 struct EpilogueOperands {
   using Layout = EpilogueLayout<Config, Epilogue>;
@@ -130,11 +130,11 @@ struct EpilogueOperands {
     return vectors + 4 * (vector * Layout::columns + at);
   }
 
-  /// The same value, but the compiler does not see that it is the same. Else it would keep what a pass over a head
-  /// computes from the vectors, such as acc * rstd, for the passes after it, beside the accumulator, and spill.
+  /// Returns its argument, unseen by the compiler. Otherwise the compiler keeps the products that one pass over a head
+  /// makes, such as acc * rstd, in registers for the next pass, and spills.
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
-  /// Of the subtile that begins `at` columns into the tile, this thread's columns.
+  /// Loads this thread's columns of the subtile that begins `at` columns into the tile.
   __device__ __forceinline__ void load_vectors(int at, OfColumns& of_columns) const {
     static_for<Epilogue::row_vectors>([&](auto index) { load_words(index, at, of_columns.row_vector[index]); });
     static_for<Epilogue::head_vectors>(

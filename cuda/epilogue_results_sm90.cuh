@@ -8,7 +8,7 @@
 
 namespace coda {
 
-/// One object a thread; `finish` before the kernel ends.
+/// The results of one consumer thread. The kernel calls `finish` before it ends.
 template <class Config, class Epilogue, class Params>
 struct EpilogueResults {
   using Layout = EpilogueLayout<Config, Epilogue>;

@@ -95,7 +95,7 @@ class Analysis:
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
         self.producers: dict[int, Equation] = {}
-        # The flat equations, those of finished reductions in the place of the kernel's.
+        # The flat equations; a reduction that the kernel makes is replaced by the equations that finish it.
         self.sequence: list[Equation] = []
         self.is_halved = False  # halves of N have been taken apart or joined
         self.heads_are_halved = False

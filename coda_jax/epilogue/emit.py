@@ -106,7 +106,7 @@ class _Emitter:
             self.places[index, half] = member, at
 
     def value_names(self) -> dict[int, str]:
-        """What the nodes are called that are no literals; operands in a reader's form as the user calls them."""
+        """Names of the nodes that are no literals; in a reader's form operands have the user's names."""
         names: dict[int, str] = {}
         nodes = sorted(enumerate(self.program.nodes), key=lambda node: node[1].op == "operand")
         for number, node in nodes:
@@ -115,7 +115,7 @@ class _Emitter:
         return names
 
     def leaf_name(self, number: int, node: Node) -> str:
-        """Of an element's member; else empty."""
+        """The name of an element's member; empty for other nodes."""
         if number in self.head_values:
             return f"head_value_{self.head_values[number]}"
         match node.op:

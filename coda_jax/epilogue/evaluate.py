@@ -27,7 +27,7 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
 
 
 def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the kernel computes: the stores, in the dtypes that f gives them, and the reductions, float32."""
+    """The kernel's part of a program: its stores, in the dtypes that f gives them, and its reductions, float32."""
     rows, columns = acc.shape[0], acc.shape[1] // program.halves.of_acc
     values: list[jax.Array] = []
     for node in program.nodes:

@@ -105,7 +105,7 @@ def _callee(params: dict[str, Any]) -> Any:
 
 
 def _inlined(eqn: Any) -> Any:
-    """What a call calls, for a kernel."""
+    """The jaxpr that a call equation calls."""
     callee = _callee(eqn.params)
     # From 0.12 on JAX makes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a kernel's
     # exp does not have.

@@ -40,7 +40,7 @@ class Halves:
 
     @property
     def of_acc(self) -> int:
-        """Those of acc, and of b with it."""
+        """Values that an element has of acc, and so halves that acc and b span."""
         return self.of(self.acc)
 
     def runs(self, width: Width) -> int:
@@ -53,7 +53,7 @@ class Halves:
 
     @property
     def of_n(self) -> int:
-        """The same of acc and b: a tile has matching columns of this many halves of N."""
+        """Halves of N, in acc and in b, of which a tile has matching columns: 2, or 1 for all of N."""
         return self.apart(self.acc)
 
     def columns(self, width: Width, n: Any) -> Any:

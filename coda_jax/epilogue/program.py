@@ -67,7 +67,8 @@ class ReductionOp(enum.Enum):
                 return jnp.logaddexp(x, y)
 
 
-# Tables of tiles, users' own among them, have digests of a program's text: there it keeps the words of the first ones.
+# A key in a table of tiles has a digest of the program's text. So that old tables, users' among them, keep their
+# entries, the text keeps the words that it had first.
 _WORDS_OF_TEXT = {"half": "way", "rope_table": "head_table"}
 
 HEAD_REDUCTIONS = {"head_sum": ReductionOp.SUM, "head_max": ReductionOp.MAX, "head_min": ReductionOp.MIN}
@@ -140,7 +141,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left to XLA: equations over finished reductions and operands.
+    """The equations over finished reductions and operands that XLA runs after the kernel.
 
     Attributes:
       inputs: (variable, "operand" or "reduction", index of it).
@@ -294,7 +295,7 @@ class Program:
         return tuple(sorted(halves))
 
     def loaded_runs(self, index: int) -> tuple[int, ...]:
-        """Those in `loads` with a run of columns of their own; see `Halves.runs`."""
+        """The halves in `loads` that have a run of columns of their own; see `Halves.runs`."""
         return self.loads(index)[: 1 if self.halves.interleaved else None]
 
 

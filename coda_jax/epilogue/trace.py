@@ -102,7 +102,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     labels = [f"operand '{label}'" for label in names]
 
     def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
-        """What the operands, and after them the captured arrays, are."""
+        """The kinds of the operands, and after them of the captured arrays."""
         found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=False)]
         return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
 
@@ -141,8 +141,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         try:
             checked = program(_initial_layout(arrays, n))
         except NotTileLocalError as error:
-            # All columns that are one head need not be seen as one, but beside tables whose rows repeat and for its
-            # norm.
+            # One head of all N columns is seen as plain columns. Only a table whose rows repeat, or a norm of the head,
+            # needs it to be a head.
             if n % 2 or n > _WIDEST_HEAD:
                 raise
             try:
@@ -198,7 +198,7 @@ _Candidate = tuple[tuple[Any, ...], Kind, Width]  # a shape, and what an array o
 
 
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
-    """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
+    """The kind of x, by its shape beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
         raise NotTileLocalError(

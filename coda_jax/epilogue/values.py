@@ -1,4 +1,4 @@
-"""What the check knows of a value: what indexes its axes, and its per-element form. Also the texts of refusals."""
+"""Values as the check sees them: what indexes each axis, and the form for one element. Also the texts of refusals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -87,7 +87,7 @@ def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the kernel computes, by XLA: the program's stores and its reductions, or their parts."""
+    """The kernel's results, computed by XLA: the program's stores and reductions, or their parts."""
     of_matrices = flat_spec(spec)
     a, b, operands = of_matrices.split(flat_arguments(arguments, spec))
     flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
@@ -102,7 +102,7 @@ def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], l
 def tiles_of(
     accs: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same on an accumulator that is there, or on its parts.
+    """`xla_tiles` of an accumulator that is given, or of its parts.
 
     Args:
       accs, operands: with all their axes.
@@ -122,7 +122,7 @@ def tiles_of(
 def _tiles(
     acc: jax.Array, operands: Sequence[jax.Array], factors: FactorAxes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same of matrices and vectors, with the axes that go with the factors'."""
+    """`xla_tiles` of an accumulator and operands that are matrices and vectors; results have the factors' axes."""
     of_matrices = flat_spec(spec)
     flags_a, flags_b, flags = of_matrices.split(of_matrices.batched)
 
@@ -143,7 +143,7 @@ def split_results(results: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[ja
 
 
 def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """f's flat outputs, from the stores and reductions, or their parts: what of `f` is left to XLA."""
+    """f's flat outputs from the stores and reductions, or their parts: XLA finishes the reductions here."""
     program, of_matrices = spec.program, flat_spec(spec)
     results = joined_results(results, spec)
     outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}

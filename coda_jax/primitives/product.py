@@ -41,7 +41,7 @@ PREACTIVATION_NAME = "coda_preactivation"
 
 @dataclasses.dataclass(frozen=True)
 class Options(CallOptions):
-    """What a call says beside its arrays and its epilogue; `residuals` as in `coda.gemm`."""
+    """The options of a product; `residuals` as in `coda.gemm`."""
 
     residuals: str = "preactivation"
 
@@ -100,7 +100,7 @@ def product(
         of_b = jnp.stack(arrays[1], 0 if options.transpose_b else 1)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True))
         return [_with_joined_halves(x, len(rows)) for x in outputs], traced
-    arrays += [[jnp.asarray(x)] for x in captured]  # a Python number that JAX differentiates is captured as it is
+    arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     _check_halves(traced, arrays[1][0], options)
     axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim, options.k_axes, options.halves, traced.program)

@@ -40,17 +40,17 @@ WHOLE = Group("")
 
 
 def argument_groups(spec: GemmSpec) -> list[Groups]:
-    """Of the primitive's arguments, without a batch axis."""
+    """Axes of each argument of the primitive, without a batch axis."""
     return [groups for of_one in argument_parts(spec) for groups in of_one]
 
 
 def result_groups(spec: GemmSpec) -> list[Groups]:
-    """Of the stores' parts and then the reductions'."""
+    """Axes of each result of the primitive: the stores' parts, then the reductions'."""
     return [groups for of_one in _result_parts(spec) for groups in of_one]
 
 
 def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
-    """The same for a, b and each operand: of its parts, or of the one array that it is."""
+    """Axes of a, b and each operand, for each of its parts."""
     m, n, k = Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc)), Group("k", spec.axes.k)
     a: Groups = (k, m) if spec.transpose_a else (m, k)
     b: Groups = (n, k) if spec.transpose_b else (k, n)
@@ -59,7 +59,7 @@ def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
 
 
 def product_parts(spec: GemmSpec) -> list[Groups]:
-    """Of acc."""
+    """Axes of acc, for each of its parts."""
     return _parts((Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc))), spec)
 
 
@@ -286,7 +286,7 @@ def flat_outputs(outputs: Sequence[jax.Array], ranks: Sequence[int], spec: GemmS
 
 
 def _output_groups(spec: GemmSpec, ranks: Sequence[int]) -> list[Groups]:
-    """Of f's flat outputs, which f gives so many axes."""
+    """Axes of each of f's flat outputs, which have these numbers of axes where f makes them."""
     each = zip(spec.program.stores, _result_parts(spec), strict=False)
     tiles = {store.output: of_one[0] for store, of_one in each}
     made: list[Groups] = []

@@ -90,7 +90,7 @@ def tiles_for(
     given: GemmConfig | None,
     constants: Constants,
 ) -> list[TileShape]:
-    """What may be chosen where `given` leaves it open, as `best_first` orders it.
+    """The configurations that complete `given`, in the order of `best_first`.
 
     A tile of 128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those
     whose cost is not known: of a tile that has not been timed on a device, of a cooperative tile with an epilogue whose
@@ -186,9 +186,9 @@ def _spills_with_wide_heads(program: Program) -> bool:
 def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traffic: EpilogueTraffic) -> bool:
     if tile.size != (128, 192):
         return False
-    # Most heads spill half a kilobyte to four, log-sum-exps beside parts along k 200 bytes. There is shared memory for
-    # rows of half a cache line only, which cost a float32 array that is added to in place a third of a product with
-    # k = 2048, and 1 to 3 % with 16384.
+    # Heads mostly spill 0.5 to 4 KB here, log-sum-exps with split-K 200 bytes. Shared memory has room for boxes of half
+    # a cache line only: adding to a float32 array in place then costs a third of a product with k = 2048, and 1 to 3 %
+    # with k = 16384.
     adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and shape.k < _HIDES_NARROW_ROWS
     spills = program.halves.head > 0 or (tile.split_k and has_logsumexp(program))
     return spills or adds_float32 or len(program.sections) > 1
@@ -197,7 +197,7 @@ def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traf
 def _configs(
     tile: TileShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int
 ) -> Iterator[KernelConfig]:
-    """Of this tile with what is given, the best first, whether they fit into shared memory or not.
+    """The configurations of this tile that keep what is given, best first, whether they fit into shared memory or not.
 
     Each has as few column passes as the instruction cache allows, or the most if it holds none.
     """
@@ -219,7 +219,7 @@ def _configs(
 
 
 def _possible_passes(program: Program, tile: TileShape, box_n: int) -> list[int]:
-    """Of `GemmConfig.column_passes`, ascending; none where a tile's columns, or half a head, are no whole boxes."""
+    """Possible `column_passes`, ascending; none where a tile's columns, or half a head, are no whole boxes."""
     boxes, rest = divmod(tile.tile_n // program.halves.runs(program.halves.acc), box_n)
     if rest or program.halves.head // 2 % box_n:
         return []

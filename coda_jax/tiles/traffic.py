@@ -15,8 +15,8 @@ from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, KernelConfig
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
-# What an operation takes of a cooperative tile's time, of those that were timed there; a logistic has two slow
-# instructions. How many instructions each is: `Operation.instructions`.
+# The time that each operation takes in a cooperative tile, as far as measured there; a logistic has two slow
+# instructions. `Operation.instructions` has the number of instructions instead.
 _TIMED = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
     "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
@@ -79,7 +79,7 @@ class ElementTraffic(NamedTuple):
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
-    """What the cost model wants to know of an epilogue."""
+    """The cost model's numbers for an epilogue."""
     runs = program.halves.runs(program.halves.acc)
     return ElementTraffic(
         load_bytes=traffic.load_bytes / runs,
@@ -151,7 +151,7 @@ def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
         for i, one in enumerate(program.operands)
         if one.kind is Kind.ROPE_TABLE
     )
-    # Of a block's 64 rows a thread has two, of eight columns of each half of a head two.
+    # A thread has two of a block's 64 rows, and two of every eight columns of each half of a head.
     return tables > 0 and blocks * (tile_n // 2 + tables * program.halves.head // 4) <= _KEPT_REGISTERS
 
 
