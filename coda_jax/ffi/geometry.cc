@@ -23,10 +23,10 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   }
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   if (m > kMax || n > kMax || k > kMax || batch > kMax) throw std::invalid_argument("a size exceeds 2^31 - 1");
-  if (call.tile_m < 1 || call.tile_n < 1 || call.ways < 1 || call.cluster_m < 1 || call.tile_n % call.ways != 0 ||
-      n % call.ways != 0 || call.yield_k_blocks < 0) {
+  if (call.tile_m < 1 || call.tile_n < 1 || call.halves < 1 || call.cluster_m < 1 || call.tile_n % call.halves != 0 ||
+      n % call.halves != 0 || call.yield_k_blocks < 0) {
     throw std::invalid_argument("tile " + std::to_string(call.tile_m) + "x" + std::to_string(call.tile_n) + ", " +
-                                std::to_string(call.ways) + " ways, cluster " + std::to_string(call.cluster_m) +
+                                std::to_string(call.halves) + " halves, cluster " + std::to_string(call.cluster_m) +
                                 ", yields after " + std::to_string(call.yield_k_blocks) + " k blocks");
   }
 
@@ -37,7 +37,7 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.k = static_cast<int32_t>(k);
   geometry.batch = static_cast<int32_t>(batch);
   geometry.clusters =
-      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.ways, call.tile_n / call.ways);
+      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
   // With split-K even few tiles may be work for all, and each cluster counts on the others being there.
   int64_t working = resident;

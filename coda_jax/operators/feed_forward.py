@@ -26,6 +26,10 @@ Activation = Callable[[jax.Array], jax.Array]
 class gated:
     """activation(gate) * up of z (M, 2F), gate in its first half of the columns and up in its second: SwiGLU of silu.
 
+    Its pullback, which `activation_backward` takes from jax.vjp, for the cotangent dh of the result:
+
+        dgate = activation'(gate) * up * dh,   dup = activation(gate) * dh
+
     Args:
       activation: a function, elementwise, of float32 arrays.
     """

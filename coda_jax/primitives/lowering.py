@@ -257,7 +257,7 @@ def _folds(spec: GemmSpec) -> bool:
 
 def _has_rows(operand: Operand) -> bool:
     """Whether it has a row for each of the product."""
-    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) and not operand.period
+    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.ROPE_TABLE) and not operand.period
 
 
 def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:

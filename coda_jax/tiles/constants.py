@@ -160,12 +160,12 @@ def by_time(constants: Constants) -> Constants:
 
 
 def constants_for(device: str | None) -> Constants:
-    """Those of this kind of device; an H200's for others, and where it is not known."""
+    """The constants of this kind of device; an H200's for other kinds, and where the kind is not known."""
     return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
 
 
 def tiles_by() -> str:
-    """What tiles are chosen by, "energy_delay" or "time".
+    """The measure by which tiles are chosen, "energy_delay" or "time".
 
     Raises:
       RuntimeError: ``CODA_JAX_TILES_BY`` is something else.
