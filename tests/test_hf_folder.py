@@ -12,7 +12,7 @@ import safetensors.numpy
 from flax import nnx
 
 import flax_layers as layers
-from flax_layers.checkpoints import load_hf_folder, save_hf_folder, to_hf
+from flax_layers.checkpoints import hugging_face, load_hf_folder, save_hf_folder, to_hf
 from tests.tiny_models import LLAMA
 
 
@@ -121,11 +121,11 @@ def test_a_failure_half_way(tmp_path, monkeypatch, exists):
         (folder / "tokenizer.json").write_text("{}")
     before = contents(folder) if exists else None
 
-    def fail(arrays, path, metadata):
+    def fail(path, types, arrays):
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    monkeypatch.setattr(hugging_face, "write", fail)
     with pytest.raises(OSError, match="no space left"):
         save_hf_folder(llama(1), folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"] * exists
@@ -133,13 +133,13 @@ def test_a_failure_half_way(tmp_path, monkeypatch, exists):
 
 
 KILLED = """
-import os, sys, safetensors.numpy
+import os, sys
 from flax import nnx
 import flax_layers as layers
-from flax_layers.checkpoints import save_hf_folder
+from flax_layers.checkpoints import hugging_face, save_hf_folder
 from tests.tiny_models import LLAMA
 
-safetensors.numpy.save_file = lambda arrays, path, metadata: (path.write_bytes(b"half"), os._exit(3))
+hugging_face.write = lambda path, types, arrays: (path.write_bytes(b"half"), os._exit(3))
 save_hf_folder(layers.Llama(LLAMA, rngs=nnx.Rngs(1)), sys.argv[1])
 """
 

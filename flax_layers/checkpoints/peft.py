@@ -24,7 +24,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.checkpoints.hf_names import entries
-from flax_layers.checkpoints.hugging_face import safetensors_module
+from flax_layers.checkpoints.safetensors_files import safetensors_module
 from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
 from flax_layers.lora import put_lora
 from flax_layers.models.gpt2 import GPT2, GPT2Config
