@@ -1,6 +1,10 @@
 """Checkpoints straight onto a mesh: each device's part is read by itself; and from a mesh."""
 
 import dataclasses
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -168,3 +172,46 @@ def test_a_maxtext_folder(is_database, tmp_path):
         load_maxtext_folder(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="has no params with decoder or token_embedder"):
         load_maxtext_folder(tmp_path / "other", CONFIG)
+
+
+PROCESS = """
+import sys, jax, numpy as np
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from flax_layers.checkpoints import load_hf_folder, save_hf_folder
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+for scan, axis in ((False, 0), (True, 0), (True, 1)):  # stacked layers are cut too
+    def sharding_of(path, leaf):
+        fits = leaf.ndim > axis and leaf.shape[axis] % 4 == 0
+        return NamedSharding(mesh, P(*[None] * axis, "x") if fits else P())
+    model = load_hf_folder(sys.argv[3], scan_layers=scan, shardings=sharding_of)
+    save_hf_folder(model, f"{sys.argv[3]}.{scan}{axis}")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_and_write(tmp_path):
+    """Each reads what its devices hold; the first writes."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    save_hf_folder(Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(i), str(tmp_path / "model")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    expected = (tmp_path / "model" / "model.safetensors").read_bytes()
+    for name in ("False0", "True0", "True1"):
+        assert (tmp_path / f"model.{name}" / "model.safetensors").read_bytes() == expected
+    assert len(list(tmp_path.iterdir())) == 4
