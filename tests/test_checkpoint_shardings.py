@@ -14,8 +14,16 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_layers import GPT2, Llama, LlamaConfig
-from flax_layers.checkpoints import from_maxtext, load_hf_folder, load_maxtext_folder, save_hf_folder, to_maxtext
+from flax_layers import GPT2, Llama, LlamaConfig, add_lora
+from flax_layers.checkpoints import (
+    from_maxtext,
+    load_hf_folder,
+    load_maxtext_folder,
+    load_peft_folder,
+    save_hf_folder,
+    save_peft_folder,
+    to_maxtext,
+)
 from flax_layers.checkpoints.safetensors_files import Stored
 from tests.tiny_models import GPT2 as GPT2_CONFIG
 
@@ -172,6 +180,23 @@ def test_a_maxtext_folder(is_database, tmp_path):
         load_maxtext_folder(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="has no params with decoder or token_embedder"):
         load_maxtext_folder(tmp_path / "other", CONFIG)
+
+
+def test_a_peft_folder(tmp_path):
+    """From adapters on a mesh into a model on another one."""
+    save_hf_folder(model := MODELS["stacked"](), tmp_path / "base")
+    add_lora(model, 4, rngs=nnx.Rngs(1))
+    for path, x in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        x[...] = jax.random.normal(jax.random.key(x[...].size + len(path)), x.shape)
+    on_mesh = jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh_of(1, 4), P(None, "columns"))), nnx.state(model, nnx.LoRAParam)
+    )
+    nnx.update(model, on_mesh)
+    save_peft_folder(model, tmp_path / "adapters")
+    read = load_hf_folder(tmp_path / "base", shardings=cut(mesh_of(2, 2)), scan_layers=True)
+    load_peft_folder(read, tmp_path / "adapters")
+    logits = [nnx.jit(lambda model: model(np.arange(8)[None]))(m) for m in (read, model)]
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
 PROCESS = """
