@@ -98,7 +98,7 @@ class LossHead:
       has_total, has_entropy: which statistics there are beside lse and target.
       scale_has_gradient: whether 1 / T is differentiated.
       all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
-      dtype: of the products' inputs; the chunk's logits are kept in its `kept_dtype`.
+      dtype: of the products' inputs.
       implementation: as in `gemm`.
     """
 
@@ -137,7 +137,9 @@ class LossHead:
             of_chunk, _ = self._sums(self._formed(tokens, chunk), w, chunk.of(labels), chunk.of(tokens.scale))
             return jax.tree.map(chunk.put, found, of_chunk)
 
-        return self._over_chunks(step, self._no_statistics(tokens, kernel, labels), labels, mask)
+        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
+        state = self._no_statistics(tokens, kernel, labels)
+        return over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
 
     def values_and_gradients(
         self,
@@ -165,9 +167,10 @@ class LossHead:
             gradients = self._products(dz.astype(self.dtype), dscale, formed, w, (dtokens, dkernel), chunk)
             return chunk.put(values, made), *gradients
 
+        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
         values = self._no_statistics(tokens, kernel, labels).lse
-        state = (values, *self._no_gradients(tokens, kernel, is_single=self._chunk(labels.shape[0]) is None))
-        values, dtokens, dkernel = self._over_chunks(step, state, labels, None)
+        state = (values, *self._no_gradients(tokens, kernel, is_single=size is None))
+        values, dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
         return values, dtokens, self._unpadded(dkernel)
 
     def pullback(
@@ -206,9 +209,9 @@ class LossHead:
                 dz, dscale = self._with_candidates(dz, dscale, given, scale, of_chunk, asked)
             return self._products(dz, dscale, formed, w, state, chunk)
 
-        is_single = mask is None and self._chunk(labels.shape[0]) is None
-        state = self._no_gradients(tokens, kernel, is_single=is_single)
-        dtokens, dkernel = self._over_chunks(step, state, labels, mask)
+        size = self._chunk(labels.shape[0], self.dtype)
+        state = self._no_gradients(tokens, kernel, is_single=mask is None and size is None)
+        dtokens, dkernel = over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
         return dtokens, self._unpadded(dkernel)
 
     def normalize(self, h: Hidden) -> jax.Array:
@@ -231,14 +234,13 @@ class LossHead:
     def _sums(
         self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, scale: jax.Array | None, *, keep: bool = False
     ) -> tuple[Statistics, jax.Array]:
-        """The statistics, and with `keep` the rounded product.
+        """The statistics, and with `keep` the product in its `_logits_dtype`.
 
-        Of more labels than one, and of the entropy, the logits are those of the rounded product, which is kept for
-        them: no sum over tiles gives either exactly and without it. The entropy is that of these logits throughout, so
-        that it is right to the square of their rounding where one of them has all of the probability.
+        The entropy and more labels than one are read from the product, which is kept for them: no sum that an epilogue
+        takes over a tile gives sum_v exp(y - lse) y, whose weights need the log-sum-exp of all tiles.
         """
         is_one = labels.ndim == 1
-        keep = keep or self.has_entropy or not is_one
+        keep = keep or self._reads_logits(labels)
 
         def loss_sums(acc: jax.Array, labels: Any, scale: Any) -> list[jax.Array]:
             y = _scaled(self._capped(acc), scale)
@@ -251,7 +253,7 @@ class LossHead:
                 outputs.append(jnp.sum(y, axis=1))  # padding is 0
             return [*outputs, acc] if keep else outputs
 
-        dtypes = [jnp.float32] * (1 + is_one + self.has_total) + [kept_dtype(self.dtype)] * keep
+        dtypes = [jnp.float32] * (1 + is_one + self.has_total) + [self._logits_dtype(labels)] * keep
         lse, *sums = self._multiply(
             formed,
             w,
@@ -272,12 +274,12 @@ class LossHead:
     def _candidates(self, z: jax.Array, labels: jax.Array, scale: jax.Array | None) -> jax.Array:
         """The logits of labels (m, k); 0 for those of another part of W."""
         inside = (labels >= 0) & (labels < self.vocabulary)
-        picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1).astype(jnp.float32)
+        picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, _scaled(self._capped(picked), None if scale is None else scale[:, None]), 0.0)
 
     def _entropy(self, z: jax.Array, lse: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """-sum p log(p) of the rounded logits, one pass over the chunk. lse, of the exact ones, is but a shift."""
-        y = _scaled(self._capped(z.astype(jnp.float32)), None if scale is None else scale[:, None])
+        """-sum p log(p), in one pass over the chunk; lse is but a shift, so that its own rounding is in no p."""
+        y = _scaled(self._capped(z), None if scale is None else scale[:, None])
         logp = y - lse[:, None]
         if self.columns > self.vocabulary:
             logp = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, logp, -1e4)
@@ -374,16 +376,19 @@ class LossHead:
 
     # ---- of all chunks
 
-    def _over_chunks(self, step: Any, state: Any, labels: jax.Array, mask: jax.Array | None) -> Any:
-        rows = labels.shape[0]
-        return over_chunks(step, state, rows, self._chunk(rows), mask, all_chunks=self.all_chunks)
-
-    def _chunk(self, rows: Any) -> int | None:
-        """Tokens of a chunk, a multiple of 128, chunks of about one size; None if all tokens are one chunk."""
-        most = max(self.chunk_bytes // (self.columns * kept_dtype(self.dtype).itemsize) // 128 * 128, 128)
+    def _chunk(self, rows: Any, dtype: Any) -> int | None:
+        """Tokens of a chunk with logits of this dtype, a multiple of 128, all about one size; None: one chunk."""
+        most = max(self.chunk_bytes // (self.columns * np.dtype(dtype).itemsize) // 128 * 128, 128)
         if not isinstance(rows, int) or rows <= most:
             return None
         return round_up(-(-rows // -(-rows // most)), 128)
+
+    def _reads_logits(self, labels: jax.Array) -> bool:
+        return self.has_entropy or labels.ndim > 1
+
+    def _logits_dtype(self, labels: jax.Array) -> np.dtype:
+        """Of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
+        return np.dtype(jnp.float32) if self._reads_logits(labels) else np.dtype(kept_dtype(self.dtype))
 
     def _joined(self, kernel: Kernel) -> jax.Array:
         """[W; B] in the compute dtype, padded."""

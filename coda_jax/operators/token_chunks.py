@@ -59,7 +59,7 @@ def over_chunks(
     state: Any,
     rows: Any,
     size: int | None,
-    mask: jax.Array | None,
+    mask: jax.Array | None = None,
     *,
     all_chunks: bool = False,
 ) -> Any:

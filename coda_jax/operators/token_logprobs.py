@@ -20,7 +20,7 @@ from coda_jax.operators.head_arguments import (
     known_labels,
 )
 from coda_jax.operators.loss_statistics import statistics
-from coda_jax.primitives.arguments import check_dtype, check_floats
+from coda_jax.primitives.arguments import check_dtype
 
 _NAME = "token_logprobs"
 
@@ -50,11 +50,11 @@ def token_logprobs(
 
         dlogprob/dz[v] = ([v == label] - p[v]) / T        dentropy/dz[v] = -p[v] (log(p[v]) + entropy) / T
 
-    Tokens are worked on in chunks. A chunk is one product, whose epilogue gives the log-sum-exp and the label's logit:
-    without the entropy logits never exist. With it the chunk's logits are kept for a moment, rounded, and read once
-    more. Kept for the backward pass are x, w and some numbers a token. It makes three products a chunk: the logits
-    again, whose epilogue turns them into their cotangent, and two that make the chunk's dx and add to dw in place, in
-    float32.
+    Tokens are worked on in chunks. A chunk is one product, whose epilogue gives the log-sum-exp and the label's logit;
+    for these alone logits never exist. For the entropy, and for k labels a token, the chunk's logits are kept for a
+    moment, in float32, and read once more. Kept for the backward pass are x, w and some numbers a token. It makes three
+    products a chunk: the logits again, whose epilogue turns them into their cotangent, and two that make the chunk's
+    dx and add to dw in place, in float32.
 
     A mask compacts: the tokens that it keeps are brought together, and as many chunks are worked on as they fill,
     forward and backward, none if there are none. Shapes are static, the number of chunks is not. Over a mesh each
@@ -81,10 +81,8 @@ def token_logprobs(
         bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or an option out of its range.
 
-    Numerics: log-sum-exp and the logit of one label a token come from the float32 accumulator, in the gradient all
-    logits. Those of k labels a token, and those of the entropy, are rounded to the compute dtype. As in
-    `linear_cross_entropy` gradients of float32 arrays are never rounded to 16 bits, and results are the same bits in
-    every run.
+    Numerics: all logits come from the float32 accumulator and are never rounded, but their cotangents are, to the
+    compute dtype. Gradients of float32 arrays are not. Results are the same bits in every run.
     Source: the derivative of the softmax; the order of the products is in loss_head.py.
     """
     _check(x, w, labels, temperature, mask, low_rank, transpose_w)
@@ -151,7 +149,7 @@ def _check(
             "labels of every token"
         )
     if not isinstance(temperature, int | float | np.number):
-        check_floats(_NAME, temperature=temperature)
+        check_dtype(_NAME, "temperature", temperature)
         if temperature.shape not in ((), lead):
             raise ValueError(
                 f"{_NAME}: temperature has shape {temperature.shape}; beside x {shape} it must be () or {lead}"
