@@ -36,7 +36,8 @@ html_theme = "sphinx_book_theme"
 html_title = f"coda_jax {release}"
 html_static_path = ["static"]
 html_css_files = ["coda.css"]
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "use_download_button": False}
+NO_HEADER = {f"navbar_{part}": [] for part in ("start", "center", "end", "persistent")}  # the sidebar has it all
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "use_download_button": False, **NO_HEADER}
 html_copy_source = False
 html_show_copyright = False
 

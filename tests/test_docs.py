@@ -65,7 +65,7 @@ def test_a_document_of_another_folder_keeps_its_links():
 
 
 def test_every_page_is_in_the_index_and_has_blocks_that_compile():
-    listed = re.findall(r"^[\w/*]+$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^(?:[\w ]+<)?([\w/*]+)>?$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
     for path in (ROOT / "docs").glob("*.md"):
         is_listed = any(fnmatch.fnmatch(path.stem, pattern) for pattern in ["index", *listed])
         assert is_listed, f"{path.name} is in no toctree"
@@ -121,3 +121,11 @@ def test_what_is_not_stored_says_how_to_make_it(tmp_path, monkeypatch):
     assert "make docs-device" in pages.stored("numerics.txt")
     (tmp_path / "numerics.txt").write_text("device: x\n\nout\n")
     assert pages.stored("numerics.txt") == "```text\ndevice: x\n\nout\n```"
+
+
+def test_a_page_of_parts_begins_with_its_setup(monkeypatch):
+    monkeypatch.setitem(pages.SETUPS, "part", "\nx = 1\n")
+    notebook = pages.to_notebook("# Part\n\n```python\nx\n```\n\n```python\ny\n```\n", "part")
+    assert notebook.count("x = 1") == 1
+    assert notebook.index("# Part") < notebook.index("x = 1") < notebook.index("\nx\n")
+    assert ":tags: [remove-cell]\nx = 1" in notebook

@@ -152,9 +152,9 @@ def described(operator: Operator) -> str:
         parts.append(operator.notes)
     if rows := list(product_rows(operator)):
         head = "| pass | epilogue | product, (M, N, K) | reads, bytes | writes, bytes |\n|---|---|---|---|---|\n"
-        parts.append(head + "\n".join(rows))
+        parts.append(head + "\n".join(map(unbroken, rows)))
     if operator.differentiated:
-        parts.append(f"Kept for the backward pass, beside the arguments: {kept(operator)}.")
+        parts.append(f"Kept for the backward pass, beside the arguments: {unbroken(kept(operator))}.")
     return "\n\n".join(parts)
 
 
@@ -210,6 +210,11 @@ def kept(operator: Operator) -> str:
 
 def symbols(shape: Iterable[int]) -> str:
     return f"({', '.join(NAMES.get(size, str(size)) for size in shape)})"
+
+
+def unbroken(text: str) -> str:
+    """Text in which no line ends inside a product of sizes."""
+    return re.sub(r"(?<=\w) (?=[A-Z2])", "\N{NO-BREAK SPACE}", text)
 
 
 def total(avals: Iterable[Any]) -> str:

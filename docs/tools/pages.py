@@ -9,8 +9,8 @@
     <!-- made: name -->     replaced by what the function `name` of `MADE` in conf.py returns; `name x` for one of x
     <!-- whole: path -->    the page is this document of the repository; what else it says is for a code host
 
-Before Sphinx reads a page `to_notebook` rewrites it. So no page needs another program than a text editor, and jupytext
-reads each as a notebook, too.
+`setups.py` has what a page's first block needs and the page does not say. Before Sphinx reads a page `to_notebook`
+rewrites it. So no page needs another program than a text editor, and jupytext reads each as a notebook, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from tools.setups import SETUPS
 
 DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent
@@ -32,8 +34,7 @@ _WHOLE = re.compile(r"^<!-- whole: (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?![a-z]+://|#)([^)\s#]+)", re.MULTILINE)
 _OUTSIDE = re.compile(r"\]\((?:\.\./)+([A-Z]+\.md|benchmarks/REPORT\.md)(#[\w-]+)?\)")
 
-# Pages whose blocks are parts of a program: shown, not executed.
-FRAGMENTS = frozenset(("layers", "parallel", "explain"))
+SHOWN = frozenset(("explain",))  # pages whose blocks are not executed
 
 # Documents outside this folder, and the pages that include them.
 PAGES = {
@@ -52,7 +53,7 @@ def cell(code: str, tags: str = "") -> str:
 
 def blocks_of(text: str, name: str = "") -> list[str]:
     """The code of all cells of the page `name`, shown or not, in order."""
-    if name in FRAGMENTS:
+    if name in SHOWN:
         return []
     found = [(match.start(), match[1]) for match in _HIDDEN.finditer(text)]
     found += [(match.start(), match[2]) for match in _BLOCK.finditer(text)]
@@ -76,6 +77,8 @@ def to_notebook(text: str, name: str = "", made: Mapping[str, Callable[..., str]
     has_cells = bool(blocks_of(text, name))
     text = _MADE.sub(lambda match: made[match[1]](*filter(None, match.groups()[1:])), text)
     if has_cells:
+        if name in SETUPS:
+            text = _BLOCK.sub(lambda match: f"<!-- run\n{SETUPS[name].strip()}\n-->\n\n{match[0]}", text, count=1)
         text = _HIDDEN.sub(lambda match: cell(match[1], "remove-cell"), text)
         text = _BLOCK.sub(lambda match: cell(match[2], match[1] or ""), text)
     up = "../" * name.count("/")
