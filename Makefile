@@ -1,4 +1,4 @@
-# make train | test | test-all | wheels | wheels-test | host-sanitize | gpu-test | gpu-sanitize | bench | report | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
+# make train | test | test-all | docs | wheels | wheels-test | host-sanitize | gpu-test | gpu-sanitize | bench | report | kernels-diff | lint | clean. Each sets up what it needs in $(VENV); a second run is quick.
 #   PYTHON=...   the interpreter to make the environment from (3.11 to 3.13)
 #   VENV=...     where the environment lies
 #   JAX=0.10.2   a jax version other than the newest supported one
@@ -25,7 +25,7 @@ CUDA := $(if $(filter-out 0,$(GPU)),$(comma)cuda)
 endif
 
 
-.PHONY: train test test-all wheels wheels-test host-sanitize gpu-test gpu-sanitize bench report kernels-diff lint clean
+.PHONY: train test test-all docs docs-serve docs-links docs-device wheels wheels-test host-sanitize gpu-test gpu-sanitize bench report kernels-diff lint clean
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/train
@@ -36,6 +36,18 @@ test: $(STAMPS)/test # by file: what a file's tests share, compiled programs abo
 
 test-all:
 	.ci/run all
+
+docs: $(STAMPS)/docs # build/docs/index.html: every Python block is executed, on a CPU; a warning is an error
+	$(RUN) -m sphinx -W --keep-going docs build/docs $(ARGS)
+
+docs-serve: docs
+	$(RUN) -m http.server --bind 127.0.0.1 --directory build/docs 8000
+
+docs-links: $(STAMPS)/docs # links inside the documentation; those to elsewhere need a network and are not looked at
+	$(RUN) -m sphinx -W --keep-going -b linkcheck docs build/docs-links
+
+docs-device: $(STAMPS)/docs # docs/device: the outputs that need a GPU
+	PYTHONPATH=docs $(RUN) -m tools.device_outputs $(ARGS)
 
 wheels: # into dist: one for each supported Python, and the sdist
 	.ci/wheels
@@ -81,7 +93,7 @@ lint: $(STAMPS)/dev
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# A stamp an extra; each of train, bench, test and dev holds those before it. Installing compiles the small FFI module.
+# A stamp an extra; each of train, bench, test and dev holds those before it, docs holds train. Installing compiles the small FFI module.
 $(STAMPS)/%: $(SOURCES)
 	@$(or $(PYTHON),false) -c "$(SUPPORTED)" || { echo "coda_jax needs Python 3.11 to 3.13: make PYTHON=..." >&2; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "coda_jax needs a C++20 compiler (g++ 10, clang 14 or newer; CXX=...)" >&2; exit 1; }
@@ -93,4 +105,4 @@ else
 	$(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-check -e ".[$*$(CUDA)$(if $(EXTRA),$(comma)$(EXTRA))]" $(if $(JAX),jax==$(JAX))
 endif
 	@mkdir -p $(STAMPS)
-	@touch $(STAMPS)/train $(if $(filter-out train,$*),$(STAMPS)/bench) $(if $(filter test dev,$*),$(STAMPS)/test) $@
+	@touch $(STAMPS)/train $(if $(filter bench test dev,$*),$(STAMPS)/bench) $(if $(filter test dev,$*),$(STAMPS)/test) $@

@@ -1,0 +1,131 @@
+"""What builds the documentation: pages as notebooks, docstrings as reStructuredText, the table of operators."""
+
+import fnmatch
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+if not (ROOT / "docs").exists():
+    pytest.skip("the documents are not beside these tests", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "docs"))
+
+from tools import api, device_outputs, docstrings, operators, pages  # noqa: E402
+
+PAGE = """# A page
+
+<!-- run
+hidden = 1
+-->
+
+```python
+print(hidden)
+```
+
+<!-- run: remove-input -->
+```python
+drawn = 2
+```
+
+```py
+not_run()
+```
+
+[report](../benchmarks/REPORT.md#training-step) <!-- no marker -->
+
+<!-- made: twice x -->
+"""
+
+
+def test_python_blocks_become_cells():
+    notebook = pages.to_notebook(PAGE, "page", {"twice": lambda x: x * 2})
+    assert notebook.startswith(pages.FRONT)
+    cells = re.findall(r"```{code-cell} python\n(:tags: \[(.*?)\])?\n(.*?)```", notebook, re.DOTALL)
+    assert [(tags, code) for _, tags, code in cells] == [
+        ("remove-cell", "hidden = 1\n"),
+        ("", "print(hidden)\n"),
+        ("remove-input", "drawn = 2\n"),
+    ]
+    assert pages.blocks_of(PAGE) == ["hidden = 1\n", "print(hidden)\n", "drawn = 2\n"]
+    assert "```py\nnot_run()" in notebook and "\nxx\n" in notebook
+    assert "](benchmarks.md#training-step)" in notebook
+
+
+def test_a_page_without_blocks_is_no_notebook():
+    assert pages.to_notebook("# A page\n\n```py\nx\n```\n") == "# A page\n\n```py\nx\n```\n"
+
+
+def test_a_document_of_another_folder_keeps_its_links():
+    text = pages.document("benchmarks/REPORT.md", shift=0)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link]
+    assert len(links) > 10
+    assert all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_every_page_is_in_the_index_and_has_blocks_that_compile():
+    listed = re.findall(r"^(?:[\w ]+<)?([\w/*]+)>?$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    for path in (ROOT / "docs").glob("*.md"):
+        is_listed = any(fnmatch.fnmatch(path.stem, pattern) for pattern in ["index", *listed])
+        assert is_listed, f"{path.name} is in no toctree"
+        for code in pages.blocks_of(path.read_text(), path.stem):
+            compile(code, path.name, "exec")
+
+
+def test_docstrings_become_rst():
+    rst = docstrings.to_rst(
+        ["f(x) * y, of `x`s.", "", "    z = x * y", "", "Of `a", "name`.", "", "Args:", "  x: (M, N) * 2.", "    more"]
+    )
+    assert rst == [
+        r"f(x) \* y, of ``x``\ s.", "", "", "::", "", "    z = x * y", "", "Of ``a", "name``.", "", "Args:",
+        r"  x: (M, N) \* 2.", "    more",
+    ]  # fmt: skip
+
+
+def test_the_table_of_operators_has_those_of_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    named = {name for row in re.findall(r"^\| `.*", readme, re.MULTILINE) for name in re.findall(r"`(\w+)\(", row)}
+    assert {operator.name for operator in operators.OPERATORS} <= named
+    assert len({operator.name for operator in operators.OPERATORS}) == len(operators.OPERATORS) > 7
+
+
+def test_bytes_and_residuals_of_a_feed_forward_layer():
+    """What the docstring of `coda.mlp` says in words, and what algebra says of its products."""
+    (mlp,) = (operator for operator in operators.OPERATORS if operator.name == "gated_mlp")
+    assert operators.kept(mlp) == "float32 (M), bfloat16 (M, 2F); 4 M F + 4 M bytes"
+    rows = list(operators.product_rows(mlp))
+    assert len(rows) == 2 + 6
+    assert rows[1] == "|  | `add_residual_sumsq` | (M, D, F) | 2 M F + 2 D F + 2 M D | 2 M D + 4 M |"
+
+
+def test_public_names():
+    names = api.public("coda_jax")
+    assert {"gemm", "explain", "Stream"} <= set(names)
+    assert not any(name.startswith("_") for name in names) and "ffi" not in names
+    text = api.names("flax_layers")
+    assert ".. autoclass:: Llama\n" in text and ".. autofunction:: generate" in text
+    assert ".. autoclass:: Stream" not in text  # documented in coda_jax
+
+
+def test_outputs_of_a_device_have_a_header(tmp_path):
+    """On a CPU, the quick one."""
+    (path,) = device_outputs.main(["--only", "numerics", "--rows", "64", "--out", str(tmp_path)])
+    header, _, body = path.read_text().partition("\n\n")
+    assert all(f"{name}: " in header for name in ("device", "driver", "jax", "commit", "command"))
+    assert "gated_mlp" in body
+
+
+def test_what_is_not_stored_says_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "DEVICE", tmp_path)
+    assert "make docs-device" in pages.stored("numerics.txt")
+    (tmp_path / "numerics.txt").write_text("device: x\n\nout\n")
+    assert pages.stored("numerics.txt") == "```text\ndevice: x\n\nout\n```"
+
+
+def test_a_page_of_parts_begins_with_its_setup(monkeypatch):
+    monkeypatch.setitem(pages.SETUPS, "part", "\nx = 1\n")
+    notebook = pages.to_notebook("# Part\n\n```python\nx\n```\n\n```python\ny\n```\n", "part")
+    assert notebook.count("x = 1") == 1
+    assert notebook.index("# Part") < notebook.index("x = 1") < notebook.index("\nx\n")
+    assert ":tags: [remove-cell]\nx = 1" in notebook

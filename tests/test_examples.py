@@ -1,0 +1,78 @@
+"""The examples, at sizes that take seconds: each does what its docstring says."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SHORT = ("custom_epilogue", "finetune", "fsdp", "lora", "new_architecture", "packing", "profile_step")
+
+
+def example(name):
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return runpy.run_path(str(FOLDER / f"{name}.py"))
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_it_is_short_and_says_how_to_run_it(name):
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 100
+    assert f"python examples/{name}.py" in text.split('"""')[1]
+
+
+@pytest.mark.slow
+def test_custom_epilogue(capsys):
+    example("custom_epilogue")["main"]()
+    assert "this ran" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_finetune(tmp_path):
+    """From a folder that it made; the trained folder is read again and answers."""
+    assert example("finetune")["main"](None, tmp_path, 200) > 0.9
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "trained").iterdir()}
+
+
+@pytest.mark.slow
+def test_fsdp():
+    losses, alone = example("fsdp")["main"](4)
+    assert jax.device_count() > 1
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_new_architecture():
+    losses, explanation = example("new_architecture")["main"](30)
+    assert losses[-1] < losses[0] / 2
+    assert explanation.kernels == sum(explanation.products.values()) > 20  # all of them
+
+
+@pytest.mark.slow
+def test_packing():
+    packed, padded = example("packing")["main"]()
+    np.testing.assert_allclose(packed, padded, rtol=1e-5)
+
+
+def test_packing_puts_each_document_into_a_row():
+    pack = example("packing")["pack"]
+    documents = [np.full(n, n, np.int32) for n in (2, 3, 5, 6, 9, 2)]
+    tokens, segment_ids = pack(documents, 9)
+    assert tokens.shape == segment_ids.shape == (3, 10)  # 27 tokens in 30 places
+    for document in documents:
+        assert (tokens == len(document)).sum() == sum(len(d) for d in documents if len(d) == len(document))
+    with pytest.raises(ValueError, match="a document of 11 tokens; rows take 2 to 10"):
+        pack([np.zeros(11, np.int32)], 9)
+
+
+@pytest.mark.slow
+def test_profile_step(tmp_path):
+    written = example("profile_step")["main"](tmp_path, width=64, layers=1, tokens=64, steps=2)
+    assert any(path.name.endswith(".xplane.pb") for path in written)
