@@ -29,6 +29,9 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
+    "attention_norm": ("norm",),
+    "mlp_norm": ("norm",),
+    "norm": ("norm",),
 }
 
 

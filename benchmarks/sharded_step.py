@@ -60,9 +60,9 @@ class Scheme(NamedTuple):
         shardings = sharding.parameter_shardings(parameters, mesh, self.rules, axes=plain_llama.AXES)
         return jax.tree.map(jax.device_put, parameters, shardings)
 
-    def rows(self, mesh: Mesh) -> NamedSharding:
-        """Of tokens."""
-        return sharding.array_sharding(mesh, self.rules, "batch", "length")
+    def tokens(self, mesh: Mesh, *, cuts_length: bool = True) -> NamedSharding:
+        """How tokens lie."""
+        return sharding.array_sharding(mesh, self.rules, "batch", "length" if cuts_length else None)
 
 
 def schemes(count: int) -> list[Scheme]:
@@ -185,8 +185,8 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     mesh = scheme.mesh()
     shape = (options.batch * scheme.devices // scheme.sizes.get("tensor", 1), 24 if options.tiny else options.length)
-    tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), scheme.rows(mesh))
-    labels = jax.device_put(jnp.roll(tokens, -1, axis=1), scheme.rows(mesh))
+    tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), scheme.tokens(mesh))
+    labels = jax.device_put(jnp.roll(tokens, -1, axis=1), scheme.tokens(mesh))
     parameters = _Placed(config, jnp.bfloat16, jnp.dtype(options.param_dtype), scheme=scheme, mesh=mesh)
 
     with jax.set_mesh(mesh):

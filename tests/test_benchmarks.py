@@ -88,11 +88,11 @@ def test_schemes_cut_plain_parameters():
     (both,) = (one for one in sharded_step.schemes(4) if one.name == "fsdp_tp")
     cuts = {"q": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "norm": (None, None)}
     for lead in ((), (3,)):
-        arrays = {name: jnp.zeros((*lead, 8, 8) if name != "norm" else 8) for name in cuts}
+        arrays = {name: jnp.zeros((*lead, 8) if name == "norm" else (*lead, 8, 8)) for name in cuts}
         placed = both.placed({"layers": arrays}, both.mesh())["layers"]
         for name, cut in cuts.items():
             spec = tuple(placed[name].sharding.spec)
-            assert spec == ((None,) * len(lead) + cut if name != "norm" else ())
+            assert spec == ((None,) * len(lead) + cut if name != "norm" else ((None,) * len(spec)))
 
 
 def test_what_a_collective_leaves_exposed():

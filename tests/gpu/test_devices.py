@@ -188,9 +188,13 @@ CONFIG = LlamaConfig(
 )
 
 
-@KINDS
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
-@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp", "sp"])
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [(scheme, AxisType.Auto) for scheme in ("dp", "fsdp", "tp", "sp")]
+    + [(scheme, AxisType.Explicit) for scheme in ("dp", "fsdp", "tp")],
+    ids=str,
+)
 def test_models_under_plain_jit(scheme, scan, kind):
     """Loss and gradients of one device; each product is a kernel, of which scanned layers have one set."""
     scheme = next(one for one in schemes(len(DEVICES)) if one.name == scheme)
@@ -206,7 +210,7 @@ def test_models_under_plain_jit(scheme, scan, kind):
     want = jax.device_get(step(params, tokens))
     mesh = scheme.mesh(kind)
     with jax.set_mesh(mesh):
-        placed, rows = scheme.placed(params, mesh), jax.device_put(tokens, scheme.rows(mesh))
+        placed, rows = scheme.placed(params, mesh), jax.device_put(tokens, scheme.tokens(mesh, cuts_length=False))
         compiled = step.lower(placed, rows).compile()
         got = compiled(placed, rows)
     assert own_calls(compiled) >= (13 + 3 if scan else 2 * 12 + 3)
