@@ -18,9 +18,10 @@ from coda_jax.epilogue import Axis, Kind, Operand, types_of
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_form, xla_tiles
-from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
+from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
+from coda_jax.primitives.partitioner import known_devices
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -136,10 +137,6 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
         why = "an exported program cannot carry how a product is split over automatic ones"
     elif not jax.config.jax_use_shardy_partitioner:
         why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
-    elif set(over) - set(automatic):
-        why = "some of them are explicit and some automatic"
-    elif manual_axes(*shardings):
-        why = "other axes of the mesh are manual"
     reason = why and f"XLA partitions it over {names}, and {why}; {_WAY_OUT}"
     return Route(over or (f"{num_devices} devices",), True, reason)
 
@@ -174,7 +171,7 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
     """On how many devices XLA partitions what is lowered, if its types are on no mesh; whether these are known."""
     context = ctx.module_context.axis_context
     # In a region where all axes are manual, as a shard_map is, nothing is partitioned any more; or the types say it.
-    return getattr(context, "num_devices", 1), getattr(context, "device_assignment", None) is not None
+    return getattr(context, "num_devices", 1), known_devices(ctx)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:

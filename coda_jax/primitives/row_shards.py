@@ -8,23 +8,24 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
 from coda_jax.primitives.lowering import devices_of, route_of
 from coda_jax.primitives.mesh_types import may_be_automatic
 from coda_jax.primitives.partition import Axes, axes_of
 from coda_jax.primitives.partitioned import digest_of
+from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
 
 row_shards_p = jex_core.Primitive("coda_row_shards")
 row_shards_p.multiple_results = True
@@ -103,57 +104,48 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     if not route.is_automatic or route.reason is not None or not has_devices:
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *leaves)
     places: Places = params["places"]
-    call = custom_partitioning(whole)
 
-    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        axes, columns = _axes_of(places, arguments, results, mesh.shape)
-        of_columns = PartitionSpec(*[None] * places.axis, columns or None)
+    def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
+        axes, columns = _axes_of(places, arguments, results, sizes)
         of_arguments = [PartitionSpec(axes or None) if has_rows else PartitionSpec() for has_rows in places.rows]
-        of_arguments[places.argument] = of_columns
+        of_arguments[places.argument] = PartitionSpec(*[None] * places.axis, columns or None)
         of_results = []
         for i, (x, is_sum) in enumerate(zip(results, places.sums, strict=True)):
             own = (places.axis, columns) if i == places.result else (0, ())
-            of_results.append(_scattered(x, axes, mesh.shape, *own) if is_sum else PartitionSpec(axes or None))
-        cut = (columns, math.prod(mesh.shape[name] for name in columns)) if columns else None
+            of_results.append(_scattered(x, axes, sizes, *own) if is_sum else PartitionSpec(axes or None))
+        cut = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # all axes are manual here
-                made = zip(f(*leaves, cut=cut), places.sums, of_results, strict=True)
+            made = zip(f(*leaves, cut=cut), places.sums, of_results, strict=True)
             return [_summed(x, axes, spec) if is_sum else x for x, is_sum, spec in made]
 
-        def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
-            return [NamedSharding(mesh, spec) for spec in specs]
-
-        return mesh, each, placed(of_results), tuple(placed(of_arguments))
+        return Split(of_arguments, of_results, each)
 
     avals_out: Sequence[Any] = ctx.avals_out
     rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], places)
-    call.def_partition(partition, sharding_rule=rule)
+    call = call_that_is_split(ctx, whole, split, rule)
 
     def marked(*leaves: jax.Array) -> list[jax.Array]:
         program = re.sub("0x[0-9a-f]+", "", str(params["jaxpr"]))  # without addresses
         with set_xla_metadata(coda_row_shards=digest_of(program, places, ffi.headers_hash())):
-            results: list[jax.Array] = call(*leaves)
-        return results
+            return call(*leaves)
 
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)
 
 
-def _axes_of(places: Places, arguments: Sequence[Any], results: Sequence[Any], sizes: Any) -> tuple[Axes, Axes]:
+def _axes_of(
+    places: Places, arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]
+) -> tuple[Axes, Axes]:
     """The mesh axes that cut the rows, of the first array that has them cut; and those that cut the columns."""
     with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
     with_rows += [x for x, is_sum in zip(results, places.sums, strict=True) if not is_sum]
-    rows = next((axes for x in with_rows if (axes := _dividing(_cut(x)[0], x.shape[0], sizes))), ())
+    rows = next((axes for x in with_rows if (axes := _dividing(x.cuts[0], x.shape[0], sizes))), ())
     whole = arguments[places.argument]
-    others = tuple(axis for axis in _cut(whole)[places.axis] if axis not in rows)
+    others = tuple(axis for axis in whole.cuts[places.axis] if axis not in rows)
     return rows, _dividing(others, whole.shape[places.axis], sizes)
 
 
-def _cut(x: Any) -> tuple[Axes, ...]:
-    return axes_of(getattr(x.sharding, "spec", ()), len(x.shape))
-
-
-def _dividing(axes: Axes, size: int, sizes: Any) -> Axes:
+def _dividing(axes: Axes, size: int, sizes: Mapping[str, int]) -> Axes:
     """Those of the axes that cut this size evenly."""
     fit: Axes = ()
     for axis in axes:
@@ -162,9 +154,9 @@ def _dividing(axes: Axes, size: int, sizes: Any) -> Axes:
     return fit
 
 
-def _scattered(x: Any, axes: Axes, sizes: Any, column_axis: int, columns: Axes) -> PartitionSpec:
+def _scattered(x: Laid, axes: Axes, sizes: Mapping[str, int], column_axis: int, columns: Axes) -> PartitionSpec:
     """How a sum over `axes` lies: cut by those of them that are to cut it, and its columns by theirs."""
-    wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in _cut(x)]
+    wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in x.cuts]
     cuts = [_dividing(cut, size, sizes) for cut, size in zip(wanted, x.shape, strict=True)]
     if columns:
         cuts[column_axis] = columns
