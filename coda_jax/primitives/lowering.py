@@ -22,6 +22,7 @@ from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, var
 from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
 from coda_jax.primitives.partitioner import known_devices
+from coda_jax.primitives.plans import Part, key_of, record, recorded
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -40,12 +41,14 @@ class Selection:
       config: of the kernel; None too where that is known only when XLA has partitioned the program.
       origin: who says so, as `config_for`.
       over: the mesh axes over which each device runs it on its own part.
+      parts: the factors of these parts, in every plan that is known; the rest is said of the last one.
     """
 
     reason: str | None = None
     config: KernelConfig | None = None
     origin: str = ""
     over: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
@@ -82,15 +85,28 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
 
 
 def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
-    """What each device's part is lowered to, as far as the types say it."""
+    """What each device's part is lowered to, as the types say it, or what XLA asked about when it compiled it."""
     if route.is_automatic:
-        return Selection(over=route.over)
+        plans = recorded(key_of(avals, spec))
+        if not plans:
+            return Selection(over=route.over)
+        *_, last = plans
+        reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
+        return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
     of_part = bare(spec, parts) if made.over("k") else spec
-    return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
+    selection = select(parts[: len(of_part.batched)], of_part, anywhere=anywhere)
+    return dataclasses.replace(selection, over=route.over, parts=(factors_of(parts, spec),))
+
+
+def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
+    """a @ b, of these types, as matrices."""
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
+    transposed = (spec.transpose_a, spec.transpose_b)
+    return " @ ".join(f"{x.str_short()}{'^T' if flag else ''}" for x, flag in zip(matrices, transposed, strict=True))
 
 
 def _machine_reason() -> str | None:
@@ -142,15 +158,25 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
 
 
 def tiles(
-    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False
+    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False, key: str | None = None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
-    selection = select([jax.core.ShapedArray(x.shape, x.dtype) for x in types], spec, anywhere=anywhere)
+    selection = select_part(arguments, spec, anywhere=anywhere, key=key)
     if selection.config is not None:
         return kernel_tiles(*arguments, spec=spec, config=selection.config)
     report(spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec)
+
+
+def select_part(
+    arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
+) -> Selection:
+    """What a product of arrays on one device is lowered to; put on record as a part of the product of this `key`."""
+    types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
+    selection = select(types, spec, anywhere=anywhere)
+    if key is not None:
+        record(key, Part(factors_of(types, spec), selection.reason, selection.config, selection.origin))
+    return selection
 
 
 def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
@@ -188,6 +214,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
     # Now: XLA's partitioner calls back later, and on threads of its own.
     tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere)
     if route.over:
+        if route.is_automatic:
+            tiles = functools.partial(tiles, key=key_of(ctx.avals_in, spec))
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arguments, spec=spec, tiles=tiles)
 

@@ -21,11 +21,14 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
-from coda_jax.primitives.lowering import devices_of, route_of
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from coda_jax.primitives.lowering import devices_of, route_of, select_part
 from coda_jax.primitives.mesh_types import may_be_automatic
 from coda_jax.primitives.partition import Axes, axes_of
 from coda_jax.primitives.partitioned import digest_of
 from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
+from coda_jax.primitives.plans import key_of
+from coda_jax.primitives.spec import GemmSpec
 
 row_shards_p = jex_core.Primitive("coda_row_shards")
 row_shards_p.multiple_results = True
@@ -116,7 +119,9 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         cut = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            made = zip(f(*leaves, cut=cut), places.sums, of_results, strict=True)
+            jaxpr = jax.make_jaxpr(functools.partial(f, cut=cut))(*leaves)
+            _record(params["jaxpr"], jaxpr)
+            made = zip(jex_core.jaxpr_as_fun(jaxpr)(*leaves), places.sums, of_results, strict=True)
             return [_summed(x, axes, spec) if is_sum else x for x, is_sum, spec in made]
 
         return Split(of_arguments, of_results, each)
@@ -131,6 +136,26 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
             return call(*leaves)
 
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)
+
+
+def _record(whole: Any, part: Any) -> None:
+    """Puts on record what a device multiplies: its function has the products of the whole one, in their order."""
+    products, of_part = _products(whole.jaxpr), _products(part.jaxpr)
+    if len(products) == len(of_part):  # else it is another function of a part, and nothing is known
+        for (avals, spec), (avals_of_part, spec_of_part) in zip(products, of_part, strict=True):
+            select_part(avals_of_part, spec_of_part, key=key_of(avals, spec))
+
+
+def _products(jaxpr: Any) -> list[tuple[list[Any], GemmSpec]]:
+    """Types of the arguments and the spec of each."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive in PRIMITIVES:
+            found.append(([v.aval for v in equation.invars], equation.params["spec"]))
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                found += _products(getattr(inner, "jaxpr", inner))
+    return found
 
 
 def _axes_of(
