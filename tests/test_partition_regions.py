@@ -1,13 +1,19 @@
-"""Products and the loss where some mesh axes are automatic, beside others that are manual, explicit or both."""
+"""Products and the loss where some mesh axes are automatic, beside others that are manual, explicit or both.
+
+And what cannot be split: on meshes without devices, without Shardy, in what is serialised.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
+from coda_jax.primitives import notes
 from tests.gemm_cases import assert_close
+from tests.nvrtc import needs_nvrtc
 from tests.partitioned import collectives, partitioned_on_cpus
 
 P = PartitionSpec
@@ -107,3 +113,76 @@ def test_loss(manual, specs, rows, moved):
     assert_close(got, jax.jit(jax.value_and_grad(cross_entropy, (0, 1)))(HIDDEN, HEAD, LABELS), rtol=1e-5)
     assert set(found) == moved
     assert {part_of_a for part_of_a, _ in parts if part_of_a[1] == WIDTH} == {(rows, WIDTH)}
+
+
+# ---- what cannot be split says so, and names a way out
+
+
+def lowered(f, *arguments):
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def tanh(a, b):
+    return coda.gemm(a, b, epilogue=jnp.tanh)
+
+
+def in_shard_map(axes):
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    return lambda a, b: jax.shard_map(tanh, axis_names=set(axes), **specs)(a, b)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("manual", "named"), [((), "data, model"), (("data",), "model")], ids=str)
+def test_a_mesh_without_devices(manual, named, monkeypatch):
+    monkeypatch.setattr(notes, "_reported", set())
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
+    types = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((M, K), P("data")), ((K, N), P()))
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        reason = f"XLA partitions it over {named}, whose devices no lowering knows; inside a jax.shard_map over all"
+        with pytest.warns(coda.FallbackWarning, match=reason):
+            assert "coda_gemm(" not in lowered(in_shard_map(manual) if manual else tanh, *types)
+        assert "coda_gemm(" in lowered(in_shard_map(("data", "model")), *types)  # the way out
+
+
+@needs_nvrtc
+def test_without_shardy(monkeypatch):
+    monkeypatch.setattr(notes, "_reported", set())
+    a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with jax.set_mesh(mesh), pytest.warns(coda.FallbackWarning, match="without Shardy.*inside a jax.shard_map"):
+            text = lowered(tanh, a, b)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert "coda_gemm(" not in text and "CustomSPMDPartitioning" not in text
+
+
+def test_serialised_executables():
+    """Over automatic axes an error with a way out; that way works."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
+    with partitioned_on_cpus(), jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((A, P("data")), (B, P()))]
+        compiled = jax.jit(tanh).lower(*placed).compile()
+        with pytest.raises(NotImplementedError, match=r"cannot be serialised.*inside a jax.shard_map over all axes"):
+            serialize_executable.serialize(compiled)
+        assert serialize_executable.serialize(jax.jit(in_shard_map(("data", "model"))).lower(*placed).compile())
+
+
+def test_parts_of_an_axis():
+    """XLA may cut by a part of a mesh axis, as where an axis of an array that is cut is reshaped to two."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+
+    def project(x, w):
+        norm = coda.rms_norm(x.reshape(2, -1, K), jnp.ones(K))
+        return coda.norm_projection(norm, w)[0]
+
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        x, w = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((A, P("data")), (B, P())))
+        compiled = jax.jit(project).lower(x, w).compile()
+        got = jax.device_get(compiled(x, w))
+    assert_close(got, project(A, B), rtol=1e-5)
+    assert [tuple(x.shape for x in types[:2]) for _, types, _ in records] == [((1, M // 8, K), (K, N))]

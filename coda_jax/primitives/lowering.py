@@ -21,7 +21,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of
 from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
-from coda_jax.primitives.partitioner import known_devices
+from coda_jax.primitives.partitioner import WAY_OUT, known_devices
 from coda_jax.primitives.plans import Part, key_of, record, recorded
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
@@ -135,9 +135,6 @@ class Route:
     reason: str | None = None
 
 
-_WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
-
-
 def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False) -> Route:
     """How a product of arguments of these types comes to `num_devices` devices, if they are on no mesh."""
     shardings = [aval.sharding for aval in avals]
@@ -153,7 +150,7 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
         why = "an exported program cannot carry how a product is split over automatic ones"
     elif not jax.config.jax_use_shardy_partitioner:
         why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
-    reason = why and f"XLA partitions it over {names}, and {why}; {_WAY_OUT}"
+    reason = why and f"XLA partitions it over {names}, and {why}; {WAY_OUT}"
     return Route(over or (f"{num_devices} devices",), True, reason)
 
 
@@ -205,7 +202,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
     num_devices, has_devices = devices_of(ctx)
     route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
     if route.is_automatic and not has_devices and route.reason is None:
-        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {_WAY_OUT}"
+        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {WAY_OUT}"
         route = dataclasses.replace(route, reason=reason)
     why_not = "implementation='xla'" if spec.implementation == "xla" else _machine_reason() or route.reason
     if why_not is not None:

@@ -7,6 +7,7 @@ the other axes. What runs on each device is written over the whole mesh, since i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from coda_jax.primitives.partition import Axes, axes_of
+
+WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
 
 
 class Laid(NamedTuple):
@@ -68,23 +71,6 @@ def call_that_is_split(
       rule: which axes of its arguments and results go together, for the partitioner's propagation.
     """
     mesh, manual = _mesh_of(ctx)
-
-    def partition(_: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        arrays = [*arguments, *results]
-        over, cuts = _read(mesh, manual, arrays)
-        laid = [Laid(tuple(x.shape), cut) for x, cut in zip(arrays, cuts, strict=True)]
-        group = AbstractMesh(*_sizes_and_names(over, manual))
-        made = split(laid[: len(arguments)], laid[len(arguments) + 1 :], dict(group.shape))
-
-        def each(*parts: jax.Array) -> list[jax.Array]:
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return [jnp.float32(0), *made.each(*parts)]
-
-        def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
-            return [NamedSharding(group, spec) for spec in specs]
-
-        return over, each, placed([PartitionSpec(), *made.results]), tuple(placed(made.arguments))
-
     # The partitioner numbers the devices of a group as the first result is laid over them, and does not say how. So
     # the first is a scalar, which every device has: by it they are numbered in the order of the mesh.
     call = custom_partitioning(lambda *arguments: [jnp.float32(0), *whole(*arguments)])
@@ -96,8 +82,39 @@ def call_that_is_split(
         need_replication_factors=rule.need_replication_factors,
         **factor_sizes,
     )
-    call.def_partition(partition, sharding_rule=with_scalar, decode_shardings=False)
+    call.def_partition(_Partition(mesh, manual, split), sharding_rule=with_scalar, decode_shardings=False)
     return lambda *arguments: call(*arguments)[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partition:
+    """What the partitioner calls: which mesh axes it speaks of, how the call is split over them."""
+
+    mesh: Mesh
+    manual: frozenset[str]
+    split: Splitter
+
+    def __call__(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = [*arguments, *results]
+        over, cuts = _read(self.mesh, self.manual, arrays)
+        laid = [Laid(tuple(x.shape), cut) for x, cut in zip(arrays, cuts, strict=True)]
+        group = AbstractMesh(*_sizes_and_names(over, self.manual))
+        made = self.split(laid[: len(arguments)], laid[len(arguments) + 1 :], dict(group.shape))
+
+        def each(*parts: jax.Array) -> list[jax.Array]:
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return [jnp.float32(0), *made.each(*parts)]
+
+        def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
+            return [NamedSharding(group, spec) for spec in specs]
+
+        return over, each, placed([PartitionSpec(), *made.results]), tuple(placed(made.arguments))
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(
+            "a compiled program whose products XLA splits over automatic mesh axes cannot be serialised: it asks the "
+            f"library how; {WAY_OUT}, and the program can be"
+        )
 
 
 def _mesh_of(ctx: mlir.LoweringRuleContext) -> tuple[Mesh, frozenset[str]]:
