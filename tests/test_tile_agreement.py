@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax._src import distributed
 
-from coda_jax.tiles import agreement
+from coda_jax.tiles import agreement, table
 
 
 class Service:
@@ -42,21 +42,26 @@ def as_process(monkeypatch):
 
     yield take
     agreement._is_agreed.cache_clear()
+    table._digest.cache_clear()
 
 
-def test_all_processes_go_by_one_table(as_process, tmp_path):
-    first, same, other = (tmp_path / name for name in "abc")
-    first.write_text("{}")
-    same.write_text("{}")
-    other.write_text("{ }")
+def test_all_processes_go_by_one_table(as_process, tmp_path, monkeypatch):
+    def consulted(text, by="energy_delay"):
+        path = tmp_path / "table.json"
+        path.write_text(text)
+        monkeypatch.setenv("CODA_JAX_TUNED", str(path) if text else "")
+        monkeypatch.setenv("CODA_JAX_TILES_BY", by)
+        table._digest.cache_clear()
+        return agreement.may_consult(table.user_path(), table.chosen_by())
+
     as_process(0)
-    assert agreement.may_consult(first, "energy_delay")
+    assert consulted("{}")
     as_process(1)
-    assert agreement.may_consult(same, "energy_delay")
-    for path, others in ((other, "energy_delay"), (None, "energy_delay"), (same, "time")):
+    assert consulted("{}")
+    for choices in (("{ }",), ("",), ("{}", "time")):
         as_process(2)
         with pytest.raises(RuntimeError, match="process 2 of 3 chooses tiles by another table"):
-            agreement.may_consult(path, others)
+            consulted(*choices)
 
 
 def test_where_nothing_can_be_compared_no_table_has_a_say(as_process, tmp_path):
@@ -91,8 +96,8 @@ def test_two_processes(same, tmp_path):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     tables = [tmp_path / name for name in "ab"]
-    for table, text in zip(tables, ('{"format": 1, "devices": {}}', '{"format": 1, "devices":  {}}'), strict=True):
-        table.write_text(text)
+    for path, text in zip(tables, ('{"format": 1, "devices": {}}', '{"format": 1, "devices":  {}}'), strict=True):
+        path.write_text(text)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, address, str(i)],

@@ -51,6 +51,7 @@ from coda_jax.primitives.shapes import (
     result_groups,
 )
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.table import chosen_by
 
 # (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
 Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
@@ -265,9 +266,10 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 def _digest(spec: GemmSpec) -> str:
     """Names what a call computes on given arguments, whoever made it."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
-    # Strict or not: else a strict program would be taken from the cache with a product that fell back.
-    parts = (str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, is_strict(), ffi.headers_hash())
-    return digest_of(parts)
+    # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
+    # chosen by: else with the tiles of another table.
+    made = (is_strict(), ffi.headers_hash(), chosen_by())
+    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *made))
 
 
 def digest_of(*parts: Any) -> str:

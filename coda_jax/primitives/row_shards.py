@@ -24,11 +24,13 @@ from coda_jax import ffi
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.lowering import devices_of, route_of, select_part
 from coda_jax.primitives.mesh_types import may_be_automatic
+from coda_jax.primitives.notes import is_strict
 from coda_jax.primitives.partition import Axes, axes_of
 from coda_jax.primitives.partitioned import digest_of
 from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
 from coda_jax.primitives.plans import key_of
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.table import chosen_by
 
 row_shards_p = jex_core.Primitive("coda_row_shards")
 row_shards_p.multiple_results = True
@@ -132,7 +134,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
 
     def marked(*leaves: jax.Array) -> list[jax.Array]:
         program = re.sub("0x[0-9a-f]+", "", str(params["jaxpr"]))  # without addresses
-        with set_xla_metadata(coda_row_shards=digest_of(program, places, ffi.headers_hash())):
+        with set_xla_metadata(coda_row_shards=digest_of(program, places, is_strict(), ffi.headers_hash(), chosen_by())):
             return call(*leaves)
 
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)

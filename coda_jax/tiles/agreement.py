@@ -6,7 +6,6 @@ The first process says what it goes by, through JAX's coordination service, and 
 from __future__ import annotations
 
 import functools
-import hashlib
 import pathlib
 import warnings
 
@@ -17,24 +16,23 @@ TIMEOUT_SECONDS = 60
 _KEY = "coda_jax/what_tiles_are_chosen_by"
 
 
-def may_consult(path: pathlib.Path | None, others: str) -> bool:
+def may_consult(path: pathlib.Path | None, own: str) -> bool:
     """Whether the user's table at `path` may choose tiles in this process: always where it is the only one.
 
     Where the first process does not say what it goes by, or there is no coordination service, no user's table has a
     say, and a warning tells it.
 
     Args:
-      others: the other settings that tiles depend on.
+      own: names what this process goes by: the table's content, and other settings.
 
     Raises:
       RuntimeError: the first process has another table, or other settings.
     """
-    return jax.process_count() == 1 or _is_agreed(path, others)
+    return jax.process_count() == 1 or _is_agreed(path, own)
 
 
 @functools.cache  # once a process, as tables are read
-def _is_agreed(path: pathlib.Path | None, others: str) -> bool:
-    own = f"{_digest(path)} {others}"
+def _is_agreed(path: pathlib.Path | None, own: str) -> bool:
     if (client := distributed.global_state.client) is None:
         return _no_table(path, "JAX has no coordination service here, which would compare it between processes")
     if jax.process_index() == 0:
@@ -47,17 +45,10 @@ def _is_agreed(path: pathlib.Path | None, others: str) -> bool:
     if first != own:
         raise RuntimeError(
             f"process {jax.process_index()} of {jax.process_count()} chooses tiles by another table, or another "
-            f"CODA_JAX_TILES_BY, than the first one: here {path or 'no table'}, '{others}'. All processes must lower "
+            f"CODA_JAX_TILES_BY, than the first one: here {path or 'no table'}, {own}. All processes must lower "
             "the same program: let CODA_JAX_TUNED name the same table in all, or none"
         )
     return True
-
-
-def _digest(path: pathlib.Path | None) -> str:
-    try:
-        return "none" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return "none"
 
 
 def _no_table(path: pathlib.Path | None, reason: str) -> bool:

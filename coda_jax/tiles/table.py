@@ -111,7 +111,7 @@ def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -
     key = problem.key
     if device is not None and key is not None:
         of_user = user_path()
-        of_user = of_user if may_consult(of_user, tiles_by()) else None
+        of_user = of_user if may_consult(of_user, chosen_by()) else None
         for path, name, origin in (
             (of_user, user_key(key, device), "tuned"),
             (shipped_path(device), key, "tuned by coda_jax"),
@@ -140,6 +140,19 @@ def user_path() -> pathlib.Path | None:
     if setting is None and (folder := ffi.cache_directory()) and jax.process_count() == 1:
         return pathlib.Path(folder, "tuned.json")
     return pathlib.Path(setting) if setting else None
+
+
+def chosen_by() -> str:
+    """Names what tiles are chosen by beside the product and the device: the user's table, ``CODA_JAX_TILES_BY``."""
+    return f"{_digest(user_path())} {tiles_by()}"
+
+
+@functools.cache  # once a process, as the table itself
+def _digest(path: pathlib.Path | None) -> str:
+    try:
+        return "none" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return "none"
 
 
 def user_key(key: str, device: str) -> str:
@@ -206,6 +219,7 @@ def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _load.cache_clear()
+    _digest.cache_clear()
 
 
 @contextlib.contextmanager
