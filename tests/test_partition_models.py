@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import itertools
+import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flax_layers as layers
 from flax_layers import block
+from tests import textbook
 from tests.gemm_cases import assert_close
 from tests.partitioned import Move, moves, partitioned_on_cpus
 
@@ -234,3 +237,51 @@ EXPECTED = {
         *gathered_weights(2), *summed_gradients("reduce-scatter", 2), *summed_activations(TOKENS_OF_ALL // 4)
     ),
 }
+
+
+# ---- the same beside plain JAX, for docs/parallel.md: python -m tests.test_partition_models
+
+
+def plain_step(dtype, gradients):
+    """Value and gradient of the textbook's Llama, with the same parameters, all of its logits at once."""
+
+    def loss(params, tokens):
+        logits = textbook.llama(nnx.to_pure_dict(params), tokens[:, :-1], LLAMA, dtype).astype(jnp.float32)
+        of_label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_label)
+
+    return jax.jit(jax.value_and_grad(loss), out_shardings=(None, gradients))
+
+
+def main():
+    """Prints a table: kernels reached, and counts and MiB of what is moved, vectors left out."""
+
+    def summary(found):
+        kinds = collections.Counter()
+        size = collections.Counter()
+        for move, count in large(found).items():
+            kinds[move.kind, move.dtype] += count
+            size[move.kind, move.dtype] += count * move.size_bytes
+        each = (f"{' '.join(key)} {kinds[key]} ({size[key] / 2**20:.2f})" for key in sorted(kinds))
+        return ", ".join(each)
+
+    print("| scheme | kernels | coda_jax: its calls | XLA's own | plain JAX |\n|---|---|---|---|---|")
+    for scheme in EXPECTED:
+        rule, mesh = SCHEMES[scheme][0], mesh_of("automatic", scheme)
+        with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, jax.set_mesh(mesh):
+            with partitioned_on_cpus() as records:
+                arguments = placed_on(mesh, rule, step_of("llama", jnp.bfloat16)[1], "llama")
+                gradients = jax.tree.map(lambda x: x.sharding, arguments[0])
+                lowered = step_of("llama", jnp.bfloat16, "automatic", gradients)[0].lower(*arguments)
+                _, calls, others, _ = moves(lowered, mesh, pathlib.Path(first))
+                reached = sum(selection.reason is None for _, _, selection in records)
+            lowered = plain_step(jnp.bfloat16, gradients).lower(*arguments)
+            _, *plain, _ = moves(lowered, mesh, pathlib.Path(second))
+        plain = summary(plain[0] + plain[1])
+        print(
+            f"| {scheme} | {reached} of {len(records)} | {summary(calls)} | {summary(others)} | {plain} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
