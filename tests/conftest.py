@@ -16,7 +16,7 @@ if "CODA_JAX_CACHE_DIR" not in os.environ:  # set before coda_jax is imported; p
 os.environ.setdefault("CODA_JAX_QUIET", "1")
 for setting in ("CODA_JAX_TILES_BY", "CODA_JAX_STRICT"):  # the defaults are what is tested
     os.environ.pop(setting, None)
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # for shard_map; before jax starts its backends
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for shard_map; before jax starts its backends
 if shutil.which("nvidia-smi") is None:  # most tests run a program once: optimising it takes longer
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 

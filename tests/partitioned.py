@@ -1,9 +1,14 @@
 """Sends products on meshes of CPUs through the lowering for GPUs, XLA's form in the kernel's place on each device."""
 
+import collections
 import contextlib
+import itertools
+import math
 import re
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
 from coda_jax.primitives import lowering, row_shards
@@ -25,14 +30,85 @@ def collectives(compiled):
     return {kind: count for kind, count in found.items() if count}
 
 
+class Move(NamedTuple):
+    """A collective: what it moves, as one group of devices has it together, and over which mesh axes."""
+
+    kind: str
+    dtype: str
+    axes: tuple
+    size_bytes: int
+
+
+def moves(lowered, mesh, folder):
+    """The compiled program, and its collectives as XLA's partitioner made them: before any is combined or promoted.
+
+    Returns:
+      compiled; Counter of those of the library's calls and of what is moved for these in the compute dtype; Counter of
+      XLA's own; those within a loop.
+    """
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+    # It ends the process where a psum of bfloat16 stands in a shard_map over some axes, whatever is summed.
+    options["xla_disable_hlo_passes"] = "all-reduce-promotion"
+    compiled = lowered.compile(compiler_options=options)
+    (path,) = folder.glob("*.after_spmd-partitioning.*.txt")
+    calls, others, in_loops = collections.Counter(), collections.Counter(), []
+    for line in path.read_text().splitlines():
+        found = re.search(rf"= \(?(\w+)\[([\d,]*)\].*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+        if found is None:
+            continue
+        dtype, sizes, kind = found.groups()
+        groups = _groups(line)
+        item = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
+        size = math.prod(map(int, filter(None, sizes.split(",")))) * item
+        size *= len(groups[0]) if kind == "reduce-scatter" else 1
+        move = Move(kind, dtype, _axes_of(groups, mesh), size)
+        (calls if "coda_" in line or dtype == "bf16" else others)[move] += 1
+        if re.search('op_name="[^"]*while', line):
+            in_loops.append(move)
+    return compiled, calls, others, in_loops
+
+
+def _groups(line):
+    """The groups of devices of a collective, in any of the ways in which XLA prints them."""
+    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
+        return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", pairs[1])]
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        over = re.findall(r"'(\w+)'", named[2])
+        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        rest = [i for i, name in enumerate(sizes) if name not in over]
+        devices = devices.transpose(*rest, *(i for i, name in enumerate(sizes) if name in over))
+        return [tuple(x) for x in devices.reshape(-1, math.prod(sizes[name] for name in over))]
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        sizes = [*map(int, iota[3].split(","))]
+        devices = np.arange(math.prod(sizes)).reshape(sizes)
+        devices = devices.transpose([*map(int, iota[4].split(","))]) if iota[4] else devices
+        return [tuple(x) for x in devices.reshape(int(iota[1]), int(iota[2]))]
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", listed[1])]
+
+
+def _axes_of(groups, mesh):
+    """The mesh axes over which these groups are; "part of an axis" where they are none."""
+    ids, names = np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names
+    of_group = {frozenset(map(int, group)) for group in groups}
+    for count in range(1, len(names) + 1):
+        for over in itertools.combinations(names, count):
+            rest = [i for i, name in enumerate(names) if name not in over]
+            made = ids.transpose(*rest, *(names.index(name) for name in over))
+            if of_group == {frozenset(map(int, x)) for x in made.reshape(-1, math.prod(mesh.shape[n] for n in over))}:
+                return tuple(name for name in over if mesh.shape[name] > 1)
+    return ("part of an axis",)
+
+
 @contextlib.contextmanager
 def partitioned_on_cpus():
     """Yields a list of (spec, types of the arguments' parts, what a Hopper GPU would run), one for each lowering."""
     records = []
 
-    def tiles(*arguments, spec, strict, anywhere=False, yields=False):
+    def tiles(*arguments, spec, strict, anywhere=False, yields=False, key=None):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
-        selection = lowering.select(types, spec, anywhere=anywhere)
+        selection = lowering.select_part(arguments, spec, anywhere=anywhere, key=key)
         records.append((spec, types, selection))
         if selection.reason is not None and (strict or spec.implementation == "cuda"):
             lowering.report(spec, selection.reason, strict=strict)

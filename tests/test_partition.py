@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
+from coda_jax.primitives import plans
 from tests import logprob_cases
 from tests.gemm_cases import assert_close, total
 from tests.partitioned import COLLECTIVES, collectives, mesh_of, partitioned_on_cpus
@@ -184,6 +185,43 @@ def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():
         run(multiply, (a, b), (P(), P(None, "model")))
 
 
+def test_explain_knows_what_was_compiled():
+    """Before compilation nobody knows the parts; then each device's: the factors, its tile, or why it is no kernel."""
+    mesh = mesh_of(AxisType.Auto)
+    x, w, narrow = (x.astype(jnp.bfloat16) for x in (HIDDEN, HEAD, B[:, :8]))
+
+    def step(x, w, narrow, labels):
+        value = coda.linear_cross_entropy(x @ w[:, :WIDTH], w, labels, chunk_bytes=VOCABULARY * 2 * 128)[0]
+        return value, coda.gemm(x.reshape(-1, WIDTH), narrow, epilogue=jnp.tanh)
+
+    def explained():
+        return {x.epilogue: x for x in coda.explain(step, *placed, platform="cuda").products}
+
+    with partitioned_on_cpus(), jax.set_mesh(mesh):
+        specs = (P("data"), P(None, "model"), P(None, "model"), P("data"))
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((x, w, narrow, LABELS), specs, strict=True)
+        ]
+        before = explained()
+        jax.jit(step).lower(*placed).compile()
+        after = explained()
+    assert {product.reason for product in before.values()} == {None}
+    assert all(product.tile.endswith("on each device's part over data, model") for product in before.values())
+    part = "on each device's part bfloat16[256,32] @ bfloat16[32,48] over data, model"  # a chunk of its tokens
+    assert after["loss_sums"].reason is None and after["loss_sums"].tile.endswith(part)
+    part = "on a device's part, bfloat16[512,32] @ bfloat16[32,4], b: a row of 4 bfloat16 is 8 bytes"
+    assert after["tanh"].reason.startswith(part)
+
+
+def test_plans_on_record_are_bounded():
+    for i in range(plans.PRODUCTS + 10):
+        for j in range(plans.PARTS + 2):
+            plans.record(f"test {i}", plans.Part(str(j), None, None, ""))
+    kept = [plans.recorded(f"test {i}") for i in (0, plans.PRODUCTS + 9)]
+    assert kept[0] == [] and [part.factors for part in kept[1]] == [str(j + 2) for j in range(plans.PARTS)]
+    assert len(plans._found) == plans.PRODUCTS
+
+
 SHARDINGS = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("model", "data")])
 
 
@@ -332,17 +370,21 @@ CACHE = """
 import sys, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import coda_jax as coda
+from coda_jax.primitives import plans
 from tests.partitioned import partitioned_on_cpus
 for option, value in (("jax_compilation_cache_dir", sys.argv[1]), ("jax_persistent_cache_min_compile_time_secs", 0),
                       ("jax_persistent_cache_min_entry_size_bytes", -1),
                       ("jax_remove_custom_partitioning_ptr_from_cache_key", True)):
     jax.config.update(option, value)
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-a = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x")))
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+a = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P(("x", "y"))))
+def beside_manual(f):
+    return jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
 with partitioned_on_cpus() as records:
-    for f in (jnp.tanh, jnp.sin):
-        out = jax.jit(lambda a, b: coda.gemm(a, b, epilogue=lambda acc: f(acc)))(a, jnp.ones((16, 8)))
-        print(float(abs(out - f(16.0)).max()) < 1e-6, len(records))
+    for region in (lambda f: f, beside_manual):
+        for f in (jnp.tanh, jnp.sin):
+            out = jax.jit(region(lambda a, b: coda.gemm(a, b, epilogue=lambda acc: f(acc))))(a, jnp.ones((16, 8)))
+            print(float(abs(out - f(16.0)).max()) < 1e-6, len(records))
 """
 
 
@@ -355,7 +397,7 @@ def test_the_persistent_cache_knows_the_epilogue(tmp_path):
         command = [sys.executable, "-c", CACHE, str(tmp_path)]
         done = subprocess.run(command, cwd=RECORD.parents[1], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.split("\n")[:2]
+        return done.stdout.splitlines()
 
-    assert lines() == ["True 1", "True 2"]
-    assert lines() == ["True 0", "True 0"]  # hits: no callback
+    assert lines() == ["True 1", "True 2", "True 3", "True 4"]
+    assert lines() == ["True 0"] * 4  # hits: no callback

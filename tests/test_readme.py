@@ -55,7 +55,7 @@ def test_flax_model_trains():
 
 
 def test_parallel_training_is_the_same():
-    """Four steps on four devices, parameters cut over them, and on one."""
+    """Four steps with parameters cut over all devices, and on one."""
     one, several = {}, {}
     for names in (one, several):
         exec(SMALL.replace("jnp.bfloat16", "jnp.float32"), names)

@@ -48,8 +48,12 @@ def attention(
 ) -> jax.Array:
     """seen (T, T) or (B, T, T): which keys a query sees; default itself and those before."""
     batch, length, _ = x.shape
-    qkv = linear(p["qkv"], x).reshape(batch, length, heads + 2 * kv_heads, -1)
-    q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+    if "qkv" in p:
+        qkv = linear(p["qkv"], x).reshape(batch, length, heads + 2 * kv_heads, -1)
+        q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+    else:
+        separate = (("query", heads), ("key", kv_heads), ("value", kv_heads))
+        q, k, v = (linear(p[name], x).reshape(batch, length, count, -1) for name, count in separate)
     positions = jnp.arange(length) if positions is None else positions
     q, k = rotary(q, positions, theta), rotary(k, positions, theta)
     k, v = (jnp.repeat(y, heads // kv_heads, axis=2) for y in (k, v))

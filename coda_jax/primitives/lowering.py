@@ -18,9 +18,11 @@ from coda_jax.epilogue import Axis, Kind, Operand, types_of
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_form, xla_tiles
-from coda_jax.primitives.mesh_types import automatic_axes, manual_axes, partitioned_axes, vary, varying_axes
+from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
+from coda_jax.primitives.partitioner import WAY_OUT, known_devices
+from coda_jax.primitives.plans import Part, key_of, record, recorded
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -39,12 +41,14 @@ class Selection:
       config: of the kernel; None too where that is known only when XLA has partitioned the program.
       origin: who says so, as `config_for`.
       over: the mesh axes over which each device runs it on its own part.
+      parts: the factors of these parts, in every plan that is known; the rest is said of the last one.
     """
 
     reason: str | None = None
     config: KernelConfig | None = None
     origin: str = ""
     over: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
@@ -81,15 +85,28 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
 
 
 def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
-    """What each device's part is lowered to, as far as the types say it."""
+    """What each device's part is lowered to, as the types say it, or what XLA asked about when it compiled it."""
     if route.is_automatic:
-        return Selection(over=route.over)
+        plans = recorded(key_of(avals, spec))
+        if not plans:
+            return Selection(over=route.over)
+        *_, last = plans
+        reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
+        return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
     of_part = bare(spec, parts) if made.over("k") else spec
-    return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
+    selection = select(parts[: len(of_part.batched)], of_part, anywhere=anywhere)
+    return dataclasses.replace(selection, over=route.over, parts=(factors_of(parts, spec),))
+
+
+def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
+    """a @ b, of these types, as matrices."""
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
+    transposed = (spec.transpose_a, spec.transpose_b)
+    return " @ ".join(f"{x.str_short()}{'^T' if flag else ''}" for x, flag in zip(matrices, transposed, strict=True))
 
 
 def _machine_reason() -> str | None:
@@ -118,9 +135,6 @@ class Route:
     reason: str | None = None
 
 
-_WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
-
-
 def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False) -> Route:
     """How a product of arguments of these types comes to `num_devices` devices, if they are on no mesh."""
     shardings = [aval.sharding for aval in avals]
@@ -136,24 +150,35 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
         why = "an exported program cannot carry how a product is split over automatic ones"
     elif not jax.config.jax_use_shardy_partitioner:
         why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
-    elif set(over) - set(automatic):
-        why = "some of them are explicit and some automatic"
-    elif manual_axes(*shardings):
-        why = "other axes of the mesh are manual"
-    reason = why and f"XLA partitions it over {names}, and {why}; {_WAY_OUT}"
+    reason = why and f"XLA partitions it over {names}, and {why}; {WAY_OUT}"
     return Route(over or (f"{num_devices} devices",), True, reason)
 
 
 def tiles(
-    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False, yields: bool = False
+    *arguments: jax.Array,
+    spec: GemmSpec,
+    strict: bool,
+    anywhere: bool = False,
+    yields: bool = False,
+    key: str | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
-    selection = select([jax.core.ShapedArray(x.shape, x.dtype) for x in types], spec, anywhere=anywhere)
+    selection = select_part(arguments, spec, anywhere=anywhere, key=key)
     if selection.config is not None:
         return kernel_tiles(*arguments, spec=spec, config=selection.config, yields=yields)
     report(spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec)
+
+
+def select_part(
+    arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
+) -> Selection:
+    """What a product of arrays on one device is lowered to; put on record as a part of the product of this `key`."""
+    types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
+    selection = select(types, spec, anywhere=anywhere)
+    if key is not None:
+        record(key, Part(factors_of(types, spec), selection.reason, selection.config, selection.origin))
+    return selection
 
 
 def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
@@ -174,7 +199,7 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
     """On how many devices XLA partitions what is lowered, if its types are on no mesh; whether these are known."""
     context = ctx.module_context.axis_context
     # In a region where all axes are manual, as a shard_map is, nothing is partitioned any more; or the types say it.
-    return getattr(context, "num_devices", 1), getattr(context, "device_assignment", None) is not None
+    return getattr(context, "num_devices", 1), known_devices(ctx)
 
 
 def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
@@ -190,7 +215,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
     num_devices, has_devices = devices_of(ctx)
     route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
     if route.is_automatic and not has_devices and route.reason is None:
-        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {_WAY_OUT}"
+        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {WAY_OUT}"
         route = dataclasses.replace(route, reason=reason)
     why_not = "implementation='xla'" if spec.implementation == "xla" else _machine_reason() or route.reason
     if why_not is not None:
@@ -199,6 +224,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
     # Now: XLA's partitioner calls back later, and on threads of its own.
     tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
     if route.over:
+        if route.is_automatic:
+            tiles = functools.partial(tiles, key=key_of(ctx.avals_in, spec))
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arguments, spec=spec, tiles=tiles)
 

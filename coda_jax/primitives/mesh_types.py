@@ -53,19 +53,10 @@ def _automatic(mesh: Any) -> bool:
 
 def automatic_axes(*shardings: Any) -> tuple[str, ...]:
     """The automatic mesh axes, of more than one device, of these shardings."""
-    return _axes_of_kind(AxisType.Auto, shardings)
-
-
-def manual_axes(*shardings: Any) -> tuple[str, ...]:
-    """The manual mesh axes, of more than one device, of these shardings."""
-    return _axes_of_kind(AxisType.Manual, shardings)
-
-
-def _axes_of_kind(wanted: AxisType, shardings: Any) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for mesh in (sharding.mesh for sharding in shardings):
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
-            if size > 1 and kind is wanted:
+            if size > 1 and kind is AxisType.Auto:
                 names[name] = None
     return tuple(names)
 

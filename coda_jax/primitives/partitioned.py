@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
@@ -40,6 +40,7 @@ from coda_jax.primitives.partition import (
     result_dims,
     units,
 )
+from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
 from coda_jax.primitives.shapes import (
     FactorAxes,
     argument_groups,
@@ -50,6 +51,7 @@ from coda_jax.primitives.shapes import (
     result_groups,
 )
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.table import chosen_by
 
 # (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
 Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
@@ -204,23 +206,18 @@ def parts_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
     """A call that XLA's partitioner asks how it is split."""
 
-    @custom_partitioning
-    def call(*arguments: jax.Array) -> list[jax.Array]:
+    def unsplit(*arguments: jax.Array) -> list[jax.Array]:
         stores, reductions = xla_tiles(*arguments, spec=spec)
         return [*stores, *reductions]
 
-    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        def cut(x: Any) -> tuple[Axes, ...]:
-            return axes_of(getattr(x.sharding, "spec", ()), len(x.shape))
-
-        made = plan(spec, [x.shape for x in arguments], [*map(cut, arguments)], [*map(cut, results)], dict(mesh.shape))
-        of_results = [NamedSharding(mesh, x) for x in made.result_specs(spec)]
-        of_arguments = made.argument_specs(spec, [len(x.shape) for x in arguments])
+    def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
+        shapes = [x.shape for x in arguments]
+        made = plan(spec, shapes, [x.cuts for x in arguments], [x.cuts for x in results], sizes)
         each = functools.partial(on_each_device, spec=spec, plan=made, tiles=tiles)
-        return mesh, each, of_results, tuple(NamedSharding(mesh, x) for x in of_arguments)
+        return Split(made.argument_specs(spec, [len(shape) for shape in shapes]), made.result_specs(spec), each)
 
     avals: Sequence[Any] = ctx.avals_in
-    call.def_partition(partition, sharding_rule=sharding_rule(spec, [aval.shape for aval in avals]))
+    call = call_that_is_split(ctx, unsplit, split, sharding_rule(spec, [aval.shape for aval in avals]))
 
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         # The persistent cache's key holds shapes and rule, but not what the callback will put in the call's place.
@@ -269,9 +266,10 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 def _digest(spec: GemmSpec) -> str:
     """Names what a call computes on given arguments, whoever made it."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
-    # Strict or not: else a strict program would be taken from the cache with a product that fell back.
-    parts = (str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, is_strict(), ffi.headers_hash())
-    return digest_of(parts)
+    # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
+    # chosen by: else with the tiles of another table.
+    made = (is_strict(), ffi.headers_hash(), chosen_by())
+    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *made))
 
 
 def digest_of(*parts: Any) -> str:

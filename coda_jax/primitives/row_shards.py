@@ -8,23 +8,29 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
-from coda_jax.primitives.lowering import devices_of, route_of
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from coda_jax.primitives.lowering import devices_of, route_of, select_part
 from coda_jax.primitives.mesh_types import may_be_automatic
+from coda_jax.primitives.notes import is_strict
 from coda_jax.primitives.partition import Axes, axes_of
 from coda_jax.primitives.partitioned import digest_of
+from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
+from coda_jax.primitives.plans import key_of
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.table import chosen_by
 
 row_shards_p = jex_core.Primitive("coda_row_shards")
 row_shards_p.multiple_results = True
@@ -106,51 +112,69 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     if not route.is_automatic or route.reason is not None or not has_devices:
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *leaves)
     places: Places = params["places"]
-    call = custom_partitioning(whole)
 
-    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        rows, columns = _axes_of(places, arguments, results, mesh.shape)
+    def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
+        rows, columns = _axes_of(places, arguments, results, sizes)
         of_arguments = [
             PartitionSpec(rows or None) if has_rows else _with_columns(axis, columns)
             for has_rows, axis in zip(places.rows, places.columns, strict=True)
         ]
         of_results = [
-            _scattered(x, rows, mesh.shape, of_one.columns, columns) if of_one.is_sum else PartitionSpec(rows or None)
+            _scattered(x, rows, sizes, of_one.columns, columns) if of_one.is_sum else PartitionSpec(rows or None)
             for x, of_one in zip(results, places.results, strict=True)
         ]
-        cut = (columns, math.prod(mesh.shape[name] for name in columns)) if columns else None
+        cut = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # all axes are manual here
-                made = zip(f(*leaves, cut=cut), places.results, of_results, strict=True)
+            jaxpr = jax.make_jaxpr(functools.partial(f, cut=cut))(*leaves)
+            _record(params["jaxpr"], jaxpr)
+            made = zip(jex_core.jaxpr_as_fun(jaxpr)(*leaves), places.results, of_results, strict=True)
             summed = [(_summed(x, rows, spec) if of_one.is_sum else x, of_one) for x, of_one, spec in made]
             return [lax.psum(x, columns) if of_one.is_part and columns else x for x, of_one in summed]
 
-        def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
-            return [NamedSharding(mesh, spec) for spec in specs]
-
-        return mesh, each, placed(of_results), tuple(placed(of_arguments))
+        return Split(of_arguments, of_results, each)
 
     avals_out: Sequence[Any] = ctx.avals_out
     rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], places)
-    call.def_partition(partition, sharding_rule=rule)
+    call = call_that_is_split(ctx, whole, split, rule)
 
     def marked(*leaves: jax.Array) -> list[jax.Array]:
         program = re.sub("0x[0-9a-f]+", "", str(params["jaxpr"]))  # without addresses
-        with set_xla_metadata(coda_row_shards=digest_of(program, places, ffi.headers_hash())):
-            results: list[jax.Array] = call(*leaves)
-        return results
+        with set_xla_metadata(coda_row_shards=digest_of(program, places, is_strict(), ffi.headers_hash(), chosen_by())):
+            return call(*leaves)
 
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)
 
 
-def _axes_of(places: Places, arguments: Sequence[Any], results: Sequence[Any], sizes: Any) -> tuple[Axes, Axes]:
+def _record(whole: Any, part: Any) -> None:
+    """Puts on record what a device multiplies: its function has the products of the whole one, in their order."""
+    products, of_part = _products(whole.jaxpr), _products(part.jaxpr)
+    if len(products) == len(of_part):  # else it is another function of a part, and nothing is known
+        for (avals, spec), (avals_of_part, spec_of_part) in zip(products, of_part, strict=True):
+            select_part(avals_of_part, spec_of_part, key=key_of(avals, spec))
+
+
+def _products(jaxpr: Any) -> list[tuple[list[Any], GemmSpec]]:
+    """Types of the arguments and the spec of each."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive in PRIMITIVES:
+            found.append(([v.aval for v in equation.invars], equation.params["spec"]))
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                found += _products(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def _axes_of(
+    places: Places, arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]
+) -> tuple[Axes, Axes]:
     """The mesh axes that cut the rows, of the first array that has them cut; and those that cut the columns."""
     with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
     with_rows += [x for x, of_one in zip(results, places.results, strict=True) if not of_one.is_sum]
-    rows = next((axes for x in with_rows if (axes := _dividing(_cut(x)[0], x.shape[0], sizes))), ())
+    rows = next((axes for x in with_rows if (axes := _dividing(x.cuts[0], x.shape[0], sizes))), ())
     whole, axis = next((x, axis) for x, axis in zip(arguments, places.columns, strict=True) if axis >= 0)
-    others = tuple(name for name in _cut(whole)[axis] if name not in rows)
+    others = tuple(name for name in whole.cuts[axis] if name not in rows)
     return rows, _dividing(others, whole.shape[axis], sizes)
 
 
@@ -158,11 +182,7 @@ def _with_columns(axis: int, columns: Axes) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, columns or None) if axis >= 0 else PartitionSpec()
 
 
-def _cut(x: Any) -> tuple[Axes, ...]:
-    return axes_of(getattr(x.sharding, "spec", ()), len(x.shape))
-
-
-def _dividing(axes: Axes, size: int, sizes: Any) -> Axes:
+def _dividing(axes: Axes, size: int, sizes: Mapping[str, int]) -> Axes:
     """Those of the axes that cut this size evenly."""
     fit: Axes = ()
     for axis in axes:
@@ -171,9 +191,9 @@ def _dividing(axes: Axes, size: int, sizes: Any) -> Axes:
     return fit
 
 
-def _scattered(x: Any, axes: Axes, sizes: Any, column_axis: int, columns: Axes) -> PartitionSpec:
+def _scattered(x: Laid, axes: Axes, sizes: Mapping[str, int], column_axis: int, columns: Axes) -> PartitionSpec:
     """How a sum over `axes` lies: cut by those of them that are to cut it, and its columns by theirs."""
-    wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in _cut(x)]
+    wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in x.cuts]
     cuts = [_dividing(cut, size, sizes) for cut, size in zip(wanted, x.shape, strict=True)]
     if columns and column_axis >= 0:
         cuts[column_axis] = columns

@@ -8,7 +8,8 @@ the library's, whose tiles are better by energy and by time, then the cost model
 Environment, read when a product is lowered:
 
 * ``CODA_JAX_TUNED``: the user's table (default ``tuned.json`` in the folder where compiled kernels are kept, and none
-  in a job of several processes: all must lower the same program, whatever lies on their disks; empty: none).
+  in a job of several processes: all must lower the same program, whatever lies on their disks; empty: none). One that
+  is named in such a job must be the same in all processes: `agreement.py` compares it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.epilogue import Program
+from coda_jax.tiles.agreement import may_consult
 from coda_jax.tiles.choose import choose_config
 from coda_jax.tiles.config import GemmConfig, KernelConfig
-from coda_jax.tiles.constants import UNIT_NANOSECONDS, by_time, constants_for, constants_in_use
+from coda_jax.tiles.constants import UNIT_NANOSECONDS, by_time, constants_for, constants_in_use, tiles_by
 from coda_jax.tiles.cost_model import GemmShape, cost
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 
@@ -108,8 +110,10 @@ def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -
         return problem.config(given, device), "config"
     key = problem.key
     if device is not None and key is not None:
+        of_user = user_path()
+        of_user = of_user if may_consult(of_user, chosen_by()) else None
         for path, name, origin in (
-            (user_path(), user_key(key, device), "tuned"),
+            (of_user, user_key(key, device), "tuned"),
             (shipped_path(device), key, "tuned by coda_jax"),
         ):
             entry = _load(path).get(device, {}).get(name) if path else None
@@ -136,6 +140,19 @@ def user_path() -> pathlib.Path | None:
     if setting is None and (folder := ffi.cache_directory()) and jax.process_count() == 1:
         return pathlib.Path(folder, "tuned.json")
     return pathlib.Path(setting) if setting else None
+
+
+def chosen_by() -> str:
+    """Names what tiles are chosen by beside the product and the device: the user's table, ``CODA_JAX_TILES_BY``."""
+    return f"{_digest(user_path())} {tiles_by()}"
+
+
+@functools.cache  # once a process, as the table itself
+def _digest(path: pathlib.Path | None) -> str:
+    try:
+        return "none" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return "none"
 
 
 def user_key(key: str, device: str) -> str:
@@ -202,6 +219,7 @@ def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _load.cache_clear()
+    _digest.cache_clear()
 
 
 @contextlib.contextmanager

@@ -124,7 +124,8 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_sour
         return Product(spec.name, a, b, str(error))
     if choice.reason is not None:
         return Product(spec.name, a, b, choice.reason)
-    each = f", on each device's part over {', '.join(choice.over)}" if choice.over else ""
+    parts = f" {' or '.join(choice.parts)}" if choice.parts else ""
+    each = f", on each device's part{parts} over {', '.join(choice.over)}" if choice.over else ""
     if choice.config is None:
         return Product(spec.name, a, b, None, f"its tile chosen once XLA has partitioned the program{each}")
     source = readable_source(problem_of(avals, spec), choice.config) if with_source and not choice.over else None

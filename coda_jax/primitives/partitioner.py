@@ -1,0 +1,179 @@
+"""What XLA's partitioner asks about a call that it splits over automatic mesh axes, and what it is told.
+
+It asks once it has decided how arrays lie, in terms of devices alone; here these become names of mesh axes again. In a
+region where some axes are manual, as a shard_map over them makes, it speaks of the devices of one group: the mesh of
+the other axes. What runs on each device is written over the whole mesh, since its collectives name all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.sharding_impls import parse_flatten_op_sharding  # custom_partitioning's own knows no group of devices
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from coda_jax.primitives.partition import Axes, axes_of
+
+WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
+
+
+class Laid(NamedTuple):
+    """An array as it lies on the devices.
+
+    Attributes:
+      shape: of the whole.
+      cuts: for each of its axes the mesh axes that cut it.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Axes, ...]
+
+
+class Split(NamedTuple):
+    """How a call is split.
+
+    Attributes:
+      arguments, results: how they are to lie; the partitioner moves what lies otherwise.
+      each: what a device computes of its parts. All mesh axes are manual there.
+    """
+
+    arguments: Sequence[PartitionSpec]
+    results: Sequence[PartitionSpec]
+    each: Callable[..., list[jax.Array]]
+
+
+# (arguments, results, sizes of the mesh axes that may cut them) -> Split
+Splitter = Callable[[Sequence[Laid], Sequence[Laid], Mapping[str, int]], Split]
+
+
+def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program that is lowered has devices; on an AbstractMesh it has none."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        return isinstance(mesh, Mesh) and not mesh.empty
+    return getattr(context, "device_assignment", None) is not None
+
+
+def call_that_is_split(
+    ctx: mlir.LoweringRuleContext, whole: Callable[..., list[jax.Array]], split: Splitter, rule: SdyShardingRule
+) -> Callable[..., list[jax.Array]]:
+    """`whole`, which the partitioner asks `split` about.
+
+    Args:
+      rule: which axes of its arguments and results go together, for the partitioner's propagation.
+    """
+    mesh, manual = _mesh_of(ctx)
+    # The partitioner numbers the devices of a group as the first result is laid over them, and does not say how. So
+    # the first is a scalar, which every device has: by it they are numbered in the order of the mesh.
+    call = custom_partitioning(lambda *arguments: [jnp.float32(0), *whole(*arguments)])
+    factor_sizes: dict[str, Any] = rule.factor_sizes
+    with_scalar = SdyShardingRule(
+        rule.operand_mappings,
+        (ArrayMapping(), *rule.result_mappings),
+        reduction_factors=rule.reduction_factors,
+        need_replication_factors=rule.need_replication_factors,
+        **factor_sizes,
+    )
+    call.def_partition(_Partition(mesh, manual, split), sharding_rule=with_scalar, decode_shardings=False)
+    return lambda *arguments: call(*arguments)[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partition:
+    """What the partitioner calls: which mesh axes it speaks of, how the call is split over them."""
+
+    mesh: Mesh
+    manual: frozenset[str]
+    split: Splitter
+
+    def __call__(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = [*arguments, *results]
+        over, cuts = _read(self.mesh, self.manual, arrays)
+        laid = [Laid(tuple(x.shape), cut) for x, cut in zip(arrays, cuts, strict=True)]
+        group = AbstractMesh(*_sizes_and_names(over, self.manual))
+        made = self.split(laid[: len(arguments)], laid[len(arguments) + 1 :], dict(group.shape))
+
+        def each(*parts: jax.Array) -> list[jax.Array]:
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return [jnp.float32(0), *made.each(*parts)]
+
+        def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
+            return [NamedSharding(group, spec) for spec in specs]
+
+        return over, each, placed([PartitionSpec(), *made.results]), tuple(placed(made.arguments))
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(
+            "a compiled program whose products XLA splits over automatic mesh axes cannot be serialised: it asks the "
+            f"library how; {WAY_OUT}, and the program can be"
+        )
+
+
+def _mesh_of(ctx: mlir.LoweringRuleContext) -> tuple[Mesh, frozenset[str]]:
+    """The mesh of the program's devices, and which of its axes are manual."""
+    context: Any = ctx.module_context.axis_context
+    if (mesh := getattr(context, "mesh", None)) is not None:
+        return mesh, frozenset(context.manual_axes)
+    devices = np.array(context.device_assignment)
+    if (abstract := context.abstract_mesh) is not None:
+        return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names), frozenset()
+    return Mesh(devices, ("devices",)), frozenset()  # arrays whose shardings name no mesh
+
+
+def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Mesh, list[tuple[Axes, ...]]]:
+    """The mesh whose axes say how all these arrays lie, and the axes that cut them.
+
+    Raises:
+      NotImplementedError: no mesh of these devices does.
+    """
+    for over in _meshes(mesh, manual):
+        group = AbstractMesh(*_sizes_and_names(over, manual))
+        try:
+            return over, [_cuts(x, group) for x in arrays]
+        except (KeyError, ValueError, NotImplementedError):  # it needs parts of an axis
+            continue
+    shardings = ", ".join(str(x.sharding) for x in arrays)
+    raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} lay arrays as {shardings}")
+
+
+def _cuts(x: Any, group: AbstractMesh) -> tuple[Axes, ...]:
+    rank = len(x.shape)
+    (spec,) = parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(rank), group)
+    return axes_of(spec, rank)
+
+
+def _meshes(mesh: Mesh, manual: frozenset[str]) -> Iterator[Mesh]:
+    """This one, and those where an axis is several, of a prime number of devices each: shardings may part an axis."""
+    yield mesh
+    for descending in (False, True):
+        names: list[str] = []
+        sizes: list[int] = []
+        for name, size in mesh.shape.items():
+            primes = [size] if name in manual else sorted(_primes(size), reverse=descending) or [1]
+            sizes += primes
+            names += [name] if len(primes) == 1 else [f"{name}_{i}" for i in range(len(primes))]
+        yield Mesh(mesh.devices.reshape(sizes), tuple(names))
+
+
+def _primes(size: int) -> Iterator[int]:
+    factor = 2
+    while size > 1:
+        if size % factor == 0:
+            size //= factor
+            yield factor
+        else:
+            factor += 1
+
+
+def _sizes_and_names(mesh: Mesh, manual: frozenset[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Of the axes that are not manual."""
+    free = [(size, name) for name, size in mesh.shape.items() if name not in manual]
+    return tuple(size for size, _ in free), tuple(name for _, name in free)

@@ -1,0 +1,59 @@
+"""What was planned for products of programs that are lowered or compiled already, for `coda.explain`.
+
+How arrays lie on automatic mesh axes is known only while XLA compiles. What each device multiplies then is put on
+record here, by what names a product in any trace of the same function. A record has names and sizes alone, and there
+are so many at most: the oldest go.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.config import KernelConfig
+
+PRODUCTS, PARTS = 4096, 4  # on record at most; plans of each
+
+
+class Part(NamedTuple):
+    """What a device multiplies of a product.
+
+    Attributes:
+      factors: types of its parts of a and b.
+      reason: why it takes the XLA form; None where it is the kernel.
+      config, origin: of the kernel, as in `Selection`.
+    """
+
+    factors: str
+    reason: str | None
+    config: KernelConfig | None
+    origin: str
+
+
+_lock = threading.Lock()  # XLA may ask in several threads
+_found: collections.OrderedDict[str, list[Part]] = collections.OrderedDict()
+
+
+def key_of(avals: Sequence[Any], spec: GemmSpec) -> str:
+    """Names a product of arguments of these types, whichever line or trace it comes from."""
+    types = [(aval.shape, aval.dtype, dict(aval.sharding.mesh.shape)) for aval in avals]
+    return hashlib.sha256(f"{spec}\n{types}".encode()).hexdigest()
+
+
+def record(key: str, part: Part) -> None:
+    """Remembers how the product was planned; the last plan stands last."""
+    with _lock:
+        parts = [of_one for of_one in _found.pop(key, []) if of_one != part]
+        _found[key] = [*parts, part][-PARTS:]
+        while len(_found) > PRODUCTS:
+            _found.popitem(last=False)
+
+
+def recorded(key: str) -> list[Part]:
+    """The plans of a product so far; none where no program with it has been partitioned."""
+    with _lock:
+        return list(_found.get(key, []))
