@@ -16,15 +16,13 @@ from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
 from coda_jax.primitives.shapes import flat_types
-from coda_jax.tiles.constants import CONSTANTS
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
 from coda_jax.tools.costs import Cost, cost_of, pass_us
+from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.graph import graphs_of
 from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
 from coda_jax.tools.walk import equations_in, jaxpr_of
-
-DEFAULT_DEVICE = "NVIDIA H200"  # whose times are told where no GPU is attached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +204,7 @@ def explain(
     """
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
-    named = None if device is None else _device_named(device)
+    named = None if device is None else device_named(device)
     if named is not None and platform == "cpu":
         raise ValueError(f"{platform=} with {device=}; a device is a GPU")
     platform = platform or ("cuda" if named else jax.default_backend())
@@ -226,14 +224,6 @@ def explain(
     passes, attention, kept = _left_to_xla(jaxpr)
     advice = advise(products, notes, remedies, told)
     return Explanation(dict(products), others, dict(notes), told, passes, attention, kept, advice)
-
-
-def _device_named(name: str) -> str:
-    """The kind of device of which constants have this in their names."""
-    found = [device for device in CONSTANTS if name in device]
-    if len(found) != 1:
-        raise ValueError(f"device={name!r}; it must be, or be a part of, one of {', '.join(map(repr, CONSTANTS))}")
-    return found[0]
 
 
 def _left_to_xla(jaxpr: core.Jaxpr) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:

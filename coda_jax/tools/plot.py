@@ -135,12 +135,12 @@ def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str
     axes.grid(alpha=0.25, which="both")
 
 
-def legend(axes: Any) -> None:
-    """Each label once, below the longest bars."""
+def legend(axes: Any, loc: str = "lower right") -> None:
+    """Each label once."""
     handles: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         handles.setdefault(label, handle)
-    axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower right")
+    axes.legend(handles.values(), handles.keys(), fontsize=8, loc=loc)
 
 
 def _sizes(product: Product) -> str:
