@@ -193,6 +193,24 @@ def test_what_is_kept():
     assert coda.explain(loss, *types, device="H200").kept == {}
 
 
+def test_what_stands_alone():
+    """A scatter moves its updates, a sort all; a reduction by a function of one's own is a reduction."""
+
+    def f(x, i, w):
+        y = coda.gemm(x, w)
+        added = jnp.zeros((m, n), jnp.float32).at[i].add(y.astype(jnp.float32))
+        either = jax.lax.reduce(y, jnp.bfloat16(1), jax.lax.mul, (1,))
+        return added, jnp.sort(y, axis=1), either
+
+    m, n = 512, 256
+    found = coda.explain(f, array(m, n), array(m, dtype=jnp.int32), array(n, n), device="H200")
+    tile = 2 * m * n
+    moved = {one.operation.rpartition("+")[2]: (one.bytes_read, one.bytes_written) for one in found.passes}
+    assert moved.pop("broadcast_in_dim") == (0, 2 * tile)  # the zeros
+    assert moved["sort"] == (tile, tile) and moved["scatter-add"][1] == 2 * tile
+    assert any(name.startswith("reduce") for name in moved)
+
+
 def test_a_loop_counts_for_each_step():
     def f(x, w):
         return jax.lax.scan(lambda x, _: (coda.gemm(x, w) * jnp.mean(x), None), x, length=7)[0]
@@ -213,6 +231,17 @@ def test_each_devices_part():
             )
             product, _ = only(coda.explain(coda.gemm, a, b, device="H200").products)
         assert (product.cost and product.cost.flops) == flops and product.reason is None
+
+
+def test_several_devices():
+    """Passes are of whole arrays; how they are split nobody knows before compilation."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    x, w = (
+        jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)) for spec in (P("x"), P())
+    )
+    found = coda.explain(lambda x, w: coda.gemm(jnp.tanh(x), w), x, w, device="H200")
+    assert found.num_devices == 4 and found.totals.passes_bytes == 4 * 256 * 256 and found.totals.passes_ms is None
+    assert "passes left to XLA, on 4 devices together: 0.262 MB" in str(found)
 
 
 def test_advice():

@@ -25,7 +25,7 @@ from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, fl
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.cost_model import GemmShape
-from coda_jax.tiles.table import Problem, attached_device, config_for, expected_nanoseconds
+from coda_jax.tiles.table import Problem, attached_device, config_for, expected_nanoseconds, named_device
 
 CAPABILITY = "9.0"
 
@@ -39,61 +39,48 @@ class Selection:
       config: of the kernel; None too where that is known only when XLA has partitioned the program.
       origin: who says so, as `config_for`.
       over: the mesh axes over which each device runs it on its own part.
-      part: the types and the spec of the product of that part; None where there is none, or the types do not say it.
     """
 
     reason: str | None = None
     config: KernelConfig | None = None
     origin: str = ""
     over: tuple[str, ...] = ()
-    part: tuple[Sequence[Any], GemmSpec] | None = None
 
 
-def select(
-    avals: Sequence[Any],
-    spec: GemmSpec,
-    num_devices: int = 1,
-    *,
-    anywhere: bool = False,
-    device: str | None = None,
-) -> Selection:
+def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
     """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
       avals: types of the arguments.
       num_devices: how many XLA partitions the program over, if its types are on no mesh.
       anywhere: whether it may run on other devices than those attached, so that no table of tiles has a say.
-      device: the kind of Hopper GPU to ask for in the place of what is attached.
 
     Raises:
       ValueError: the user's config is none that a kernel of this product can have.
     """
     if spec.implementation == "xla":
         return Selection("implementation='xla'")
-    if device is None and (reason := _machine_reason()):
+    if reason := _machine_reason():
         return Selection(reason)
     route = route_of(avals, num_devices, for_export=anywhere)
     if route.reason is not None:
         return Selection(route.reason)
     if route.over:
-        return _select_of_parts(avals, spec, route, anywhere, device)
+        return _select_of_parts(avals, spec, route, anywhere)
     if reason := unsupported_reason(flat_types(avals, spec), flat_spec(spec)):
         return Selection(reason)
     problem = problem_of(avals, spec)
     try:
-        return Selection(None, *config_for(problem, spec.config, None if anywhere else device or attached_device()))
+        return Selection(None, *config_for(problem, spec.config, None if anywhere else attached_device()))
     except ValueError as error:
         if spec.config is None:
             return Selection(str(error))
-        without = spec.replace(config=None)
-        if reason := select(avals, without, num_devices, anywhere=anywhere, device=device).reason:
+        if reason := select(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
             return Selection(reason)
         raise
 
 
-def _select_of_parts(
-    avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool, device: str | None
-) -> Selection:
+def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
     """What each device's part is lowered to, as far as the types say it."""
     if route.is_automatic:
         return Selection(over=route.over)
@@ -102,12 +89,12 @@ def _select_of_parts(
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
     of_part = bare(spec, parts) if made.over("k") else spec
-    parts = parts[: len(of_part.batched)]
-    chosen = select(parts, of_part, anywhere=anywhere, device=device)
-    return dataclasses.replace(chosen, over=route.over, part=(parts, of_part))
+    return dataclasses.replace(select(parts[: len(of_part.batched)], of_part, anywhere=anywhere), over=route.over)
 
 
 def _machine_reason() -> str | None:
+    if named_device() is not None:
+        return None
     try:
         devices = jax.devices("cuda")
     except RuntimeError:  # export and ahead-of-time compilation: the machine that runs it compiles the kernels

@@ -16,9 +16,10 @@ from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
 from coda_jax.primitives.shapes import flat_types
+from coda_jax.tiles.table import as_if_attached
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
-from coda_jax.tools.costs import Cost, cost_of, pass_us
+from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.graph import graphs_of
 from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
@@ -61,7 +62,7 @@ class Totals:
       roofline_ms: that the chip's data sheet allows for those that have a time.
       xla_ms: that XLA's forms of the products that have both times take at least.
       fused_ms: that these same products take as kernels.
-      passes_bytes, passes_ms: of the passes left to XLA between products.
+      passes_bytes, passes_ms: of the passes left to XLA between products; no time on several devices.
       kept_bytes: of what is kept for the backward pass.
     """
 
@@ -91,6 +92,8 @@ class Explanation:
       attention: calls of `jax.nn.dot_product_attention`, each taken for one kernel.
       kept: what is kept for the backward pass, once for each array.
       advice: what could be changed.
+      num_devices: that the program runs on. Of several, passes and what is kept are of whole arrays, on all of them
+        together, but for those inside a shard_map.
     """
 
     products: dict[Product, int]
@@ -101,6 +104,7 @@ class Explanation:
     attention: dict[Attention, int] = dataclasses.field(default_factory=dict)
     kept: dict[Kept, int] = dataclasses.field(default_factory=dict)
     advice: tuple[Advice, ...] = ()
+    num_devices: int = 1
 
     @property
     def kernels(self) -> int:
@@ -115,7 +119,7 @@ class Explanation:
         timed = [(cost, count, cost.us) for cost, count in known if cost.us is not None]
         both = [(count, us, cost.xla_us) for cost, count, us in timed if cost.xla_us is not None]
         passes_bytes = sum(one.bytes * count for one, count in self.passes.items())
-        passes_us = pass_us(passes_bytes, self.device)
+        passes_us = pass_us(passes_bytes, self.device) if self.num_devices == 1 else None
         return Totals(
             flops=sum(cost.flops * count for cost, count in known),
             products_ms=sum(us * count for _, count, us in timed) / 1e3,
@@ -143,6 +147,7 @@ class Explanation:
             row["us"] = pass_us(one.bytes, self.device)
         return {
             "device": self.device,
+            "num_devices": self.num_devices,
             "kernels": self.kernels,
             "products": products,
             "others": self.others,
@@ -215,7 +220,9 @@ def explain(
     found, num_devices = equations_in(jaxpr, (args, kwargs))
     for equation, times in found:
         if equation.primitive in PRIMITIVES:
-            products[_product(equation, platform, num_devices, source, named, told)] += times
+            with as_if_attached(named):
+                product = _product(equation, platform, num_devices, source, told)
+            products[product] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
         elif equation.primitive is coda_note_p:
@@ -223,7 +230,7 @@ def explain(
             remedies[equation.params["message"]] = equation.params["remedy"]
     passes, attention, kept = _left_to_xla(jaxpr)
     advice = advise(products, notes, remedies, told)
-    return Explanation(dict(products), others, dict(notes), told, passes, attention, kept, advice)
+    return Explanation(dict(products), others, dict(notes), told, passes, attention, kept, advice, num_devices)
 
 
 def _left_to_xla(jaxpr: core.Jaxpr) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
@@ -245,9 +252,8 @@ def _product(
     num_devices: int,
     with_source: bool,
     device: str | None,
-    told: str | None,
 ) -> Product:
-    """An equation's product; its tile is for the device that was named, its times are those of the kind `told`."""
+    """An equation's product, with times of this kind of device."""
     avals: list[Any] = [v.aval for v in equation.invars]
     spec = equation.params["spec"]
     matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
@@ -260,12 +266,12 @@ def _product(
         reason = f"the platform is {platform}"
         return dataclasses.replace(product, reason=reason, cost=cost_of(avals, spec, None, None))
     try:
-        choice = select(avals, spec, num_devices, device=device)
+        choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
         choice = lowering.Selection(str(error))
-    types, of_types = choice.part or (avals, spec)
-    is_known = choice.part is not None or not choice.over
-    cost = cost_of(types, of_types, choice.config, told) if is_known else None
+    part = part_of(avals, spec) if choice.over else (avals, spec)
+    types, of_types = part or (avals, spec)
+    cost = cost_of(types, of_types, choice.config, device) if part else None
     if choice.reason is not None:
         remedy = remedy_of(types, of_types, choice.reason)
         return dataclasses.replace(product, reason=choice.reason, cost=cost, remedy=remedy)

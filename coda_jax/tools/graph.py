@@ -157,7 +157,7 @@ class _Inliner:
             context.is_attention or self._is_attention(equation),
         )
         inner = inner_jaxprs(equation)
-        if name not in LOOPS and len(inner) == 1 and len(inner[0].invars) == len(inputs):
+        if name not in LOOPS and len(inner) == 1 and _is_call(equation, inner[0]):
             return self._inline(inner[0], inputs, context)
         outputs = [_array(aval) for aval in avals]
         operation = Operation(name, inputs, outputs, *context, equation)
@@ -199,6 +199,14 @@ class _Inliner:
             frames = (frame.function_name for frame in traceback.frames)
             self._of_attention[id(traceback)] = "dot_product_attention" in frames
         return self._of_attention[id(traceback)]
+
+
+def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
+    """Whether an equation does to its arguments what this does; a shard_map does to their parts."""
+    if len(inner.invars) != len(equation.invars):
+        return False
+    shapes = [[getattr(x.aval, "shape", ()) for x in atoms] for atoms in (equation.invars, inner.invars)]
+    return equation.primitive.name == "shard_map" or shapes[0] == shapes[1]
 
 
 def _carried(scan: core.JaxprEqn) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from coda_jax.tools.graph import LOOPS, Array, Graph, Operation
+from coda_jax.tools.walk import inner_jaxprs
 
 _PRODUCTS = {"coda_gemm", "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _COLLECTIVES = {
@@ -185,7 +186,7 @@ class _Fusion:
             makers = [array.maker for array in arrays if array.maker is not None]
             found[found_of(makers, read, {array: _written(array) for array in arrays})] += 1
         for one in self._graph.operations:
-            if one.name in _ALONE and not one.is_attention:
+            if _is_alone(one) and not one.is_attention:
                 is_scatter = one.name.startswith("scatter")  # adds to what is there, in place
                 read = {x: x.bytes for x in one.inputs[is_scatter:] if not x.is_constant}
                 made = one.inputs[-1].bytes if is_scatter else 0
@@ -196,7 +197,7 @@ class _Fusion:
         """`Pass.after` and `Pass.before` of arrays."""
         nothing = frozenset[str]()
         operations, fused = self._graph.operations, set(self._fused)
-        is_pass = {one: one in fused or one.name in _ALONE for one in operations}
+        is_pass = {one: one in fused or _is_alone(one) for one in operations}
         after: dict[Array, frozenset[str]] = collections.defaultdict(lambda: frozenset({"input"}))
         for one in operations:
             makers = [after[array] for array in one.inputs if not array.is_constant]
@@ -264,11 +265,17 @@ class _Fusion:
 
 
 def _is_fused(one: Operation) -> bool:
-    return not one.is_attention and one.name not in {*LOOPS, *_PRODUCTS, *_COLLECTIVES, *_ALONE}
+    return not (one.is_attention or _is_alone(one) or one.name in {*LOOPS, *_PRODUCTS, *_COLLECTIVES})
+
+
+def _is_alone(one: Operation) -> bool:
+    """Whether it is a kernel of its own, as what has a function for parts of its arguments: a Pallas kernel."""
+    of_others = {*LOOPS, *_PRODUCTS, *_COLLECTIVES, "reduce"}
+    return one.name in _ALONE or (one.name not in of_others and bool(inner_jaxprs(one.equation)))
 
 
 def _is_reduction(one: Operation) -> bool:
-    return one.name.startswith(("reduce_", "argm"))
+    return one.name == "reduce" or one.name.startswith(("reduce_", "argm"))
 
 
 def _written(array: Array) -> int:

@@ -85,11 +85,11 @@ def _between(found: Explanation) -> Iterator[str]:
         return
     time = "" if totals.passes_ms is None else f", {totals.passes_ms:.{_places(totals.passes_ms)}f} ms"
     yield ""
-    yield f"passes left to XLA: {_short(totals.passes_bytes / 1e6)} MB{time}"
+    yield f"passes left to XLA{_of_all(found)}: {_short(totals.passes_bytes / 1e6)} MB{time}"
     shown = [(one, count) for one, count in passes[:_MOST_ROWS] if one.bytes * count > totals.passes_bytes / 200]
     rows = [("count", "MB", "us", "operation", "largest array", "between")]
     for one, count in shown:
-        us = pass_us(one.bytes, found.device)
+        us = pass_us(one.bytes, found.device) if found.num_devices == 1 else None
         between = f"{_few(one.after, ', ') or '-'} -> {_few(one.before, ', ') or '-'}"
         told = "" if us is None else f"{us:.0f}"
         rows.append(
@@ -105,7 +105,7 @@ def _kept(found: Explanation) -> Iterator[str]:
     if not found.kept:
         return
     yield ""
-    yield f"kept for the backward pass: {found.totals.kept_bytes / 2**20:.0f} MiB"
+    yield f"kept for the backward pass{_of_all(found)}: {found.totals.kept_bytes / 2**20:.0f} MiB"
     kept = sorted(found.kept.items(), key=lambda item: -item[0].bytes * item[1])
     rows = [("count", "MiB in all", "name", "array", "made by")]
     for one, count in kept[:_MOST_ROWS]:
@@ -113,6 +113,10 @@ def _kept(found: Explanation) -> Iterator[str]:
     yield from columns(rows, (0, 1))
     if rest := kept[_MOST_ROWS:]:
         yield f"{sum(count for _, count in rest):>5}  others, {sum(one.bytes * n for one, n in rest) / 2**20:.0f} MiB"
+
+
+def _of_all(found: Explanation) -> str:
+    return f", on {found.num_devices} devices together" if found.num_devices > 1 else ""
 
 
 def _few(names: Sequence[str], separator: str) -> str:
