@@ -1,27 +1,28 @@
 """What coda.explain says that products cost, what is left to XLA between them, and what is kept for going back."""
 
-import csv
-import dataclasses
+import collections
 import functools
 import json
 import pathlib
+import re
 import statistics
 
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
-from benchmarks.programs import PROGRAMS
-from benchmarks.variants import LLAMA_3_1B, VARIANTS, step
-from flax_layers import Llama
+from benchmarks.lab import explained
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from coda_jax.primitives.lowering import problem_of
+from coda_jax.tiles import table
+from coda_jax.tools.walk import equations_of
 
-RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
-DEVICES = {"nvidia_h200": "H200", "nvidia_h100_80gb_hbm3": "H100"}
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "explain.md"
+ROWS = 2 * 2 * 8192  # bytes of a column of an activation of the step
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -66,73 +67,76 @@ def test_devices():
     assert here.device is None and (cost.flops, cost.us, cost.xla_us) == (2 * 64**3, None, None)
 
 
-@pytest.mark.parametrize("name", DEVICES)
+def test_a_named_device_has_its_table(tmp_path, monkeypatch):
+    a, b = array(4096, 4096), array(4096, 4096)
+    (equation,) = (one for one, _ in equations_of(coda.gemm, a, b)[0] if one.primitive in PRIMITIVES)
+    key = problem_of([x.aval for x in equation.invars], equation.params["spec"]).key
+    path = tmp_path / "tuned.json"
+    table.update(path, "NVIDIA H200", {key: {"config": {"tile_m": 64, "tile_n": 256}}})
+    monkeypatch.setenv("CODA_JAX_TUNED", str(path))
+    tiles = [
+        only(coda.explain(coda.gemm, a, b, **options).products)[0].tile
+        for options in ({"device": "H200"}, {"device": "H100"}, {"platform": "cuda"})
+    ]
+    assert tiles[0] == "64 x 256 (tuned)" and all("cost model" in tile for tile in tiles[1:])
+    assert table.named_device() is None
+
+
+@pytest.mark.parametrize("name", explained.DEVICES)
 def test_times_of_record(name):
-    """Of epilogues that were measured: most within 6 %, long ones and many instructions are underestimated."""
-    with (RESULTS / f"{name}.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["kind"] == "epilogue"]
-    ratios, xla = [], []
-    for row in rows:
-        m, n, k = (int(row[size]) for size in "mnk")
-        case = PROGRAMS[row["program"]]
-        options = {"epilogue": case.epilogue, "out_dtype": case.out_dtype(m, n)}
-        operands = case.operand_types(m, n)
-        found = coda.explain(
-            lambda a, b, *xs, options=options: coda.gemm(a, b, *xs, **options),
-            *(array(m, k), array(k, n), *operands),
-            device=DEVICES[name],
-        )
-        cost = only(found.products)[0].cost
-        ratios.append(cost.us / float(row["kernel"]))
-        if cost.xla_us is not None:
-            xla.append(cost.xla_us / float(row["xla"]))
-        else:
-            assert row["program"] == "logsumexp_pick"
-    assert len(ratios) > 20 and len(xla) > 20
-    assert 0.96 < statistics.median(ratios) < 1.04 and min(ratios) > 0.7 and max(ratios) < 1.12, ratios
-    assert max(xla) < 1.06, xla  # a lower bound
+    """Of epilogues that were measured: most within 6 %; the backward pass of gates and mish take longer than expected.
+    XLA's form takes as long as is said, or longer.
+    """
+    found = list(explained.epilogues(name))
+    ratios = {one: one.us / one.measured_us for one in found}
+    assert len(found) > 20 and 0.97 < statistics.median(ratios.values()) < 1.03
+    off = {one.program for one, ratio in ratios.items() if not 0.94 < ratio < 1.07}
+    assert off <= {"geglu_backward", "gated_backward", "mish", "swiglu"}, ratios
+    assert min(ratios.values()) > 0.7 and max(ratios.values()) < 1.12
+    assert {one.program for one in found if one.xla_us is None} == {"logsumexp_pick"}
+    xla = {one: one.xla_us / one.measured_xla_us for one in found if one.xla_us is not None}
+    assert max(xla.values()) < 1.05 and statistics.median(xla.values()) > 0.9, xla
 
 
-def llama_step(variant, layers=16):
-    config = dataclasses.replace(LLAMA_3_1B, num_hidden_layers=layers)
-    kept = VARIANTS[variant]
-    options = {"scan_layers": kept.scan, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    params = nnx.state(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
-    tokens = array(2, 8192, dtype=jnp.int32)
-    return step(variant, kept, config, jnp.bfloat16, jnp.bfloat16), params, tokens, tokens
+@pytest.mark.parametrize("name", explained.DEVICES)
+def test_the_step_of_record(name):
+    """Traced as a scan, in a second: its products and what it keeps are those of the unrolled step."""
+    found = explained.training_step(name, "coda", traced_as="coda_scan")
+    assert found.ms.keys() == found.measured_ms.keys() and len(found.ms) == 9
+    assert sum(found.ms.values()) == pytest.approx(sum(found.measured_ms.values()), rel=0.05)
+    each = {epilogue: ms / found.measured_ms[epilogue] for epilogue, ms in found.ms.items()}
+    assert 0.75 < each.pop("gated_backward") < 0.9 and all(0.9 < ratio < 1.1 for ratio in each.values()), each
+    assert found.kept_gib == pytest.approx(found.temporaries_gib, rel=0.03)
+    assert 0.7 < found.passes_ms / found.measured_passes_ms < 1.1
 
 
-def record_of_step(name):
-    with (RESULTS / f"{name}_train_step.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["variant"] == "coda"]
-    products = sum(float(row["ms"]) for row in rows if row["class"].startswith("coda: "))
-    (whole,) = (row for row in rows if row["kind"] == "step")
-    return products, float(whole["temporaries_gib"]), float(whole["beyond_ms"])
-
-
-def test_the_step_of_record():
-    """Scanned, which is traced in a second: its products and what it keeps are those of the unrolled step."""
-    arguments = llama_step("coda_scan")
-    for name, device in DEVICES.items():
-        found = coda.explain(*arguments, device=device)
-        products, temporaries, beyond = record_of_step(name)
-        assert found.kernels == 16 * 12 + 8 * 3 and found.totals.untimed == 0
-        assert found.totals.products_ms == pytest.approx(products, rel=0.1)
-        assert found.totals.kept_bytes / 2**30 == pytest.approx(temporaries, rel=0.05)
-        assert 0.65 * beyond < found.totals.passes_ms < 1.1 * beyond
-        names = {one.name: one.bytes for one in found.kept if one.name}
-        assert names["mlpwi"] == 16 * 2 * 16384 * 2 * 8192 and names["context"] == 16 * 2 * 16384 * 2048
-        assert [count for one, count in found.attention.items()] == [16, 16]
-        assert {one.is_backward: one.bytes_read for one in found.attention} == {
-            False: 2 * 16384 * (2048 + 2 * 512),
-            True: 2 * 16384 * (2 * 2048 + 2 * 512),  # q, k, v and the context's cotangent
-        }
+def test_plain_jax():
+    """What XLA has to do between the products of the plain step, four times as much, and what that keeps."""
+    found = explained.training_step("nvidia_h200", "xla", traced_as="xla")
+    assert found.ms == {} and found.passes_ms == pytest.approx(found.measured_passes_ms, rel=0.2)
+    assert 0.7 < found.kept_gib / found.temporaries_gib < 1
 
 
 def test_unrolled_or_scanned_is_the_same():
-    unrolled, scanned = (coda.explain(*llama_step(name, layers=2), device="H200") for name in ("coda", "coda_scan"))
+    unrolled, scanned = (
+        coda.explain(*explained.arguments_of(name, layers=2), device="H200") for name in ("coda", "coda_scan")
+    )
     assert unrolled.totals.kept_bytes == scanned.totals.kept_bytes
     assert unrolled.totals.products_ms == pytest.approx(scanned.totals.products_ms)
+    layers = 2
+    for found in (unrolled, scanned):
+        assert {(one.is_backward, one.bytes_read, one.bytes_written): n for one, n in found.attention.items()} == {
+            (False, ROWS * (2048 + 2 * 512), ROWS * 2048): layers,
+            (
+                True,
+                ROWS * (2 * 2048 + 2 * 512),
+                ROWS * (2048 + 2 * 512),
+            ): layers,
+        }
+        names = collections.Counter()
+        for one, count in found.kept.items():
+            names[one.name] += one.bytes * count
+        assert names["mlpwi"] == layers * ROWS * 2 * 8192 and names["context"] == layers * ROWS * 2048
 
 
 def test_passes():
@@ -172,6 +176,22 @@ def test_arrays_that_are_cheap_to_make_again_are_not_written():
     assert sorted(one.bytes for one in found.passes) == [2 * tile + 4 * m, 3 * tile + 4 * m]
 
 
+def test_what_moves_nothing():
+    """Reshapes, an axis of one, a cast to what is there, and one back to what was widened."""
+
+    def f(x, w):
+        y = x.reshape(2, 256, 256)[None].astype(jnp.bfloat16).astype(jnp.float32)
+        return coda.gemm(y.astype(jnp.bfloat16).reshape(512, 256), w)
+
+    assert coda.explain(f, array(512, 256), array(256, 256), device="H200").passes == {}
+    narrowed = coda.explain(
+        lambda x, w: coda.gemm(x.astype(jnp.float16).astype(jnp.bfloat16), w),
+        *(array(512, 256), array(256, 256)),
+        device="H200",
+    )
+    assert [one.bytes for one in narrowed.passes] == [4 * 512 * 256]  # float16 rounds
+
+
 def test_what_is_kept():
     m, n = 512, 256
 
@@ -209,6 +229,21 @@ def test_what_stands_alone():
     assert moved.pop("broadcast_in_dim") == (0, 2 * tile)  # the zeros
     assert moved["sort"] == (tile, tile) and moved["scatter-add"][1] == 2 * tile
     assert any(name.startswith("reduce") for name in moved)
+
+
+def test_parts_of_arrays():
+    """Of what is sliced or gathered a pass reads the part, of what is updated in place it writes the update."""
+    m, n = 512, 256
+
+    def f(x, i, out, w):
+        y = coda.gemm(x, w)
+        return coda.gemm(y[:64] * 2, w), coda.gemm(x[i], w), jax.lax.dynamic_update_slice(out, y[:64], (0, 0))
+
+    types = array(m, n), array(32, dtype=jnp.int32), array(m, n), array(n, n)
+    found = coda.explain(f, *types, device="H200")
+    part, row = 2 * 64 * n, 2 * n
+    sizes = sorted((one.bytes_read, one.bytes_written) for one in found.passes)
+    assert sizes == [(32 * row + 32 * 4, 32 * row), (part, 2 * part)]  # the updates and the product's rows in one pass
 
 
 def test_a_loop_counts_for_each_step():
@@ -265,6 +300,8 @@ def test_advice():
     assert change(array(4096, 4096), array(4096, 4096)) == []
     (small,) = coda.explain(coda.gemm, array(64, 64), array(64, 64), device="H200").advice
     assert small.why.startswith("too small to gain") and "larger batch" in small.change
+    both = coda.explain(lambda a: (coda.gemm(a, a), coda.gemm(a, a, epilogue=jnp.tanh)), array(64, 64), device="H200")
+    assert [one.about for one in both.advice] == ["1 gemm, bfloat16[64,64] @ bfloat16[64,64], and 1 others"]
     (thin,) = coda.explain(coda.gemm, array(64, 16384), array(16384, 16384), device="H200").advice
     assert thin.why.startswith("bound by memory: 64 flops a byte")
     halves = coda.explain(
@@ -315,3 +352,16 @@ def test_picture(tmp_path):
         found.plot([axes[0]])
     with pytest.raises(ValueError, match="no product has an expected time"):
         coda.explain(coda.gemm, array(64, 64), array(64, 64)).plot(tmp_path / "none.png")
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documents are not beside these tests")
+def test_the_pages_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, names)
+    printed = capsys.readouterr().out
+    assert names["found"].kernels == 5 and "8 tensor, 8192 tokens a device" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["explain.png", "plan.png"]
+    for step in coda.plan_costs(names["llama"], tokens=16384, mesh={"fsdp": 8}).steps[:5]:  # the table of the page
+        assert f"{step.ms:.2f}" in PAGE.read_text()

@@ -68,25 +68,33 @@ def _of_small(products: Mapping[Product, int], device: str | None) -> Iterator[A
     if device not in CONSTANTS:
         return
     launch_us = min(CONSTANTS[device].start) * UNIT_NANOSECONDS / 1e3
-    for product, count in products.items():
-        cost = product.cost
-        if product.reason is not None or cost is None or cost.us is None:
-            continue
-        about = f"{count} {product.epilogue}, {product.a} @ {product.b}"
-        if cost.us < 2 * launch_us:
+    kernels = [
+        (product, count, product.cost, product.cost.us)
+        for product, count in products.items()
+        if product.reason is None and product.cost is not None and product.cost.us is not None
+    ]
+    if small := [(product, count) for product, count, _, us in kernels if us < 2 * launch_us]:
+        yield Advice(
+            _named(small),
+            "too small to gain: the launch and the first tiles' way to the chip take most of the time",
+            "Give them more rows, by a larger batch, or join products that read the same array: "
+            "coda.gemm(x, (w1, w2), ...)",
+        )
+    for product, count, cost, us in kernels:
+        if us >= 2 * launch_us and cost.bound == "memory":
             yield Advice(
-                about,
-                f"too small to gain: of {cost.us:.0f} us about {launch_us:.0f} are its launch and its first tiles' way",
-                "Give it more rows, by a larger batch, or join products that read the same array: "
-                "coda.gemm(x, (w1, w2), ...)",
-            )
-        elif cost.bound == "memory":
-            yield Advice(
-                about,
+                _named([(product, count)]),
                 f"bound by memory: {cost.flops / cost.bytes:.0f} flops a byte",
                 "No tile helps; fewer bytes would: narrower outputs, fewer tile operands, or more rows for a weight "
                 "that is read for few",
             )
+
+
+def _named(products: Sequence[tuple[Product, int]]) -> str:
+    """Which these are, the first one with its factors."""
+    (first, count), *others = products
+    named = f"{count} {first.epilogue}, {first.a} @ {first.b}"
+    return f"{named}, and {sum(count for _, count in others)} others" if others else named
 
 
 def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:

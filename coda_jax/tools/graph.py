@@ -146,7 +146,7 @@ class _Inliner:
         name, avals = equation.primitive.name, [var.aval for var in equation.outvars]
         if name == "name" and inputs[0].name is None:
             inputs[0].name = equation.params["name"]
-        if (name in _SAME and len(inputs) == len(avals)) or _moves_nothing(name, inputs, avals):
+        if (name in _SAME and len(inputs) == len(avals)) or _moves_nothing(equation):
             return inputs
         if (before := _rounded_back(name, inputs, avals)) is not None:
             return [before]
@@ -225,17 +225,17 @@ def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array
     return [first[inner] for inner in results]
 
 
-def _moves_nothing(name: str, inputs: Sequence[Array], avals: Sequence[Any]) -> bool:
-    """Whether a cast or a broadcast is to what is there."""
-    if name not in ("convert_element_type", "broadcast_in_dim", "transpose") or len(avals) != 1:
+def _moves_nothing(equation: core.JaxprEqn) -> bool:
+    """Whether a cast, a broadcast or a transposition is to what is there, but for axes of one element."""
+    if equation.primitive.name not in ("convert_element_type", "broadcast_in_dim", "transpose"):
         return False
-    (before,), after = inputs[:1], avals[0]
-    if name == "transpose":
-        return [size for size in before.shape if size != 1] == [size for size in after.shape if size != 1] and (
-            sum(size != 1 for size in before.shape) <= 1
-        )
-    sizes = [size for size in before.shape if size != 1]
-    return before.dtype == after.dtype and sizes == [size for size in after.shape if size != 1]
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    if equation.primitive.name == "transpose":
+        kept = [axis for axis in equation.params["permutation"] if before.shape[axis] != 1]
+        return kept == sorted(kept)
+    sizes = [[size for size in aval.shape if size != 1] for aval in (before, after)]
+    return before.dtype == after.dtype and sizes[0] == sizes[1]
 
 
 def _rounded_back(name: str, inputs: Sequence[Array], avals: Sequence[Any]) -> Array | None:
