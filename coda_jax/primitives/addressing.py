@@ -57,7 +57,7 @@ def _unsupported_program(program: Program) -> str | None:
 
 def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
     split = spec.program.splits
-    for name, size, dtype in rows(a, b, spec):
+    for name, size, dtype in _rows(a, b, spec):
         if not isinstance(size, int):
             return f"{name}: its rows have the symbolic length {size}"
         row_bytes = size * np.dtype(dtype).itemsize
@@ -69,7 +69,7 @@ def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
     return None
 
 
-def rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any]]:
+def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any]]:
     """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one."""
     program, columns = spec.program, spec.sizes(a, b).n // spec.program.splits
     yield "a", a.shape[-1], a.dtype
@@ -97,3 +97,10 @@ def _unsupported_count(program: Program) -> str | None:
             f"{_MAX_PARAMETER_BYTES - 16} bytes, at 128 a matrix and 8 an array"
         )
     return None
+
+
+def unaligned_rows(avals: Sequence[Any], spec: GemmSpec) -> list[tuple[str, int, int]]:
+    """Names of what has rows that TMA does not address, their lengths, and what these should be multiples of."""
+    a, b, _ = spec.split(avals)
+    each = ((name, size, 16 // np.dtype(dtype).itemsize) for name, size, dtype in _rows(a, b, spec))
+    return [(name, size, unit) for name, size, unit in each if isinstance(size, int) and size % unit]

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from coda_jax.primitives.addressing import rows
+from coda_jax.primitives.addressing import unaligned_rows
 from coda_jax.primitives.shapes import flat_spec, flat_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
@@ -121,15 +120,13 @@ def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
     a, b, _ = matrices.split(types)
     sizes = matrices.sizes(a, b)
     units: dict[str, int] = {}
-    for name, size, dtype in rows(a, b, matrices):
-        if not isinstance(size, int):
-            return None
-        unit = 16 // np.dtype(dtype).itemsize
-        if size % unit:
-            letter = ("m" if spec.transpose_a else "k") if name == "a" else "n"
-            letter = "k" if name == "b" and spec.transpose_b else letter
-            unit *= spec.program.splits if letter == "n" else 1
-            units[letter] = max(unit, units.get(letter, 0))
+    for name, size, unit in unaligned_rows(types, matrices):
+        if name == "a":
+            letter = "m" if spec.transpose_a else "k"
+        else:
+            letter = "k" if name == "b" and spec.transpose_b else "n"
+            unit *= 2 if letter == "n" and 2 * size == sizes.n else 1  # the rows of one half
+        units[letter] = max(unit, units.get(letter, 0))
     if not units:
         return None
     each = [
