@@ -13,13 +13,13 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 
 from benchmarks import results
 from benchmarks.lab import tile_losses
+from coda_jax.tiles.chips import chip_of
 from coda_jax.tiles.constants import by_time, constants_for
 
 matplotlib.use("Agg")
@@ -41,20 +41,6 @@ FUSED = {  # what the picture says instead of a program's name
     "logsumexp_pick": "log-sum-exp and label's logit",
 }
 PRODUCT = "_product"  # ends the name of a column that has a bare product's microseconds
-
-
-class Chip(NamedTuple):
-    """Of the data sheet: TFLOP/s of dense bfloat16, and TB/s of memory."""
-
-    tflops: float
-    tbytes: float
-
-
-CHIPS = {  # by the beginning of JAX's device kind
-    "NVIDIA H200": Chip(989.4, 4.8),
-    "NVIDIA H100 80GB HBM3": Chip(989.4, 3.35),
-    "NVIDIA H100 PCIe": Chip(756.0, 2.0),
-}
 
 
 def read(path: pathlib.Path) -> list[Row]:
@@ -129,7 +115,7 @@ def roofline(rows: Sequence[Row]) -> plt.Figure:
     """TFLOP/s against flops a byte, and the chip's two lines where its data sheet is known."""
     figure, axes = plt.subplots(figsize=(8, 5))
     device = rows[0]["device"]
-    chip = next((chip for name, chip in CHIPS.items() if device.startswith(name)), None)
+    chip = chip_of(device)
     intensities = np.array([intensity(row) for row in rows])
     for column, marker in zip(product_columns(rows), "osD^vP*X<>", strict=False):
         axes.plot(intensities, [tflops(row, column) for row in rows], marker, label=shown(column), alpha=0.8)

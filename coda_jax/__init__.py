@@ -32,6 +32,8 @@ from coda_jax.primitives import strict as strict
 from coda_jax.tiles import GemmConfig as GemmConfig
 from coda_jax.tools.explain import Explanation as Explanation
 from coda_jax.tools.explain import explain as explain
+from coda_jax.tools.plan_costs import PlanCosts as PlanCosts
+from coda_jax.tools.plan_costs import plan_costs as plan_costs
 from coda_jax.tools.tune import Tuning as Tuning
 from coda_jax.tools.tune import tune as tune
 

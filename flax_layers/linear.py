@@ -216,7 +216,8 @@ def unchained(x: jax.Array, layer: Any) -> jax.Array:
         f"a {type(layer).__name__} stands in the place of a Linear, which disables the fused chain of its sub-layer: "
         "norm, activation or their backward passes are passes of their own there"
     )
-    return noted(x, "flax_layers", reason)
+    remedy = "Keep a flax_layers.Linear there; what a low-rank adapter adds leaves the norm in the products"
+    return noted(x, "flax_layers", reason, remedy)
 
 
 def partly_chained(x: jax.Array, layers: Sequence[Any], passes: str) -> jax.Array:
@@ -226,7 +227,7 @@ def partly_chained(x: jax.Array, layers: Sequence[Any], passes: str) -> jax.Arra
         f"a {name} stands in the place of a Linear. The norm and its backward pass stay in the products' epilogues; "
         f"{passes} a pass of its own there, forward and backward"
     )
-    return noted(x, "flax_layers", reason)
+    return noted(x, "flax_layers", reason, "Merge the adapter into its weight where it is no longer trained")
 
 
 Residual = jax.Array | Stream | Literal[True] | None

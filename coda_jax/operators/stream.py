@@ -138,4 +138,5 @@ def separate_residual(residual: Any, operator: str) -> jax.Array:
         operator,
         "residual is an array of its own beside a norm. If it is what the norm normalises, residual=True adds its "
         "cotangent in a product's epilogue; here that is a pass of its own over (M, D)",
+        "Pass residual=True where it is what the norm normalises",
     )

@@ -97,3 +97,10 @@ def _unsupported_count(program: Program) -> str | None:
             f"{_MAX_PARAMETER_BYTES - 16} bytes, at 128 a matrix and 8 an array"
         )
     return None
+
+
+def unaligned_rows(avals: Sequence[Any], spec: GemmSpec) -> list[tuple[str, int, int]]:
+    """Names of what has rows that TMA does not address, their lengths, and what these should be multiples of."""
+    a, b, _ = spec.split(avals)
+    each = ((name, size, 16 // np.dtype(dtype).itemsize) for name, size, dtype in _rows(a, b, spec))
+    return [(name, size, unit) for name, size, unit in each if isinstance(size, int) and size % unit]

@@ -27,7 +27,7 @@ from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, fl
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.cost_model import GemmShape
-from coda_jax.tiles.table import Problem, attached_device, config_for, expected_nanoseconds
+from coda_jax.tiles.table import Problem, attached_device, config_for, expected_nanoseconds, named_device
 
 CAPABILITY = "9.0"
 
@@ -110,6 +110,8 @@ def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
 
 
 def _machine_reason() -> str | None:
+    if named_device() is not None:
+        return None
     try:
         devices = jax.devices("cuda")
     except RuntimeError:  # export and ahead-of-time compilation: the machine that runs it compiles the kernels

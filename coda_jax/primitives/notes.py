@@ -68,9 +68,13 @@ coda_note_p = jex_core.Primitive("coda_note")
 _reported: set[str] = set()
 
 
-def noted(x: jax.Array, operator: str, reason: str) -> jax.Array:
-    """x; lowered for a GPU, it warns once that `operator` does what `reason` says."""
-    out: jax.Array = coda_note_p.bind(x, message=f"{operator}: {reason}", site=call_site())
+def noted(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Array:
+    """x; lowered for a GPU, it warns once that `operator` does what `reason` says.
+
+    Args:
+      remedy: what a user could change, for `coda.explain`'s advice.
+    """
+    out: jax.Array = coda_note_p.bind(x, message=f"{operator}: {reason}", remedy=remedy, site=call_site())
     return out
 
 
@@ -87,14 +91,14 @@ def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> Non
         warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
 
 
-def _run(x: Any, *, message: str, site: CallSite) -> Any:
+def _run(x: Any, *, message: str, site: CallSite, **_: Any) -> Any:
     """Outside jit. What is there already has a device."""
     if isinstance(x, jax.Array) and any(device.platform == "gpu" for device in x.devices()):
         warn_once(message, message, site, strict=is_strict())
     return x
 
 
-def _lower_cuda(ctx: mlir.LoweringRuleContext, x: Any, *, message: str, site: CallSite) -> list[Any]:
+def _lower_cuda(ctx: mlir.LoweringRuleContext, x: Any, *, message: str, site: CallSite, **_: Any) -> list[Any]:
     warn_once(message, message, site, strict=is_strict())
     return [x]
 

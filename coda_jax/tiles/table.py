@@ -15,6 +15,7 @@ Environment, read when a product is lowered:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import fcntl
 import functools
@@ -125,8 +126,28 @@ def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -
     return problem.config(None, device), "cost model"
 
 
+_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("named_device", default=None)
+
+
+@contextlib.contextmanager
+def as_if_attached(device: str | None) -> Iterator[None]:
+    """In this context, tiles are chosen as if a GPU of this kind, a Hopper, were attached; None: as it is."""
+    token = _named.set(device)
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def named_device() -> str | None:
+    """The kind of device of `as_if_attached`."""
+    return _named.get()
+
+
 def attached_device() -> str | None:
     """Kind of the GPUs attached, where there are any and all are of one kind."""
+    if (named := named_device()) is not None:
+        return named
     try:
         kinds = {device.device_kind for device in jax.devices("cuda")}
     except RuntimeError:

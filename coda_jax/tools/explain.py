@@ -1,21 +1,29 @@
-"""What the products of a function are lowered to, and why."""
+"""What the products of a function are lowered to, and why; what they cost, and what is left between them."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.extend import core
 
+from coda_jax.primitives import lowering
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.kernel import readable_source
 from coda_jax.primitives.lowering import problem_of, select
 from coda_jax.primitives.notes import coda_note_p
 from coda_jax.primitives.shapes import flat_types
-from coda_jax.tools.walk import equations_of
+from coda_jax.tiles.table import as_if_attached
+from coda_jax.tools import text
+from coda_jax.tools.advice import Advice, advise, remedy_of
+from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
+from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
+from coda_jax.tools.graph import graphs_of
+from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
+from coda_jax.tools.walk import equations_in, jaxpr_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +36,9 @@ class Product:
       reason: why it takes XLA's form; None where it is the Hopper kernel.
       tile: rows and columns of the kernel's tiles, and who chose them; None where it takes XLA's form.
       source: the kernel's CUDA source, if it was asked for; None where it takes XLA's form.
+      cost: of one execution, of a device's part where the product is split over a mesh. None where a size is symbolic,
+        or the part is known only when XLA has partitioned the program.
+      remedy: what would make it the kernel, where it takes XLA's form and something would.
     """
 
     epilogue: str
@@ -36,79 +47,213 @@ class Product:
     reason: str | None
     tile: str | None = None
     source: str | None = None
+    cost: Cost | None = None
+    remedy: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over a call of the function on one device; milliseconds are expected ones.
+
+    Attributes:
+      flops: of all coda_jax's products with known sizes.
+      products_ms: of those that are kernels and whose time is known.
+      untimed: how many products have no time: they take XLA's form, or nobody has measured the like.
+      roofline_ms: that the chip's data sheet allows for those that have a time.
+      xla_ms: that XLA's forms of the products that have both times take at least.
+      fused_ms: that these same products take as kernels.
+      passes_bytes, passes_ms: of the passes left to XLA between products; no time on several devices.
+      kept_bytes: of what is kept for the backward pass.
+    """
+
+    flops: int
+    products_ms: float
+    untimed: int
+    roofline_ms: float
+    xla_ms: float
+    fused_ms: float
+    passes_bytes: int
+    passes_ms: float | None
+    kept_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The products of a function, printed as a table, and below it their sources where these were asked for.
+    """The products of a function and what is left between them, printed as tables; below them the kernels' sources,
+    where these were asked for.
 
     Attributes:
       products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
       others: products that are not coda_jax's, as attention's are.
       notes: what operators and layers say of themselves, as why a chain is lost, and how often.
+      device: the kind whose times are told; None on another platform.
+      passes: what XLA does between products, as far as the function's jaxpr tells; see `coda_jax.tools.passes`.
+      attention: calls of `jax.nn.dot_product_attention`, each taken for one kernel.
+      kept: what is kept for the backward pass, once for each array.
+      advice: what could be changed.
+      num_devices: that the program runs on. Of several, passes and what is kept are of whole arrays, on all of them
+        together, but for those inside a shard_map.
     """
 
     products: dict[Product, int]
     others: int
     notes: dict[str, int] = dataclasses.field(default_factory=dict)
+    device: str | None = None
+    passes: dict[Pass, int] = dataclasses.field(default_factory=dict)
+    attention: dict[Attention, int] = dataclasses.field(default_factory=dict)
+    kept: dict[Kept, int] = dataclasses.field(default_factory=dict)
+    advice: tuple[Advice, ...] = ()
+    num_devices: int = 1
 
     @property
     def kernels(self) -> int:
         """How many of the products are Hopper kernels."""
         return sum(count for product, count in self.products.items() if product.reason is None)
 
+    @property
+    def totals(self) -> Totals:
+        """Sums over one call."""
+        costs = [(product.cost, count) for product, count in self.products.items()]
+        known = [(cost, count) for cost, count in costs if cost is not None]
+        timed = [(cost, count, cost.us) for cost, count in known if cost.us is not None]
+        both = [(count, us, cost.xla_us) for cost, count, us in timed if cost.xla_us is not None]
+        passes_bytes = sum(one.bytes * count for one, count in self.passes.items())
+        passes_us = pass_us(passes_bytes, self.device) if self.num_devices == 1 else None
+        return Totals(
+            flops=sum(cost.flops * count for cost, count in known),
+            products_ms=sum(us * count for _, count, us in timed) / 1e3,
+            untimed=sum(self.products.values()) - sum(count for _, count, _ in timed),
+            roofline_ms=sum((cost.roofline_us or 0.0) * count for cost, count, _ in timed) / 1e3,
+            xla_ms=sum(xla_us * count for count, _, xla_us in both) / 1e3,
+            fused_ms=sum(us * count for count, us, _ in both) / 1e3,
+            passes_bytes=passes_bytes,
+            passes_ms=None if passes_us is None else passes_us / 1e3,
+            kept_bytes=sum(one.bytes * count for one, count in self.kept.items()),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` takes them."""
+
+        def rows(counted: Mapping[Any, int]) -> list[dict[str, Any]]:
+            return [{"count": count, **dataclasses.asdict(one)} for one, count in counted.items()]
+
+        products = rows(self.products)
+        for row, product in zip(products, self.products, strict=True):
+            if product.cost is not None:
+                row["cost"] |= {"roofline_share": product.cost.share, "tflops": product.cost.tflops}
+        passes = rows(self.passes)
+        for row, one in zip(passes, self.passes, strict=True):
+            row["us"] = pass_us(one.bytes, self.device)
+        return {
+            "device": self.device,
+            "num_devices": self.num_devices,
+            "kernels": self.kernels,
+            "products": products,
+            "others": self.others,
+            "passes": passes,
+            "attention": rows(self.attention),
+            "kept": rows(self.kept),
+            "notes": [{"count": count, "note": note} for note, count in self.notes.items()],
+            "advice": [dataclasses.asdict(one) for one in self.advice],
+            "totals": dataclasses.asdict(self.totals),
+        }
+
+    def plot(self, where: Any) -> Any:
+        """A picture: a bar for each product, with what the chip allows and what XLA's form takes; and the roofline.
+
+        Args:
+          where: the path of a picture to write, or two matplotlib axes, for the bars and for the roofline.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ImportError: there is no matplotlib.
+          ValueError: no product has a time.
+        """
+        from coda_jax.tools import plot
+
+        return plot.explanation(self, where)
+
     def __str__(self) -> str:
-        rows = [("count", "epilogue", "product", "lowered to")]
-        for product, count in self.products.items():
-            reason = product.reason and " ".join(product.reason.split())  # on one line of the table
-            target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
-            rows.append((str(count), product.epilogue, f"{product.a} @ {product.b}", target))
-        wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"{a:>{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
-        lines.append(f"{self.others:>{wide[0]}}  products that are not coda_jax's")
-        lines += [f"{count:>{wide[0]}}  {note}" for note, count in self.notes.items()]
-        for product in self.products:
-            if product.source:
-                lines.append(f"\n// {product.epilogue}: {product.a} @ {product.b}\n{product.source.rstrip()}")
-        return "\n".join(lines)
+        return text.explanation(self)
 
 
 def explain(
-    function: Callable[..., Any], *args: Any, platform: str | None = None, source: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    platform: str | None = None,
+    device: str | None = None,
+    source: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
-    """What each product of function(*args, **kwargs) is lowered to, and why. Nothing is compiled or run.
+    """What each product of function(*args, **kwargs) is lowered to, why, and what it costs. Nothing is compiled or run.
 
     Args:
       function: traceable by JAX; jitted or not.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses.
+      platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses, and
+        "cuda" where a device is named.
+      device: the kind of GPU to explain for, by JAX's name or a part of it, "H200" or "H100"; default the one that is
+        attached. Without one, times are an H200's, and tiles are those of a program that is exported: of no table.
       source: also tell each kernel's CUDA source, with the epilogue's function, its file and line, and its parameters
         by their names. What is compiled, and what CODA_JAX_DUMP_DIR holds, has `column_vector_0` in the place of
         `rstd`, so that functions with the same mathematics share a kernel.
 
     Raises:
-      ValueError: another platform.
+      ValueError: another platform, or a device of which no times are known.
 
-    Example: `print(coda.explain(jax.grad(loss), params, batch))`, and of one product
+    Example: `print(coda.explain(jax.grad(loss), params, batch, device="H200"))`, and of one product
     `print(coda.explain(coda.gemm, a, b, platform="cuda", source=True))`
     """
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
-    platform = platform or jax.default_backend()
+    named = None if device is None else device_named(device)
+    if named is not None and platform == "cpu":
+        raise ValueError(f"{platform=} with {device=}; a device is a GPU")
+    platform = platform or ("cuda" if named else jax.default_backend())
+    told = named or lowering.attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
     products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
-    found, num_devices = equations_of(function, *args, **kwargs)
+    remedies: dict[str, str] = {}
+    jaxpr = jaxpr_of(function, *args, **kwargs)
+    found, num_devices = equations_in(jaxpr, (args, kwargs))
     for equation, times in found:
         if equation.primitive in PRIMITIVES:
-            products[_product(equation, platform, num_devices, source)] += times
+            with as_if_attached(named):
+                product = _product(equation, platform, num_devices, source, told)
+            products[product] += times
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             others += times
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
-    return Explanation(dict(products), others, dict(notes))
+            remedies[equation.params["message"]] = equation.params["remedy"]
+    passes, attention, kept = _left_to_xla(jaxpr)
+    advice = advise(products, notes, remedies, told)
+    return Explanation(dict(products), others, dict(notes), told, passes, attention, kept, advice, num_devices)
 
 
-def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_source: bool) -> Product:
+def _left_to_xla(jaxpr: core.Jaxpr) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
+    """What all graphs of a function leave to XLA; what a loop's body keeps counts once."""
+    passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
+    for graph in graphs_of(jaxpr):
+        of_graph = left_to_xla(graph)
+        for one, count in of_graph[0].items():
+            passes[one] += count * graph.times
+        for call, count in of_graph[1].items():
+            attention[call] += count * graph.times
+        kept.update(of_graph[2])
+    return dict(passes), dict(attention), dict(kept)
+
+
+def _product(
+    equation: core.JaxprEqn,
+    platform: str,
+    num_devices: int,
+    with_source: bool,
+    device: str | None,
+) -> Product:
+    """An equation's product, with times of this kind of device."""
     avals: list[Any] = [v.aval for v in equation.invars]
     spec = equation.params["spec"]
     matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
@@ -116,17 +261,25 @@ def _product(equation: core.JaxprEqn, platform: str, num_devices: int, with_sour
         f"{(aval if aval.ndim == matrix.ndim else matrix).str_short()}{'^T' if transposed else ''}"
         for aval, matrix, transposed in zip(avals, matrices, (spec.transpose_a, spec.transpose_b), strict=False)
     )
+    product = Product(spec.name, a, b, None)
     if platform not in ("gpu", "cuda"):
-        return Product(spec.name, a, b, f"the platform is {platform}")
+        reason = f"the platform is {platform}"
+        return dataclasses.replace(product, reason=reason, cost=cost_of(avals, spec, None, None))
     try:
         choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
-        return Product(spec.name, a, b, str(error))
+        choice = lowering.Selection(str(error))
+    part = part_of(avals, spec) if choice.over else (avals, spec)
+    types, of_types = part or (avals, spec)
+    cost = cost_of(types, of_types, choice.config, device) if part else None
     if choice.reason is not None:
-        return Product(spec.name, a, b, choice.reason)
+        remedy = remedy_of(types, of_types, choice.reason)
+        return dataclasses.replace(product, reason=choice.reason, cost=cost, remedy=remedy)
     parts = f" {' or '.join(choice.parts)}" if choice.parts else ""
     each = f", on each device's part{parts} over {', '.join(choice.over)}" if choice.over else ""
     if choice.config is None:
-        return Product(spec.name, a, b, None, f"its tile chosen once XLA has partitioned the program{each}")
+        tile = f"its tile chosen once XLA has partitioned the program{each}"
+        return dataclasses.replace(product, tile=tile)
     source = readable_source(problem_of(avals, spec), choice.config) if with_source and not choice.over else None
-    return Product(spec.name, a, b, None, f"{choice.config.name} ({choice.origin}){each}", source)
+    tile = f"{choice.config.name} ({choice.origin}){each}"
+    return dataclasses.replace(product, tile=tile, source=source, cost=cost)

@@ -10,28 +10,47 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 
+def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Jaxpr:
+    """What function(*args, **kwargs) computes.
+
+    Equations whose results nobody reads are not in it, as the gradients of frozen weights: jit drops them too.
+    """
+    jaxpr = jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr
+    needed: core.Jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return needed
+
+
 def equations_of(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
-    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on.
+    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
+    return equations_in(jaxpr_of(function, *args, **kwargs), (args, kwargs))
 
-    Equations whose results nobody reads are none of them, as the gradients of frozen weights: jit drops them too.
-    """
-    jaxpr = jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr
-    found = list(_equations(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0], 1))
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+
+def equations_in(jaxpr: core.Jaxpr, arguments: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
+    """The same of a jaxpr with these arguments."""
+    found = list(_equations(jaxpr, 1))
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
     shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
     sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
     return found, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The jaxprs among an equation's parameters: the body of a loop, the branches of a cond, a jitted function."""
+    inner = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    jaxprs = (x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner)
+    return [x for x in jaxprs if isinstance(x, core.Jaxpr)]
+
+
+def executions(equation: core.JaxprEqn) -> int:
+    """How often what is inside an equation is executed: a scan's steps, else once."""
+    return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 
 def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
     """All equations, those of nested jaxprs too, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
-        inner_times = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr)):
-            if isinstance(inner, core.ClosedJaxpr):
-                yield from _equations(inner.jaxpr, inner_times)
-            elif isinstance(inner, core.Jaxpr):
-                yield from _equations(inner, inner_times)
+        for inner in inner_jaxprs(equation):
+            yield from _equations(inner, times * executions(equation))

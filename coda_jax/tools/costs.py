@@ -1,0 +1,137 @@
+"""What a product moves and computes, how long it should take, and how near that is to what the chip can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from coda_jax.epilogue import types_of
+from coda_jax.primitives.gemm_primitive import xla_form
+from coda_jax.primitives.lowering import problem_of
+from coda_jax.primitives.partitioned import BARE, bare, parts_of, plan_of_types
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.chips import COPIED, chip_of
+from coda_jax.tiles.config import KernelConfig
+from coda_jax.tiles.constants import CONSTANTS
+from coda_jax.tiles.cost_model import GemmShape
+from coda_jax.tiles.table import Problem, expected_nanoseconds
+from coda_jax.tiles.traffic import has_logsumexp
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one execution of a product on one device.
+
+    Attributes:
+      flops: 2 M N K.
+      bytes_read, bytes_written: of a, b and the epilogue's operands, and of its results, each once.
+      us: microseconds that the kernel should take, by the cost model; None where it takes XLA's form, or nobody has
+        measured the like of it on this device.
+      xla_us: that XLA's form takes at least: the bare product, and one pass that reads it, in 16 bits, and what the
+        epilogue reads, and writes the results. None where the cost model cannot say it, as of a log-sum-exp.
+      roofline_us: that the chip's data sheet allows; None for an unknown chip.
+      bound: "compute" or "memory", whichever takes longer there.
+    """
+
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    us: float | None = None
+    xla_us: float | None = None
+    roofline_us: float | None = None
+    bound: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def share(self) -> float | None:
+        """Of the roofline: the time that the chip's data sheet allows, over the expected one."""
+        return self.roofline_us / self.us if self.us and self.roofline_us else None
+
+    @property
+    def tflops(self) -> float | None:
+        """Expected TFLOP/s."""
+        return self.flops / self.us / 1e6 if self.us else None
+
+
+def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, device: str | None) -> Cost | None:
+    """What the product of arguments of these types costs; None where a size is symbolic.
+
+    Args:
+      config: of its kernel; None where it takes XLA's form.
+      device: the kind to say times for; None: no times.
+    """
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    if not all(isinstance(size, int) for aval in plain for size in aval.shape):
+        return None
+    spec = spec.replace(out_sharding=None)
+    results = types_of(functools.partial(xla_form, spec=spec), *plain)
+    problem = problem_of(plain, spec)
+    m, n, k, batch = (problem.shape.m, problem.shape.n, problem.shape.k, problem.shape.batch)
+    read, written = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (plain, results))
+    flops = 2 * m * n * k * batch
+    chip = chip_of(device) if device else None
+    if chip is None or device not in CONSTANTS:
+        return Cost(flops, read, written)
+    of_compute, of_memory = flops / chip.tflops / 1e6, (read + written) / chip.tbytes / 1e6
+    nanoseconds = config and expected_nanoseconds(problem, config, device)
+    return Cost(
+        flops,
+        read,
+        written,
+        nanoseconds / 1e3 if nanoseconds else None,
+        _xla_us(problem, read + written, device),
+        max(of_compute, of_memory),
+        "compute" if of_compute >= of_memory else "memory",
+    )
+
+
+def part_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSpec] | None:
+    """The product of a device's part, as its types say; None over automatic axes, where they do not."""
+    if not all(aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_explicit for aval in avals):
+        return None
+    mesh = next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), None)
+    if mesh is None:
+        return None
+    with jax.sharding.use_abstract_mesh(mesh):
+        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
+    parts = parts_of(avals, spec, made)
+    of_part = bare(spec, parts) if made.over("k") else spec
+    return parts[: len(of_part.batched)], of_part
+
+
+def pass_us(moved: int, device: str | None) -> float | None:
+    """Microseconds of a pass over so many bytes; None for an unknown device."""
+    chip = chip_of(device) if device else None
+    return moved / (COPIED * chip.tbytes) / 1e6 if chip else None
+
+
+def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str) -> float | None:
+    """Microseconds that a product without an epilogue should take on this device."""
+    if any(not isinstance(size, int) or size <= 0 for size in (shape.m, shape.n, shape.k)) or (shape.n | shape.k) % 8:
+        return None
+    bare = Problem(shape, BARE, dtype, (np.dtype(out_dtype),), False, (False, False))
+    nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
+    return nanoseconds / 1e3 if nanoseconds else None
+
+
+def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
+    """`Cost.xla_us`."""
+    program, shape = problem.program, problem.shape
+    if np.dtype(problem.dtype).itemsize != 2 or has_logsumexp(program):
+        return None
+    is_bare = program == BARE
+    bare = bare_us(shape, problem.dtype, problem.out_dtypes[0] if is_bare else problem.dtype, device)
+    if bare is None or is_bare:
+        return bare
+    factors, acc = (2 * shape.batch * size for size in (shape.k * (shape.m + shape.n), shape.m * shape.n))
+    return bare + (pass_us(max(0, moved - factors) + acc, device) or 0.0)

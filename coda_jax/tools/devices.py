@@ -1,0 +1,19 @@
+"""For which kind of device a tool tells times."""
+
+from __future__ import annotations
+
+from coda_jax.tiles.constants import CONSTANTS
+
+DEFAULT_DEVICE = "NVIDIA H200"  # where none is named or attached
+
+
+def device_named(name: str) -> str:
+    """The kind of device that is called so, or has this in its name.
+
+    Raises:
+      ValueError: there are several, or there is none.
+    """
+    found = [device for device in CONSTANTS if name in device]
+    if len(found) != 1:
+        raise ValueError(f"device={name!r}; it must be, or be a part of, one of {', '.join(map(repr, CONSTANTS))}")
+    return found[0]

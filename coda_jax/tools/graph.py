@@ -1,0 +1,252 @@
+"""A function as operations on arrays: its jaxpr with all calls inlined, and one graph more for each body of a loop.
+
+What moves no bytes is no operation: reshapes, names, barriers. An array after it is the array before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from coda_jax.tools.walk import executions, inner_jaxprs
+
+# The result is the argument: seen otherwise, or with a meaning that XLA drops.
+_SAME = {
+    *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "copy", "copy_p"),
+    *("reduce_precision", "coda_note", "pvary", "pbroadcast", "sharding_constraint", "reshard", "bitcast_convert_type"),
+}
+LOOPS = {"scan", "while", "cond"}
+_NOTHING = {"coda_reverse_mode", "create_token"}
+
+
+@dataclasses.dataclass(eq=False)
+class Array:
+    """A value of a graph.
+
+    Attributes:
+      shape, dtype: as in the jaxpr.
+      maker: the operation whose result it is; None for arguments and constants.
+      name: given by `jax.ad_checkpoint.checkpoint_name`.
+      is_constant: whether it is a number in the program, or made of such alone.
+      is_of_attention: whether attention makes it for itself alone, as its scores, which its kernel does not write.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: Any
+    maker: Operation | None = None
+    name: str | None = None
+    is_constant: bool = False
+    is_of_attention: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """0 where a size is symbolic, and for what is no array."""
+        if not all(isinstance(size, int) for size in self.shape):
+            return 0
+        # Keys of random numbers and the like have dtypes of JAX's own.
+        return math.prod(self.shape) * (self.dtype.itemsize if isinstance(self.dtype, np.dtype) else 4)
+
+    def __str__(self) -> str:
+        return jax.core.ShapedArray(self.shape, self.dtype).str_short(short_dtypes=False)
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An equation that does something.
+
+    Attributes:
+      is_backward: whether it is in the transpose of something, as all of a backward pass.
+      is_attention: whether it is cuDNN's, or on a machine without a GPU `jax.nn.dot_product_attention` made it, whose
+        equations are one kernel of cuDNN's where there is one.
+    """
+
+    name: str
+    inputs: list[Array]
+    outputs: list[Array]
+    is_backward: bool
+    is_attention: bool
+    equation: core.JaxprEqn
+
+
+@dataclasses.dataclass
+class Graph:
+    """A function, or a loop's body, which is executed so many times.
+
+    Attributes:
+      operations: in order.
+      results: what it returns.
+      is_body: whether it is a loop's.
+    """
+
+    operations: list[Operation]
+    results: list[Array]
+    times: int = 1
+    is_body: bool = False
+
+
+def graphs_of(jaxpr: core.Jaxpr) -> list[Graph]:
+    """The function's graph first, then those of the bodies of its loops."""
+    found: list[Graph] = []
+    _Inliner(found, 1, is_body=False, is_backward=False).graph(jaxpr)
+    return found
+
+
+class _Context(NamedTuple):
+    """What an inlined function has of the equation that calls it."""
+
+    is_backward: bool
+    is_attention: bool
+
+
+class _Inliner:
+    """Makes one graph, and those of the loops in it."""
+
+    def __init__(self, found: list[Graph], times: int, *, is_body: bool, is_backward: bool):
+        self._found, self._context = found, _Context(is_backward, False)
+        self._graph = Graph([], [], times, is_body)
+        found.append(self._graph)
+        self._of_attention: dict[int, bool] = {}
+
+    def graph(self, jaxpr: core.Jaxpr, arguments: Sequence[Array] | None = None, results: int | None = None) -> None:
+        """Fills the graph.
+
+        Args:
+          arguments: of the jaxpr, arrays of this graph.
+          results: so many of the first results are read outside, whatever they are; all unless given.
+        """
+        arguments = arguments or [_array(var.aval) for var in jaxpr.invars]
+        graph = self._graph
+        graph.results = self._inline(jaxpr, arguments, self._context)
+        others = {array for one in graph.operations if not one.is_attention for array in one.inputs}
+        others.update(graph.results[:results])
+        for one in graph.operations:
+            for array in one.outputs if one.is_attention else ():
+                array.is_of_attention = array not in others
+
+    def _inline(self, jaxpr: core.Jaxpr, arguments: Sequence[Array], context: _Context) -> list[Array]:
+        arrays: dict[Any, Array] = dict(zip(jaxpr.invars, arguments, strict=True))
+        arrays |= {var: _array(var.aval) for var in jaxpr.constvars}
+
+        def read(atom: Any) -> Array:
+            return _array(atom.aval, is_constant=True) if isinstance(atom, core.Literal) else arrays[atom]
+
+        for equation in jaxpr.eqns:
+            results = self._results(equation, [read(atom) for atom in equation.invars], context)
+            arrays |= dict(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _results(self, equation: core.JaxprEqn, inputs: list[Array], context: _Context) -> list[Array]:
+        name, avals = equation.primitive.name, [var.aval for var in equation.outvars]
+        if name == "name" and inputs[0].name is None:
+            inputs[0].name = equation.params["name"]
+        if (name in _SAME and len(inputs) == len(avals)) or _moves_nothing(equation):
+            return inputs
+        if (before := _rounded_back(name, inputs, avals)) is not None:
+            return [before]
+        if name in _NOTHING:
+            return [_array(aval, is_constant=True) for aval in avals]
+        context = _Context(
+            context.is_backward or "transpose(" in str(equation.source_info.name_stack),
+            context.is_attention or self._is_attention(equation),
+        )
+        inner = inner_jaxprs(equation)
+        if name not in LOOPS and len(inner) == 1 and _is_call(equation, inner[0]):
+            return self._inline(inner[0], inputs, context)
+        outputs = [_array(aval) for aval in avals]
+        operation = Operation(name, inputs, outputs, *context, equation)
+        for array in outputs:
+            array.maker = operation
+            array.is_constant = all(x.is_constant for x in inputs) and name not in LOOPS
+        self._graph.operations.append(operation)
+        if name in LOOPS:
+            return self._loop(operation, inner)
+        return outputs
+
+    def _loop(self, loop: Operation, bodies: Sequence[core.Jaxpr]) -> list[Array]:
+        """The bodies' graphs, and what the loop returns, which is what it is inside."""
+        scanned = loop.equation.params if loop.name == "scan" else None
+        outputs = loop.outputs
+        for body in bodies:
+            arguments = [_array(var.aval) for var in body.invars]
+            carried = None
+            if scanned is not None:  # its arguments are its body's, and so are its results
+                carried = _carried(loop.equation)
+                stacked = sum(len(x.shape) != len(y.shape) for x, y in zip(arguments, loop.inputs, strict=True))
+                for i, (inner, outer) in enumerate(zip(arguments, loop.inputs, strict=True)):
+                    inner.is_of_attention = outer.is_of_attention
+                    inner.is_constant = outer.is_constant and i < len(arguments) - carried - stacked
+            times = self._graph.times * executions(loop.equation)
+            of_body = _Inliner(self._found, times, is_body=True, is_backward=loop.is_backward)
+            of_body.graph(body, arguments, carried)
+            if scanned is not None:
+                outputs = _as_inside(outputs, of_body._graph.results)
+        return outputs
+
+    def _is_attention(self, equation: core.JaxprEqn) -> bool:
+        if equation.primitive.name.startswith("dot_product_attention"):
+            return True
+        traceback: Any = equation.source_info.traceback
+        if traceback is None or jax.default_backend() == "gpu":  # there it is what will run
+            return False
+        if id(traceback) not in self._of_attention:
+            frames = (frame.function_name for frame in traceback.frames)
+            self._of_attention[id(traceback)] = "dot_product_attention" in frames
+        return self._of_attention[id(traceback)]
+
+
+def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
+    """Whether an equation does to its arguments what this does; a shard_map does to their parts."""
+    if len(inner.invars) != len(equation.invars):
+        return False
+    shapes = [[getattr(x.aval, "shape", ()) for x in atoms] for atoms in (equation.invars, inner.invars)]
+    return equation.primitive.name == "shard_map" or shapes[0] == shapes[1]
+
+
+def _carried(scan: core.JaxprEqn) -> int:
+    """How many of a scan's results it carries from step to step: those that are not stacked."""
+    (body,) = inner_jaxprs(scan)
+    pairs = zip(scan.outvars, body.outvars, strict=True)
+    return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+
+
+def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array]:
+    """A loop's results with what their arrays are in its body; one for several that are the same array there."""
+    first: dict[Array, Array] = {}
+    for array, inner in zip(outputs, results, strict=True):
+        array.name, array.is_of_attention = array.name or inner.name, inner.is_of_attention
+        first.setdefault(inner, array)
+    return [first[inner] for inner in results]
+
+
+def _moves_nothing(equation: core.JaxprEqn) -> bool:
+    """Whether a cast, a broadcast or a transposition is to what is there, but for axes of one element."""
+    if equation.primitive.name not in ("convert_element_type", "broadcast_in_dim", "transpose"):
+        return False
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    if equation.primitive.name == "transpose":
+        kept = [axis for axis in equation.params["permutation"] if before.shape[axis] != 1]
+        return kept == sorted(kept)
+    sizes = [[size for size in aval.shape if size != 1] for aval in (before, after)]
+    return before.dtype == after.dtype and sizes[0] == sizes[1]
+
+
+def _rounded_back(name: str, inputs: Sequence[Array], avals: Sequence[Any]) -> Array | None:
+    """The array that was widened, where a cast makes its dtype of it again: XLA drops both."""
+    widened = inputs[0].maker if name == "convert_element_type" else None
+    if widened is None or widened.name != "convert_element_type":
+        return None
+    before, dtypes = widened.inputs[0], (widened.inputs[0].dtype, inputs[0].dtype)
+    is_same = before.dtype == avals[0].dtype and all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return before if is_same and dtypes[0].itemsize < dtypes[1].itemsize else None
+
+
+def _array(aval: Any, *, is_constant: bool = False) -> Array:
+    return Array(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(bool)), is_constant=is_constant)

@@ -1,0 +1,212 @@
+"""The steps of `coda.plan_costs`: the products and collectives of a layer and of the loss's head, on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.tiles.cost_model import GemmShape
+from coda_jax.tools.costs import bare_us
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A Llama-like model's.
+
+    Attributes:
+      features, hidden: D, F.
+      heads, key_value_heads, head: counts, and the width of one.
+      layers, vocabulary: counts.
+      is_gated: whether the feed-forward has a gate, and so 2 F columns.
+    """
+
+    features: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head: int
+    layers: int = 1
+    vocabulary: int = 0
+    is_gated: bool = True
+
+    @classmethod
+    def of(cls, config: Any) -> Sizes:
+        """Of a config with the names of Hugging Face, which `flax_layers.LlamaConfig` has too.
+
+        Raises:
+          ValueError: it lacks one of them.
+        """
+
+        def size(*names: str, default: int | None = None) -> int:
+            found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
+            value = next((value for value in found if value is not None), default)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"plan_costs: the config has no {names[0]}, a count: {value!r}")
+            return value
+
+        heads, features = size("num_attention_heads"), size("hidden_size")
+        return cls(
+            features=features,
+            hidden=size("intermediate_size"),
+            heads=heads,
+            key_value_heads=size("num_key_value_heads", default=heads),
+            head=size("head_dim", default=features // heads),
+            layers=size("num_hidden_layers", default=1),
+            vocabulary=size("vocab_size"),
+        )
+
+    @property
+    def products(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, K and N of a layer's weights; of those of "out" and "down" tensor parallelism cuts K, of others N."""
+        packed = (self.heads + 2 * self.key_value_heads) * self.head
+        return (
+            ("qkv", self.features, packed),
+            ("out", self.heads * self.head, self.features),
+            ("gate_up" if self.is_gated else "up", self.features, (1 + self.is_gated) * self.hidden),
+            ("down", self.hidden, self.features),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Of a layer's weights; norm scales are nothing beside them."""
+        return sum(k * n for _, k, n in self.products)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Something that a device does for one layer, or for the head.
+
+    Attributes:
+      part: "layer" or "head".
+      phase: "forward" or "backward".
+      what: "products", or the collective: "all-gather", "reduce-scatter", "all-reduce".
+      of: which arrays.
+      over: the role whose devices take part; "" for products.
+      bytes: of the whole array, as all these devices have it together; of products 0.
+      ms: milliseconds, alone.
+      can_overlap: whether it needs nothing of what runs beside it: gathers of weights and sums of gradients can run
+        beside products, sums of the stream stand in their way.
+    """
+
+    part: str
+    phase: str
+    what: str
+    of: str
+    over: str
+    bytes: int
+    ms: float
+    can_overlap: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """The steps of a layer and of the head."""
+
+    sizes: Sizes
+    tokens: int
+    mesh: dict[str, int]
+    sequence_parallel: bool
+    device: str
+    bus_gbytes: float
+    tflops: float | None
+    gradient_bytes: int
+    stream_bytes: int
+
+    def layer(self) -> Iterator[Step]:
+        for phase in ("forward", "backward"):
+            yield Step(
+                "layer",
+                phase,
+                "products",
+                "4 products" if phase == "forward" else "8 products",
+                "",
+                0,
+                self._products(phase),
+            )
+            yield from self._weights("layer", phase, self.sizes.parameters, "weights")
+            yield from self._stream(phase)
+
+    def head(self) -> Iterator[Step]:
+        """The loss: its products are made going forward, with their gradients. A vocabulary that tensor parallelism
+        cuts has an all-reduce of the stream's gradient.
+        """
+        sizes, tensor = self.sizes, self.mesh["tensor"]
+        columns_of_device = sizes.vocabulary // tensor
+        shapes = _three(self.tokens, sizes.features, columns_of_device)
+        yield Step("head", "forward", "products", "3 products, with their gradients", "", 0, sum(map(self._ms, shapes)))
+        for phase in ("forward", "backward"):
+            for step in self._weights("head", phase, sizes.vocabulary * sizes.features, "vocabulary"):
+                if (phase, step.what) != ("backward", "all-gather"):
+                    yield step
+        if tensor > 1:
+            yield self._collective(
+                "head",
+                "backward",
+                "all-reduce",
+                "dx",
+                "tensor",
+                self.stream_bytes * self.tokens * sizes.features,
+                False,
+            )
+
+    def _products(self, phase: str) -> float:
+        """Milliseconds of a layer's products on a device."""
+        found, tensor = 0.0, self.mesh["tensor"]
+        for name, k, n in self.sizes.products:
+            k, n = (k // tensor, n) if name in ("out", "down") else (k, n // tensor)
+            forward, dx, dw = _three(self.tokens, k, n)
+            found += self._ms(forward) if phase == "forward" else self._ms(dx) + self._ms(dw)
+        return found
+
+    def _ms(self, shape: GemmShape) -> float:
+        if self.tflops is not None:
+            return 2 * shape.m * shape.n * shape.k / self.tflops / 1e9
+        us = bare_us(shape, np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), self.device)
+        if us is None:
+            raise ValueError(f"plan_costs: a device's part of a product is {shape}, which is not known; give tflops=")
+        return us / 1e3
+
+    def _weights(self, part: str, phase: str, parameters: int, of: str) -> Iterator[Step]:
+        """Gathers of weights, and sums of their gradients."""
+        of_group = parameters // self.mesh["tensor"]
+        if self.mesh["fsdp"] > 1:
+            yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * of_group)
+        if phase == "backward":
+            gradients = self.gradient_bytes * of_group
+            if self.mesh["fsdp"] > 1:
+                yield self._collective(part, phase, "reduce-scatter", f"gradients of {of}", "fsdp", gradients)
+            if self.mesh["data"] > 1:
+                rest = gradients // self.mesh["fsdp"]
+                yield self._collective(part, phase, "all-reduce", f"gradients of {of}", "data", rest)
+
+    def _stream(self, phase: str) -> Iterator[Step]:
+        """The stream's partial sums: after out and down; going back, of dx of qkv and of gate and up."""
+        if self.mesh["tensor"] == 1:
+            return
+        moved = self.stream_bytes * self.tokens * self.sizes.features
+        after = "out, down" if phase == "forward" else "dx of qkv, gate_up"
+        if not self.sequence_parallel:
+            yield self._collective("layer", phase, "all-reduce", after, "tensor", moved, False, 2)
+            return
+        before = "x of qkv, gate_up" if phase == "forward" else "dout of out, down"
+        yield self._collective("layer", phase, "all-gather", before, "tensor", moved, False, 2)
+        yield self._collective("layer", phase, "reduce-scatter", after, "tensor", moved, False, 2)
+        if phase == "backward":
+            yield self._collective("layer", phase, "all-gather", "x of qkv, gate_up, for dW", "tensor", moved, True, 2)
+
+    def _collective(
+        self, part: str, phase: str, what: str, of: str, over: str, moved: int, can_overlap: bool = True, times: int = 1
+    ) -> Step:
+        n = self.mesh[over]
+        ways = 2 if what == "all-reduce" else 1
+        ms = times * ways * moved * (n - 1) / n / self.bus_gbytes / 1e6
+        return Step(part, phase, what, of, over, times * moved, ms, can_overlap)
+
+
+def _three(m: int, k: int, n: int) -> tuple[GemmShape, GemmShape, GemmShape]:
+    """A product, and those of its cotangents: of a, b transposed, and of b, a transposed."""
+    return GemmShape(m, n, k), GemmShape(m, k, n, transpose_b=True), GemmShape(k, n, m)

@@ -1,0 +1,148 @@
+"""What `coda.explain` and `coda.plan_costs` draw, with matplotlib, which is imported here alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from coda_jax.tiles.chips import chip_of
+from coda_jax.tools.costs import Cost
+
+if TYPE_CHECKING:
+    from coda_jax.tools.explain import Explanation, Product
+
+OURS, LIMIT, XLA, BESIDE = "#5fa8d3", "#12263a", "#d5d8de", "#e09f3e"
+_MOST_BARS = 24
+
+
+def explanation(found: Explanation, where: Any) -> Any:
+    """See `Explanation.plot`."""
+    timed = [(product, count, product.cost) for product, count in found.products.items()]
+    shown = [(product, count, cost) for product, count, cost in timed if cost is not None and cost.us is not None]
+    if not shown:
+        raise ValueError("plot: no product has an expected time; explain for a GPU: platform='cuda', or device='H200'")
+    shown.sort(key=lambda row: -row[1] * (row[2].us or 0.0))
+    with canvas(where, rows=min(len(shown), _MOST_BARS)) as (figure, (bars, roofline)):
+        _bars(bars, shown, found)
+        _roofline(roofline, shown, found.device or "")
+    return figure
+
+
+def pyplot() -> Any:
+    """Raises ImportError, saying what to install."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(f"plot: it needs matplotlib, pip install matplotlib: {error}") from error
+    return plt
+
+
+@contextlib.contextmanager
+def canvas(where: Any, *, rows: int, columns: int = 2) -> Any:
+    """The figure and its axes: two that are given, or of a new picture, which is written in the end."""
+    if not isinstance(where, str | os.PathLike):
+        axes = [where] if columns == 1 and not isinstance(where, Sequence) else list(where)
+        if len(axes) != columns:
+            raise ValueError(f"plot: {len(axes)} axes are given; it draws on {columns}")
+        yield axes[0].figure, axes
+        return
+    plt = pyplot()
+    height = max(4.2, 1.6 + 0.36 * rows)
+    figure, axes = plt.subplots(
+        1, columns, figsize=(15 if columns == 2 else 10, height), width_ratios=[3, 2][:columns], squeeze=False
+    )
+    try:
+        yield figure, list(axes[0])
+        figure.tight_layout()
+        figure.savefig(where, dpi=130)
+    finally:
+        plt.close(figure)
+
+
+def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], found: Explanation) -> None:
+    """Milliseconds in all of each kind of product: expected, what the data sheet allows, XLA's form behind."""
+    rest = shown[_MOST_BARS:]
+    shown = shown[:_MOST_BARS]
+    labels = [
+        f"{i + 1}  {count} × {product.epilogue}  {_sizes(product)}" for i, (product, count, _) in enumerate(shown)
+    ]
+    for y, (_, count, cost) in enumerate(shown):
+        us, xla_us, least = cost.us or 0.0, cost.xla_us or 0.0, cost.roofline_us or 0.0
+        if xla_us > us:
+            axes.barh(y, count * xla_us / 1e3, 0.72, color=XLA, label="XLA's form, at least")
+        axes.barh(y, count * us / 1e3, 0.72, color=OURS, label="expected, fused")
+        limit = count * least / 1e3
+        axes.plot([limit, limit], [y - 0.42, y + 0.42], color=LIMIT, linewidth=2.2, label="the data sheet's limit")
+        axes.text(count * max(us, xla_us) / 1e3, y, f"  {count * us / 1e3:.3g} ms", va="center", fontsize=8)
+    totals = found.totals
+    if rest:
+        labels.append(f"{len(rest)} smaller kinds of product")
+        axes.barh(len(shown), sum(count * (cost.us or 0.0) for _, count, cost in rest) / 1e3, 0.72, color=OURS)
+    if totals.passes_ms:
+        labels.append(f"passes left to XLA, {totals.passes_bytes / 1e9:.3g} GB")
+        axes.barh(len(labels) - 1, totals.passes_ms, 0.72, color=BESIDE, label="passes between products")
+        axes.text(totals.passes_ms, len(labels) - 1, f"  {totals.passes_ms:.3g} ms", va="center", fontsize=8)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.02)
+    axes.set_xlabel("milliseconds in one call")
+    share = totals.roofline_ms / totals.products_ms
+    axes.set_title(f"products: {totals.products_ms:.3g} ms expected, {share:.0%} of the roofline; {found.device}")
+    legend(axes)
+
+
+def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str) -> None:
+    """TFLOP/s against flops a byte, numbered as the bars."""
+    import numpy as np
+    from matplotlib.ticker import LogLocator
+
+    points = [(cost.flops / cost.bytes, cost.tflops or 0.0, count * (cost.us or 0.0)) for _, count, cost in shown]
+    intensities, rates, times = (np.array(column) for column in zip(*points, strict=True))
+    chip = chip_of(device)
+    if chip is not None:
+        balance = chip.tflops / chip.tbytes
+        x = np.geomspace(min(balance / 6, intensities.min() / 1.5), max(balance * 12, intensities.max() * 1.5), 200)
+        axes.plot(x, np.minimum(chip.tflops, chip.tbytes * x), color="black", linewidth=1.4)
+        axes.text(x[-1], chip.tflops * 1.03, f"{chip.tflops:.0f} TFLOP/s", ha="right", va="bottom", fontsize=8)
+        axes.text(x[0] * 2, chip.tbytes * x[0] * 1.6, f"{chip.tbytes} TB/s", ha="left", va="bottom", fontsize=8)
+        axes.axvline(balance, color="grey", linewidth=0.8, linestyle=":")
+        axes.text(
+            balance * 1.04, 0.02, "compute bound →", transform=axes.get_xaxis_transform(), fontsize=8, color="grey"
+        )
+    axes.scatter(intensities, rates, s=20 + 180 * times / times.max(), color=OURS, alpha=0.7, edgecolors="white")
+    axes.set(
+        xscale="log", yscale="log", xlabel="FLOP a byte of all that is read and written", ylabel="TFLOP/s expected"
+    )
+    bottom, top = axes.get_ylim()
+    bottom = min(bottom, rates.min() / 2)
+    axes.set_ylim(bottom, top * 1.15)
+    # Numbers in a column beside the points, in their order, as far from each other as they are high.
+    column, gap = axes.get_xlim()[1] * 1.6, (top / bottom) ** 0.028
+    y_of = np.inf
+    for i in sorted(range(min(len(points), _MOST_BARS)), key=lambda i: -rates[i]):
+        y_of = min(rates[i], y_of / gap)
+        label = f"{i + 1} {shown[i][0].epilogue}"
+        line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
+        axes.annotate(label, (intensities[i], rates[i]), (column, y_of), va="center", fontsize=7, arrowprops=line)
+    axes.set_xlim(right=column * 9)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    axes.set_title("roofline; areas are times")
+    axes.grid(alpha=0.25, which="both")
+
+
+def legend(axes: Any, loc: str = "lower right") -> None:
+    """Each label once."""
+    handles: dict[str, Any] = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        handles.setdefault(label, handle)
+    axes.legend(handles.values(), handles.keys(), fontsize=8, loc=loc)
+
+
+def _sizes(product: Product) -> str:
+    """ "16384,2048ᵀ @ 16384,2048"."""
+    return " @ ".join(side.partition("[")[2].replace("]", "").replace("^T", "ᵀ") for side in (product.a, product.b))

@@ -1,0 +1,76 @@
+"""What `coda.plan_costs` draws: a layer's products and collectives in time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coda_jax.tools.plot import BESIDE, OURS, canvas, legend
+
+if TYPE_CHECKING:
+    from coda_jax.tools.plan_costs import PlanCosts
+    from coda_jax.tools.plan_steps import Step
+
+_ALONE = "#c1440e"
+_PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+
+
+def plan(found: PlanCosts, where: Any) -> Any:
+    """See `PlanCosts.plot`."""
+    rows = [(phase, step, start) for phase in ("forward", "backward") for step, start in _in_time(found, phase)]
+    with canvas(where, rows=len(rows) + 2, columns=1) as (figure, (axes,)):
+        labels: dict[int, str] = {}
+        ends: dict[str, tuple[int, int, float]] = {}
+        for i, (phase, step, start) in enumerate(rows):
+            y = i + (phase == "backward")  # a row apart
+            is_products = step.what == "products"
+            color, meaning = (
+                (OURS, "products")
+                if is_products
+                else (BESIDE, "runs beside products")
+                if step.can_overlap
+                else (_ALONE, "the products wait for it")
+            )
+            axes.barh(y, step.ms, 0.7, left=start, color=color, label=meaning)
+            axes.text(start + step.ms, y, f" {step.ms:.2f}", va="center", fontsize=9, bbox=_PLAIN, zorder=3)
+            labels[y] = f"{phase}: {step.of}" if is_products else f"{step.what} of {step.of}, {step.over}"
+            first, last, end = ends.get(phase, (y, y, 0.0))
+            ends[phase] = min(first, y), max(last, y), max(end, start + step.ms)
+        for phase, (first, last, end) in ends.items():
+            axes.plot([end, end], [first - 0.45, last + 0.45], color="black", linewidth=1.2, linestyle=":")
+            axes.text(
+                end, last + 0.55, f"{phase} at best {end:.2f} ms ", ha="right", va="top", fontsize=9, weight="bold"
+            )
+        axes.set_yticks(list(labels), list(labels.values()), fontsize=9)
+        axes.set_ylim(len(rows) + 1.2, -0.7)
+        axes.set_xlim(0, 1.3 * max(end for *_, end in ends.values()))
+        axes.set_xlabel("milliseconds of one layer on each device, attention left out")
+        mesh = " × ".join(f"{size} {role}" for role, size in found.mesh.items() if size > 1) or "1 device"
+        axes.set_title(
+            f"{mesh}{', sequence parallel' if found.sequence_parallel else ''}: {found.tokens} tokens a device, "
+            f"{found.device}, {found.bus_gbytes:.0f} GB/s",
+            fontsize=10,
+        )
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        legend(axes, loc="upper right")
+    return figure
+
+
+def _in_time(found: PlanCosts, phase: str) -> list[tuple[Step, float]]:
+    """The steps of a layer's phase, and when each starts at best: what can overlap from the beginning on, one after the
+    other; behind that and the products what they wait for, which really stands between them.
+    """
+    steps = [step for step in found.steps if (step.part, step.phase) == ("layer", phase)]
+    placed = [(step, 0.0) for step in steps if step.what == "products"]
+    products = sum(step.ms for step, _ in placed)
+    at = 0.0
+    for step in steps:
+        if step.what != "products" and step.can_overlap:
+            placed.append((step, at))
+            at += step.ms
+    at = max(at, products)
+    for step in steps:
+        if not step.can_overlap:
+            placed.append((step, at))
+            at += step.ms
+    return placed

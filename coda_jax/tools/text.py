@@ -1,0 +1,133 @@
+"""What `coda.explain` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from coda_jax.tools.costs import pass_us
+
+if TYPE_CHECKING:
+    from coda_jax.tools.explain import Explanation
+
+_MOST_ROWS = 8  # of passes, and of what is kept
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """The rows with their columns below each other, those of `right` to the right; the last one is as long as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines
+
+
+def explanation(found: Explanation) -> str:
+    """The tables, the advice, and the sources."""
+    lines = [*_products(found), *_between(found), *_kept(found)]
+    lines += [f"{count:>5}  {note}" for note, count in found.notes.items()]
+    if found.advice:
+        lines += ["", "advice", *(f"  * {one}" for one in found.advice)]
+    for product in found.products:
+        if product.source:
+            lines.append(f"\n// {product.epilogue}: {product.a} @ {product.b}\n{product.source.rstrip()}")
+    return "\n".join(lines)
+
+
+def _products(found: Explanation) -> Iterator[str]:
+    header = ("count", "epilogue", "product", "GFLOP", "MB", "us", "roofline", "XLA's us", "lowered to")
+    rows = [header]
+    for product, count in found.products.items():
+        reason = product.reason and " ".join(product.reason.split())  # on one line of the table
+        target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
+        numbers = ("",) * 5
+        if (cost := product.cost) is not None:
+            share = f"{cost.share:.0%} of {cost.bound}" if cost.share is not None else ""
+            us = "" if cost.us is None else f"{cost.us:.0f}"
+            xla_us = "" if cost.xla_us is None else f"> {cost.xla_us:.0f}"
+            numbers = (_short(cost.flops / 1e9), _short(cost.bytes / 1e6), us, share, xla_us)
+        rows.append((str(count), product.epilogue, f"{product.a} @ {product.b}", *numbers, target))
+    used = [i for i in range(len(header)) if i < 3 or any(row[i] for row in rows[1:])]
+    right = [used.index(i) for i in (0, 3, 4, 5, 7) if i in used]
+    yield from columns([[row[i] for i in used] for row in rows], right)
+    yield f"{found.others:>5}  products that are not coda_jax's"
+    totals = found.totals
+    if totals.products_ms:
+        left_out = f"; {totals.untimed} products have no time" if totals.untimed else ""
+        yield (
+            f"products, as on an {found.device}: {totals.products_ms:.{_places(totals.products_ms)}f} ms, "
+            f"{totals.roofline_ms / totals.products_ms:.0%} of the roofline{left_out}"
+        )
+        if totals.xla_ms:
+            places = _places(totals.xla_ms)
+            yield f"in XLA's form at least {totals.xla_ms:.{places}f} ms in place of {totals.fused_ms:.{places}f}"
+
+
+def _between(found: Explanation) -> Iterator[str]:
+    if found.attention:
+        forward, backward = (
+            [(one, count) for one, count in found.attention.items() if one.is_backward == is_backward]
+            for is_backward in (False, True)
+        )
+        each = [
+            f"{sum(count for _, count in ones)} {name}, "
+            f"{_short(sum(one.bytes_read + one.bytes_written for one, _ in ones) / len(ones) / 1e6)} MB each"
+            for name, ones in (("forward", forward), ("backward", backward))
+            if ones
+        ]
+        yield f"attention, no time known: {'; '.join(each)}"
+    passes = sorted(found.passes.items(), key=lambda item: -item[0].bytes * item[1])
+    totals = found.totals
+    if not totals.passes_bytes:
+        return
+    time = "" if totals.passes_ms is None else f", {totals.passes_ms:.{_places(totals.passes_ms)}f} ms"
+    yield ""
+    yield f"passes left to XLA{_of_all(found)}: {_short(totals.passes_bytes / 1e6)} MB{time}"
+    shown = [(one, count) for one, count in passes[:_MOST_ROWS] if one.bytes * count > totals.passes_bytes / 200]
+    rows = [("count", "MB", "us", "operation", "largest array", "between")]
+    for one, count in shown:
+        us = pass_us(one.bytes, found.device) if found.num_devices == 1 else None
+        between = f"{_few(one.after, ', ') or '-'} -> {_few(one.before, ', ') or '-'}"
+        told = "" if us is None else f"{us:.0f}"
+        rows.append(
+            (str(count), _short(one.bytes / 1e6), told, _few(one.operation.split("+"), "+"), one.array, between)
+        )
+    yield from columns(rows, (0, 1, 2))
+    if rest := passes[len(shown) :]:
+        moved = sum(one.bytes * count for one, count in rest)
+        yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(moved / 1e6)} MB in all"
+
+
+def _kept(found: Explanation) -> Iterator[str]:
+    if not found.kept:
+        return
+    yield ""
+    yield f"kept for the backward pass{_of_all(found)}: {found.totals.kept_bytes / 2**20:.0f} MiB"
+    kept = sorted(found.kept.items(), key=lambda item: -item[0].bytes * item[1])
+    rows = [("count", "MiB in all", "name", "array", "made by")]
+    for one, count in kept[:_MOST_ROWS]:
+        rows.append((str(count), f"{one.bytes * count / 2**20:.0f}", one.name or "-", one.array, one.maker))
+    yield from columns(rows, (0, 1))
+    if rest := kept[_MOST_ROWS:]:
+        yield f"{sum(count for _, count in rest):>5}  others, {sum(one.bytes * n for one, n in rest) / 2**20:.0f} MiB"
+
+
+def _of_all(found: Explanation) -> str:
+    return f", on {found.num_devices} devices together" if found.num_devices > 1 else ""
+
+
+def _few(names: Sequence[str], separator: str) -> str:
+    """Four at most."""
+    return separator.join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
+
+
+def _short(value: float) -> str:
+    """Three digits at most behind what is larger than one."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _places(value: float) -> int:
+    return 1 if value >= 10 else 3

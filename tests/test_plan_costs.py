@@ -1,0 +1,156 @@
+"""coda.plan_costs against sums that are done by hand: Llama-3-8B on eight H200."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import coda_jax as coda
+from flax_layers import LlamaConfig
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+PARAMETERS = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336  # of a layer
+
+
+def step(found, what, *, part="layer", phase="forward", of=""):
+    (one,) = (s for s in found.steps if (s.part, s.phase, s.what) == (part, phase, what) and of in s.of)
+    return one
+
+
+def test_fsdp_of_llama_3_8b():
+    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, tflops=650)
+    assert found.sizes.parameters == PARAMETERS == 218_103_808
+    assert found.ms("forward", "products") == pytest.approx(11.0, rel=0.01)
+    assert found.ms("backward", "products") == pytest.approx(22.0, rel=0.01)
+    gather, again, scatter = (
+        step(found, "all-gather"),
+        step(found, "all-gather", phase="backward"),
+        step(found, "reduce-scatter", phase="backward"),
+    )
+    assert gather.bytes == again.bytes == 2 * PARAMETERS == 436_207_616 and scatter.bytes == 4 * PARAMETERS
+    assert (gather.ms, again.ms, scatter.ms) == pytest.approx((1.1, 1.1, 2.2), rel=0.02)
+    assert found.hidden_above("forward") == pytest.approx(1600, rel=0.03)
+    assert found.hidden_above("backward") == pytest.approx(2400, rel=0.03)
+    assert found.ms("forward") / found.ms("forward", "products") == pytest.approx(0.10, abs=0.005)
+    assert found.ms("backward") / found.ms("backward", "products") == pytest.approx(0.15, abs=0.005)
+    head, dw = step(found, "all-gather", part="head"), step(found, "reduce-scatter", part="head", phase="backward")
+    assert head.bytes == pytest.approx(1.05e9, rel=0.01) and head.ms == pytest.approx(2.6, rel=0.02)
+    assert dw.ms == pytest.approx(5.3, rel=0.02)
+    assert found.layer_ms("forward") == found.ms("forward", "products")  # the gather is hidden
+    few = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
+    assert few.layer_ms("forward") == few.ms("forward") > few.ms("forward", "products")
+    half = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, gradient_dtype=jnp.bfloat16)
+    assert step(half, "reduce-scatter", phase="backward").ms == pytest.approx(1.1, rel=0.02)
+
+
+def test_tensor_parallelism_of_llama_3_8b():
+    found = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, tflops=650)
+    assert found.ms("forward", "products") == pytest.approx(0.69, rel=0.01)
+    assert found.ms("backward", "products") == pytest.approx(1.37, rel=0.01)
+    for phase in ("forward", "backward"):
+        reduce = step(found, "all-reduce", phase=phase)
+        assert reduce.ms == pytest.approx(0.67, rel=0.01) and reduce.bytes == 2 * 2 * 8192 * 4096
+        assert not reduce.can_overlap and found.hidden_above(phase) is None
+        assert found.layer_ms(phase) == found.ms(phase, "products") + reduce.ms  # exposed, it doubles the forward pass
+    wide = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, stream_dtype=jnp.float32)
+    assert step(wide, "all-reduce").ms == pytest.approx(1.34, rel=0.01)
+    along = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, sequence_parallel=True, tflops=650)
+    assert along.ms("forward") == pytest.approx(found.ms("forward"))  # a gather and a scatter in place of each reduce
+    assert along.ms("backward") == pytest.approx(1.5 * found.ms("backward"))
+    assert along.gib["activations"] < 0.5 * found.gib["activations"]
+
+
+def test_both_and_data_parallelism():
+    both = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
+    assert step(both, "all-gather").bytes == PARAMETERS  # of a tensor group's half, in bfloat16
+    assert step(both, "all-gather").ms == pytest.approx(PARAMETERS * 3 / 4 / 350e6)
+    assert step(both, "all-reduce").ms == pytest.approx(2 * 2 * 2 * 16384 * 4096 / 2 / 350e6)
+    data = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"data": 8}, tflops=650)
+    reduced = step(data, "all-reduce", phase="backward")
+    assert reduced.can_overlap and reduced.ms == pytest.approx(2 * 4 * PARAMETERS * 7 / 8 / 350e6)
+    assert data.ms("forward") == 0
+    hybrid = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"replica": 2, "fsdp": 8}, tflops=650)
+    assert step(hybrid, "all-reduce", phase="backward").bytes == 4 * PARAMETERS // 8  # of a shard
+    assert hybrid.tokens_per_second == pytest.approx(16384 * 16 / hybrid.step_ms * 1e3)
+    one = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={})
+    assert {s.what for s in one.steps} == {"products"}
+
+
+def test_memory():
+    """2 T (3 D + Q + 2 F) bytes a layer are kept; parameters and gradients are float32 and cut."""
+    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8})
+    kept = 32 * 2 * 16384 * (3 * 4096 + 6144 + 2 * 14336)
+    assert found.gib["activations"] == pytest.approx(kept / 2**30)
+    assert found.gib["parameters"] == pytest.approx(4 * (32 * PARAMETERS + 2 * 128256 * 4096) / 8 / 2**30)
+    assert found.gib["gathered"] == pytest.approx(2 * PARAMETERS / 2**30)
+
+
+def test_the_cost_models_products():
+    """At the shapes of the 8B on one device they reach 650 to 720 TFLOP/s; an H100's differ; small parts are slower."""
+    for device in ("H200", "H100"):
+        found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, device=device)
+        rate = 3 * 2 * 16384 * PARAMETERS / (found.ms("forward", "products") + found.ms("backward", "products")) / 1e9
+        assert 650 < rate < 720, rate
+    small = coda.plan_costs(LLAMA_3_8B, tokens=512, mesh={"tensor": 8})
+    assert small.ms("forward", "products") > 1.3 * found.ms("forward", "products") / 8 / 32
+
+
+def test_meshes_and_configs():
+    expected = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 4, "tensor": 2})
+    for mesh, axes in (
+        (AbstractMesh((4, 2), ("fsdp", "model")), None),
+        (AbstractMesh((4, 2), ("x", "y")), {"x": "fsdp", "y": "tensor"}),
+    ):
+        assert coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh=mesh, axes=axes) == expected
+    small = jax.make_mesh((2, 2), ("fsdp", "tp"))
+    assert coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh=small).mesh == {"data": 1, "fsdp": 2, "tensor": 2}
+    names = {
+        name: getattr(LLAMA_3_8B, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    }
+    names |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None}
+    for config in (names, types.SimpleNamespace(**names)):
+        assert coda.plan_costs(config, tokens=1024, mesh={"fsdp": 4, "tensor": 2}) == expected
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mesh": {"x": 8}}, "axis 'x' has the role 'x'; axes= gives it one of data, fsdp, tensor"),
+        ({"mesh": {"fsdp": 8}, "axes": {"y": "fsdp"}}, "axes names 'y'; the mesh has fsdp"),
+        ({"mesh": {"tensor": 16}}, "key_value_heads = 8 is not divided by 16 devices"),
+        ({"mesh": {"fsdp": 8}, "sequence_parallel": True}, "sequence_parallel=True wants a tensor axis"),
+        ({"mesh": {"fsdp": 8}, "tokens": 0}, "tokens=0"),
+        ({"mesh": {"fsdp": 8}, "device": "A100"}, "device='A100'; it must be"),
+        ({"mesh": {"fsdp": 0}}, "axis 'fsdp' has 0 devices"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        coda.plan_costs(LLAMA_3_8B, **{"tokens": 1024, **options})
+
+
+def test_a_config_that_lacks_a_size():
+    with pytest.raises(ValueError, match="the config has no intermediate_size"):
+        coda.plan_costs({"hidden_size": 64, "num_attention_heads": 2}, tokens=64, mesh={})
+
+
+def test_text_dict_and_picture(tmp_path):
+    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
+    text = str(found)
+    assert "layer  forward   all-gather      weights" in text and "hidden from 1393 tokens a device on" in text
+    read = json.loads(json.dumps(found.as_dict()))
+    assert len(read["steps"]) == len(found.steps) and read["step_ms"] == found.step_ms
+    plt = pytest.importorskip("matplotlib.pyplot")
+    found.plot(tmp_path / "plan.png")
+    assert plt.imread(tmp_path / "plan.png").shape[1] > 900
