@@ -16,7 +16,7 @@ from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
-from flax_layers.embed import Embed
+from flax_layers.embed import Embed, PositionEmbed
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
@@ -126,7 +126,7 @@ class GPT2(LanguageModel):
         init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
-        self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
+        self.position_embed = PositionEmbed(config.n_positions, config.n_embd, embedding_init=init, **options)
         layout: dict[str, Any] = {
             "separate_qkv": separate_qkv,
             "attention_implementation": attention_implementation,
