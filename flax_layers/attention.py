@@ -31,7 +31,9 @@ from flax_layers.linear import (
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.sharding import constrain
+from flax_layers.sharding import activation_spec, constrain
+
+_QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
 
 
 def rotary_angles(
@@ -223,8 +225,7 @@ class Attention(nnx.Module):
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
         q, k, v, passed = self._query_key_value(x, positions)
-        heads = ("heads", "kv_heads", "kv_heads")
-        q, k, v = (constrain(y, "batch", None, name, None) for y, name in zip((q, k, v), heads, strict=True))
+        q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
         target = Sum.of(residual, x, passed)
         y, cache = attend(
             q,
@@ -237,7 +238,7 @@ class Attention(nnx.Module):
             cache=cache,
             implementation=self.implementation,
         )
-        y = constrain(y, "batch", None, "heads", None).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
+        y = constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
         out = joined(self.out, y, target)
         return out if cache is None else (out, cache)
 
@@ -250,23 +251,12 @@ class Attention(nnx.Module):
             tables = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
         layers = self._projections()
         passed = None
+        specs = self._specs(x.shape[:-1])
         if isinstance(x, DeferredNorm) and takes_norm(*layers):
             if is_linear(*layers) and x.mean is None and layers[0].bias is None and tables is not None:
-                kernels = tuple(layer.kernel[...] for layer in layers)
-                norms: dict[str, Any] = {}
-                if self.q_norm is not None and self.k_norm is not None:
-                    norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
-                    norms["qk_epsilon"] = self.q_norm.epsilon
-                return coda.qkv_projection(
-                    x,
-                    kernels if self.separate_qkv else kernels[0],
-                    *tables,
-                    num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads,
-                    dtype=layers[0].dtype,
-                    **norms,
-                )
-            zs, passed = normalized(x, layers)
+                return self._in_one_product(x, layers, tables, specs)
+            of_columns = [jax.P(*spec[:-1]) for spec in specs or ()]
+            zs, passed = normalized(x, layers, out_sharding=(self.separate_qkv and of_columns) or None)
             if not is_linear(*layers) and tables is not None:
                 zs[0] = partly_chained(zs[0], layers, "the rotary embedding and norms of heads are")
         else:
@@ -281,6 +271,31 @@ class Attention(nnx.Module):
         if passed is not None:  # of norm_projection: the names of qkv_projection's, for policies
             q, k, v = (named(y, name) for y, name in zip((q, k, v), QKV, strict=True))
         return q, k, v, passed
+
+    def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
+        """How q, k and v lie, by the rules in force."""
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        shapes = ((*rows, count, self.head_dim) for count in counts)
+        found = (activation_spec(shape, *axes) for shape, axes in zip(shapes, _QKV_AXES, strict=True))
+        return [spec for spec in found if spec is not None] or None
+
+    def _in_one_product(self, x: DeferredNorm, layers: tuple[Any, ...], tables: Any, specs: Any) -> Any:
+        """`_query_key_value` of Linears without biases and of an RMSNorm: `coda_jax.qkv_projection`."""
+        kernels = tuple(layer.kernel[...] for layer in layers)
+        norms: dict[str, Any] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
+            norms["qk_epsilon"] = self.q_norm.epsilon
+        return coda.qkv_projection(
+            x,
+            kernels if self.separate_qkv else kernels[0],
+            *tables,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            dtype=layers[0].dtype,
+            out_sharding=specs,
+            **norms,
+        )
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""

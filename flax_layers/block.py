@@ -109,7 +109,7 @@ class LlamaBlock(TransformerBlock):
       head_dim: default D / num_heads.
       rope_theta, rope_scaling, qk_norm, use_bias, separate_qkv, sliding_window: as in Attention.
       attention_implementation: Attention's implementation.
-      activation: of GatedMLP.
+      activation, separate_gate_up: of GatedMLP.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
@@ -130,6 +130,7 @@ class LlamaBlock(TransformerBlock):
         qk_norm: bool = False,
         use_bias: bool = False,
         separate_qkv: bool = False,
+        separate_gate_up: bool = False,
         activation: str | Activation = "silu",
         sliding_window: int | None = None,
         attention_implementation: Implementation | None = None,
@@ -158,5 +159,5 @@ class LlamaBlock(TransformerBlock):
                 **options,
             ),
             RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
-            GatedMLP(in_features, hidden_features, activation=activation, **options),
+            GatedMLP(in_features, hidden_features, activation=activation, separate_gate_up=separate_gate_up, **options),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,6 @@ from flax import nnx
 
 from coda_jax.extend import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
 from flax_layers.sharding import STREAM, constrain
-
-TABLE = ("vocab", "embed")
 
 
 class Embed(nnx.Embed):
@@ -25,7 +23,12 @@ class Embed(nnx.Embed):
     then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device.
 
     Arguments and `attend` are flax.nnx.Embed's, but for `promote_dtype`, which only `attend` looks at.
+
+    Attributes:
+      axes: names of the table's axes, for sharding rules.
     """
+
+    axes: ClassVar[tuple[str, str]] = ("vocab", "embed")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The rows (..., features) that inputs (...) name; NaN for those that the table does not have.
@@ -40,7 +43,7 @@ class Embed(nnx.Embed):
         if not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
         # Looked up whole over the axes that cut the tokens; the gradient lies as the table all the same.
-        table = constrain(constrain(self.embedding[...], *TABLE), *TABLE, beside=("batch", "length"))
+        table = constrain(constrain(self.embedding[...], *self.axes), *self.axes, beside=("batch", "length"))
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
         if out_sharding is None:
             out_sharding = _sharding_of_rows(table, inputs)
@@ -49,14 +52,19 @@ class Embed(nnx.Embed):
             if out_sharding is not None:
                 table = without_axes(table, 1, frozenset().union(*explicit_cuts(inputs)))
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
-            return _laid_out(rows.astype(self.dtype))
+            return self._laid_out(rows.astype(self.dtype))
         varying = vary(varying_axes(table, inputs), table, inputs)
-        return _laid_out(_take(jax.typeof(table), jnp.dtype(self.dtype), *varying))
+        return self._laid_out(_take(jax.typeof(table), jnp.dtype(self.dtype), *varying))
+
+    def _laid_out(self, rows: jax.Array) -> jax.Array:
+        """The residual stream: rows of a cut vocabulary are summed before their axis may cut them; no table moves."""
+        return constrain(constrain(rows, *STREAM, beside=self.axes[:1]), *STREAM)
 
 
-def _laid_out(rows: jax.Array) -> jax.Array:
-    """The residual stream: rows of a cut vocabulary are summed before their axis may cut them, so no table moves."""
-    return constrain(constrain(rows, *STREAM, beside=("vocab",)), *STREAM)
+class PositionEmbed(Embed):
+    """Embed of learned positions."""
+
+    axes = ("positions", "embed")
 
 
 def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:

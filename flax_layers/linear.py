@@ -169,7 +169,9 @@ def takes_norm(*layers: Any) -> bool:
     return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
 
 
-def normalized(norm: DeferredNorm, layers: Sequence[Any]) -> tuple[list[jax.Array], jax.Array]:
+def normalized(
+    norm: DeferredNorm, layers: Sequence[Any], *, out_sharding: Any = None
+) -> tuple[list[jax.Array], jax.Array]:
     """layer(norm) for each, and what is normalised, for the residual: `coda_jax.norm_projection`.
 
     Two products, of all kernels and of all adapters' `lora_a`, and one of each `lora_b`. They are apart for the
@@ -178,6 +180,7 @@ def normalized(norm: DeferredNorm, layers: Sequence[Any]) -> tuple[list[jax.Arra
     Args:
       norm: of x (..., D).
       layers: as `takes_norm` has them.
+      out_sharding: of each layer's result, as in `coda_jax.norm_projection`.
     """
     adapters = [LowRank.of(layer) for layer in layers]
     bases = [layer if adapter is None else adapter.base for layer, adapter in zip(layers, adapters, strict=True)]
@@ -190,7 +193,8 @@ def normalized(norm: DeferredNorm, layers: Sequence[Any]) -> tuple[list[jax.Arra
     bias = None
     if any(base.bias is not None for base in bases):
         bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)
-    made, x = coda.norm_projection(norm, tuple(base.kernel[...] for base in bases), bias, dtype=bases[0].dtype)
+    kernels = tuple(base.kernel[...] for base in bases)
+    made, x = coda.norm_projection(norm, kernels, bias, dtype=bases[0].dtype, out_sharding=out_sharding)
     ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
     return [
         y if adapter is None else adapter.added(next(remaining), y) for adapter, y in zip(adapters, ys, strict=True)

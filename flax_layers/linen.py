@@ -13,8 +13,10 @@ Arguments are those of the nnx module, all by keyword, without `rngs`; parameter
 `nnx.update(module, variables["params"])` gives them to the nnx module, whose `generate` wants them there. What the
 modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as do caches.
 Other methods of the nnx module are called by name: `model.apply(variables, tokens, labels, nnx_method="loss")`.
-`init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen module. The blocks of a `Llama` are
-numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.
+Sharding rules are the nnx module's too, `layers.Llama(config=config, rules=sharding.FSDP)`, and
+`sharding.parameter_shardings(jax.eval_shape(model.init, key, tokens), mesh, rules)` is what `jax.jit(model.init,
+out_shardings=...)` makes variables by. `init`, `apply`, `nn.compact`, `nn.scan` and `nn.remat` work as with any linen
+module. The blocks of a `Llama` are numbered by integers, as in nnx.List: {"layers": {0: ..., 1: ...}}.
 """
 
 from __future__ import annotations

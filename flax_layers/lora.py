@@ -25,7 +25,7 @@ from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
 
 # What may be adapted, under the names of the modules' own attributes.
-PROJECTIONS = ("qkv", "query", "key", "value", "out", "gate_up", "up", "down")
+PROJECTIONS = ("qkv", "query", "key", "value", "out", "gate_up", "gate", "up", "down")
 
 
 def add_lora(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,14 @@ from flax_layers.sharding import activation_spec, constrain
 HIDDEN = ("batch", None, "mlp")
 
 
+class _Up(NamedTuple):
+    """The product that makes the hidden activation: its kernel, bias and epilogue."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
+    activation: Activation
+
+
 class _FeedForward(nnx.Module):
     """What the two have in common: down(hidden) [+ residual], hidden from one product where its kernel is at hand."""
 
@@ -49,7 +57,7 @@ class _FeedForward(nnx.Module):
         Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
         """
         up, down = self._up(), self.down
-        if not isinstance(up, tuple):
+        if not isinstance(up, _Up):
             hidden, passed = self._apart(up, x)
             return joined(down, constrain(hidden, *HIDDEN), Sum.of(residual, x, passed))
         target = Sum.of(residual, x)
@@ -75,23 +83,24 @@ class _FeedForward(nnx.Module):
         hidden = constrain(hidden, *HIDDEN)
         return joined(down, unchained(hidden, down) if isinstance(x, DeferredNorm) else hidden, target)
 
-    def _up(self) -> Any:
-        """Kernel, bias and epilogue of the product that makes the hidden activation; or another module that does."""
+    def _up(self) -> _Up | list[Any]:
+        """What makes the hidden activation as one product; or, with other modules in the place of Linears, these."""
         raise NotImplementedError
 
-    def _activated(self, z: jax.Array) -> jax.Array:
-        """The hidden activation of what another module makes."""
+    def _activated(self, zs: list[jax.Array]) -> jax.Array:
+        """The hidden activation of what the modules of `_up` make."""
         raise NotImplementedError
 
-    def _apart(self, up: Any, x: jax.Array | Stream | DeferredNorm) -> tuple[jax.Array, Any]:
-        """The hidden activation by another module, and the stream that has passed through a norm's product."""
+    def _apart(self, ups: list[Any], x: jax.Array | Stream | DeferredNorm) -> tuple[jax.Array, Any]:
+        """The hidden activation by other modules, and the stream that has passed through a norm's product."""
         passed = None
-        if isinstance(x, DeferredNorm) and takes_norm(up):
-            (z,), passed = normalized(x, [up])
-            z = partly_chained(z, [up], "the activation is")
+        if isinstance(x, DeferredNorm) and takes_norm(*ups):
+            zs, passed = normalized(x, ups)
+            zs[0] = partly_chained(zs[0], ups, "the activation is")
         else:
-            z = mapped(up, x)
-        return self._activated(z.astype(jnp.promote_types(z.dtype, jnp.float32))).astype(z.dtype), passed
+            zs = [mapped(up, x) for up in ups]
+        wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
+        return self._activated(wide).astype(zs[0].dtype), passed
 
 
 class GatedMLP(_FeedForward):
@@ -101,16 +110,20 @@ class GatedMLP(_FeedForward):
 
     Gate and up are stored together as `gate_up` (D, 2, F), the shape TransformerEngine gives `wi_kernel`: seen as
     (D, 2F) without a copy, it is one product, whose two halves meet in the epilogue; the result leaves at half width.
-    `gate` and `up` give the (D, F) kernels of other checkpoints. A module in its place, as an nnx.LoRALinear, is called
-    with x and returns (..., 2F), the gate's columns first; as its kernel, gate_up is `gate_up.reshape(D, 2 * F)`.
+    A module in its place, as an nnx.LoRALinear, is called with x and returns (..., 2F), the gate's columns first; as
+    its kernel, gate_up is `gate_up.reshape(D, 2 * F)`. With separate_gate_up they are two Linears, `gate` and `up`, as
+    other libraries keep them, and one product still: their kernels are joined where they are cast. `split_kernel` gives
+    the (D, F) kernels in either form.
 
     Args:
       in_features: D.
       hidden_features: F.
       activation: applied to the gate; a function, or its name: see `flax_layers.activation`.
+      separate_gate_up: whether gate and up have kernels of their own.
       dtype: compute dtype; default the promotion of input and kernels.
-      param_dtype: storage dtype of `gate_up` (D, 2, F) and `down.kernel` (F, D).
-      kernel_init: initialiser of both; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
+      param_dtype: storage dtype of `gate_up` (D, 2, F), or `gate.kernel` and `up.kernel` (D, F), and `down.kernel`
+        (F, D).
+      kernel_init: initialiser of all; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
       rngs: source of keys.
 
     A mesh may cut F: each device has its share of gate and of up.
@@ -122,43 +135,49 @@ class GatedMLP(_FeedForward):
         hidden_features: int,
         *,
         activation: str | Activation = "silu",
+        separate_gate_up: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
-        self.gate_up: Any = nnx.Param(_paired(gate_up))
-        self.down = Linear(
-            hidden_features, in_features, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        if separate_gate_up:
+            self.gate: Any = linear(in_features, hidden_features)
+            self.up: Any = linear(in_features, hidden_features)
+        else:
+            gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
+            self.gate_up: Any = nnx.Param(_paired(gate_up))
+        self.down = linear(hidden_features, in_features)
+        self.separate_gate_up = separate_gate_up
         self.activation = activation_of(activation)
         self.dtype = dtype
 
-    @property
-    def gate(self) -> jax.Array:
-        """The gate's kernel, (D, F)."""
-        return self._gate_up()[:, 0]
+    def split_kernel(self) -> list[jax.Array]:
+        """The kernels of the gate and of what it gates, (D, F) each."""
+        if not self.separate_gate_up:
+            if isinstance(self.gate_up, nnx.Module):
+                raise TypeError(f"gate_up is a {type(self.gate_up).__name__}, which has no kernels (D, F) to give")
+            return [self.gate_up[...][:, 0], self.gate_up[...][:, 1]]
+        for name, layer in (("gate", self.gate), ("up", self.up)):
+            if not is_linear(layer):
+                raise TypeError(f"{name} is a {type(layer).__name__} in the place of a Linear: no kernel to give")
+        return [self.gate.kernel[...], self.up.kernel[...]]
 
-    @property
-    def up(self) -> jax.Array:
-        """The kernel of the gated half, (D, F)."""
-        return self._gate_up()[:, 1]
+    def _up(self) -> _Up | list[Any]:
+        if self.separate_gate_up:
+            if not is_linear(self.gate, self.up):
+                return [self.gate, self.up]
+            kernel = jnp.stack(self.split_kernel(), axis=1)
+        elif isinstance(self.gate_up, nnx.Module):
+            return [self.gate_up]
+        else:
+            kernel = self.gate_up[...]
+        return _Up(kernel, None, coda.gated(self.activation))
 
-    def _up(self) -> Any:
-        if isinstance(self.gate_up, nnx.Module):
-            return self.gate_up
-        return self.gate_up[...], None, coda.gated(self.activation)
-
-    def _activated(self, z: jax.Array) -> jax.Array:
-        gate, up = jnp.split(z, 2, axis=-1)
+    def _activated(self, zs: list[jax.Array]) -> jax.Array:
+        gate, up = zs if self.separate_gate_up else jnp.split(zs[0], 2, axis=-1)
         return self.activation(gate) * up
-
-    def _gate_up(self) -> jax.Array:
-        if isinstance(self.gate_up, nnx.Module):
-            raise TypeError(f"gate_up is a {type(self.gate_up).__name__}, which has no kernels (D, F) to give")
-        kernels: jax.Array = self.gate_up[...]
-        return kernels
 
 
 class MLP(_FeedForward):
@@ -197,13 +216,13 @@ class MLP(_FeedForward):
         self.activation = activation_of(activation)
         self.dtype = dtype
 
-    def _up(self) -> Any:
+    def _up(self) -> _Up | list[Any]:
         if not is_linear(self.up):
-            return self.up
-        return self.up.kernel[...], None if self.up.bias is None else self.up.bias[...], self.activation
+            return [self.up]
+        return _Up(self.up.kernel[...], None if self.up.bias is None else self.up.bias[...], self.activation)
 
-    def _activated(self, z: jax.Array) -> jax.Array:
-        return self.activation(z)
+    def _activated(self, zs: list[jax.Array]) -> jax.Array:
+        return self.activation(zs[0])
 
 
 def _paired(kernel: Any) -> Any:

@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import array, constrained
 from flax_layers.axis_names import Axes, axes_of_parameter
@@ -68,7 +68,7 @@ def normalized(rules: Rules | None) -> tuple[tuple[str, MeshAxes], ...] | None:
     """The rules as flax has them, a tuple of pairs, which may be hashed.
 
     Raises:
-      ValueError: what is no rule.
+      ValueError: they do not give names mesh axes.
     """
     if rules is None:
         return None
@@ -132,6 +132,9 @@ def constrain(x: T, *axes: str | None, beside: Axes = ()) -> T:
       *axes: names.
       beside: names of what x is multiplied with or looked up by: a mesh axis that would cut an array with all of these
         axes by one of them does not cut x.
+
+    Raises:
+      ValueError: "length" would be cut by an explicit mesh axis.
     """
     spec = activation_spec(jnp.shape(array(x)), *axes, beside=beside)
     result: T = jax.tree.map(lambda leaf: constrained(leaf, None if spec is None else spec[: leaf.ndim]), x)
@@ -161,7 +164,13 @@ def activation_spec(shape: Sequence[Any], *axes: str | None, beside: Axes = ()) 
     if not _in_force():
         return None
     lacking = (None,) * (len(beside) + len(axes) - len(shape))
-    entries = tuple(spec_of((*beside, *axes), shape=(*lacking, *shape)))
+    names = (*beside, *axes)
+    entries = tuple(spec_of(names, shape=(*lacking, *shape)))
+    if "length" in axes and (explicit := set(_names(entries[names.index("length")])) & _explicit_axes()):
+        raise ValueError(
+            f"the rules cut 'length' by {', '.join(sorted(explicit))}, an explicit mesh axis: sequence parallelism is "
+            "for automatic ones, axis_types=(jax.sharding.AxisType.Auto, ...)"
+        )
     return PartitionSpec(*entries[len(lacking) :])
 
 
@@ -246,6 +255,12 @@ def create(make: Callable[[], T], rules: Rules | None = None, *, mesh: Any = Non
 
 def _in_force() -> bool:
     return bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
+
+
+def _explicit_axes() -> set[str]:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind is AxisType.Explicit}
 
 
 def _names(axes: MeshAxes) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 import flax_layers as layers
+from flax_layers import sharding
 from flax_layers.decoding.generate import candidates
 from flax_layers.decoding.hoist import hoist
 
@@ -74,11 +75,37 @@ def test_on_a_mesh(kind):
     arguments = jax.device_put((prompts, lengths), NamedSharding(mesh, P("data")))
     on_shards = nnx.shard_map(generate, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
     np.testing.assert_array_equal(nnx.jit(on_shards)(model, *arguments), rollout())
+    tokens = generate(model, *arguments)
+    np.testing.assert_array_equal(tokens, rollout())
+    assert tokens.sharding == NamedSharding(mesh, P("data"))
     if kind is AxisType.Explicit:
         with pytest.raises(ValueError, match=r"sharded, .* over explicit mesh axes"):
-            generate(model, *arguments)
-    else:
-        np.testing.assert_array_equal(generate(model, *arguments), rollout())
+            nnx.jit(generate)(model, *arguments)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("rules", "sizes"),
+    [
+        pytest.param(sharding.FSDP_TENSOR, {"fsdp": 2, "tensor": 2}, id="fsdp and tensor"),
+        pytest.param(sharding.FSDP, {"fsdp": 4}, id="fsdp", marks=pytest.mark.slow),
+        pytest.param(sharding.SEQUENCE, {"data": 2, "tensor": 2}, id="sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_parameters_and_prompts(rules, sizes, kind):
+    """The tokens of one device, greedy and drawn."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+    drawn = {"temperature": 1.0, "top_k": 8, "key": jax.random.key(3)}
+    with jax.set_mesh(mesh):
+        model = sharding.create(lambda: layers.Llama(CONFIG, rules=rules, separate_qkv=True, rngs=nnx.Rngs(0)))
+        prompts = jax.device_put(jnp.asarray(PROMPTS), sharding.array_sharding(mesh, rules, "batch", None))
+        lengths = jax.device_put(jnp.asarray(LENGTHS), sharding.array_sharding(mesh, rules, "batch"))
+        found = [layers.generate(model, prompts, lengths=lengths, max_new_tokens=3, **x).tokens for x in ({}, drawn)]
+    one = layers.Llama(CONFIG, separate_qkv=True, rngs=nnx.Rngs(0))
+    for tokens, options in zip(found, ({}, drawn), strict=True):
+        expected = layers.generate(one, PROMPTS, lengths=LENGTHS, max_new_tokens=3, **options).tokens
+        np.testing.assert_array_equal(tokens, expected)
+        assert tokens.sharding.mesh == mesh
 
 
 class Sharded(layers.Llama):

@@ -265,7 +265,7 @@ def test_separate_kernels_of_other_checkpoints():
     np.testing.assert_array_equal(jnp.concatenate([q, k, v], axis=1), attention.qkv.kernel[...])
     mlp = layers.GatedMLP(8, 12, rngs=nnx.Rngs(0))
     assert mlp.gate_up.shape == (8, 2, 12)
-    np.testing.assert_array_equal(jnp.stack([mlp.gate, mlp.up], axis=1), mlp.gate_up[...])
+    np.testing.assert_array_equal(jnp.stack(mlp.split_kernel(), axis=1), mlp.gate_up[...])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

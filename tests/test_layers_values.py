@@ -235,8 +235,8 @@ def test_stock_nnx_modules_with_the_same_parameters(dtype):
     )
     stock_params = {
         "norm": params["norm"],
-        "gate": {"kernel": module.then.gate},
-        "up": {"kernel": module.then.up},
+        "gate": {"kernel": module.then.split_kernel()[0]},
+        "up": {"kernel": module.then.split_kernel()[1]},
         "down": params["then"]["down"],
     }
 

@@ -13,6 +13,7 @@ from flax import nnx
 import coda_jax as coda
 import flax_layers
 from flax_layers import linen as layers
+from flax_layers import sharding
 
 SIZES = {"in_features": 16, "hidden_features": 24, "num_heads": 2}
 CONFIG = flax_layers.LlamaConfig(
@@ -152,3 +153,20 @@ def test_arguments_are_given_by_keyword(wrap):
         cls((16, 24))
     assert pickle.loads(pickle.dumps(layers.GatedMLP)) is layers.GatedMLP
     assert "flax_layers.GatedMLP" in layers.GatedMLP.__doc__
+
+
+def test_sharding_rules():
+    """Variables are made where the rules lay them, activations are constrained, logits are those of one device."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model, tokens = layers.Llama(config=CONFIG, rules=sharding.FSDP_TENSOR), jnp.arange(20).reshape(4, 5)
+    expected = jax.jit(layers.Llama(config=CONFIG).init_with_output)(jax.random.key(0), tokens)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        shardings = sharding.parameter_shardings(abstract, mesh, sharding.FSDP_TENSOR)
+        variables = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0), tokens)
+        logits = jax.jit(model.apply)(variables, tokens)
+        assert str(jax.make_jaxpr(model.apply)(variables, tokens)).count("sharding_constraint") > 10
+    down = variables["params"]["layers"][0]["mlp"]["down"]["kernel"]
+    assert down.sharding.spec == jax.P("tensor", "fsdp") and down.addressable_shards[0].data.size == down.size // 4
+    for got, want in zip(jax.tree.leaves((logits, variables)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

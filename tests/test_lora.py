@@ -22,7 +22,9 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 LLAMA = layers.LlamaConfig(**SIZES, **HEADS)
 MODELS = {
     "llama": lambda **options: layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options),
-    "separate": lambda **options: layers.Llama(LLAMA, separate_qkv=True, rngs=nnx.Rngs(0), **options),
+    "separate": lambda **options: layers.Llama(
+        LLAMA, separate_qkv=True, separate_gate_up=True, rngs=nnx.Rngs(0), **options
+    ),
     "scanned": lambda **options: layers.Llama(LLAMA, scan_layers=True, rngs=nnx.Rngs(0), **options),
     "tied": lambda **options: layers.Llama(
         layers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True), rngs=nnx.Rngs(0), **options

@@ -155,6 +155,11 @@ def test_refusals():
     mesh = mesh_of(tensor=2)
     with pytest.raises(ValueError, match=r"embed.embedding has shape \(33, 16\), whose axis 'vocab' of 33 .* tensor=2"):
         sharding.create(lambda: layers.Llama(uneven, rules=sharding.TENSOR, rngs=nnx.Rngs(0)), mesh=mesh)
+    with (
+        jax.set_mesh(mesh_of(AxisType.Explicit, tensor=2)),
+        pytest.raises(ValueError, match="'length' by tensor, an exp"),
+    ):
+        MODELS["llama"](rules=sharding.SEQUENCE).loss(TOKENS, TOKENS)
     with pytest.raises(ValueError, match="create wants a mesh"):
         sharding.create(MODELS["llama"])
     with pytest.raises(ValueError, match="rules give names of axes the names of mesh axes; got 'batch': 1"):

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
-from coda_jax.operators.norm_products import Sums, cotangents, multiply, named, of_norm
+from coda_jax.operators.norm_products import Sums, cotangents, multiply, named, of_norm, with_rows_of
 from coda_jax.operators.stream import Stream, array, separate_residual
 from coda_jax.primitives.arguments import joined_halves, resolve_dtype
 from coda_jax.primitives.mesh_types import constrained
@@ -120,7 +120,7 @@ class _FeedForward:
         """y, and for RMSNorm the row sums of its squares; beside them, if asked for, what `backward` takes."""
         (x, *arrays), of_z = norm_products.factors(norm, up, up_bias, self.dtype)
         *kept, hidden = multiply(
-            self._whole_rows(x),
+            with_rows_of(x, self.hidden_sharding),
             *arrays,
             epilogue=of_norm(named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep)),
             out_dtypes=[self.dtype] * (1 + keep),
@@ -148,7 +148,7 @@ class _FeedForward:
         present = Sums.structure(*beside_dz)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
-            self._whole_rows(dout),
+            with_rows_of(dout, self.hidden_sharding),
             down.astype(self.dtype),
             u,
             *beside_dz,
@@ -179,10 +179,6 @@ class _FeedForward:
         rows = None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1])
         s, centring = (None if x is None else constrained(x, rows) for x in (sums.s, sums.centring))
         return sums._replace(s=s, centring=centring)
-
-    def _whole_rows(self, x: jax.Array) -> jax.Array:
-        """x (..., D) with the hidden activation's rows: a mesh axis that cuts F there must not cut rows here."""
-        return constrained(x, None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1], None))
 
     def _lies(self, x: jax.Array) -> jax.Array:
         """x (..., F), or (..., 2, F) of a gate, as `hidden_sharding` says."""

@@ -41,7 +41,7 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, mean_and_rstd
-from coda_jax.primitives.mesh_types import explicit_sharding, placed, vary, varying_axes
+from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, vary, varying_axes
 from coda_jax.primitives.product import Options, Parts, product
 from coda_jax.primitives.reverse_mode import differentiable
 
@@ -82,6 +82,11 @@ def chain(name: str, products: Callable[..., Any], backward: Callable[..., Any])
     """
     run, forward = functools.partial(products, keep=False), functools.partial(products, keep=True)
     return differentiable(name, run, forward, backward)
+
+
+def with_rows_of(x: jax.Array, spec: jax.P | None) -> jax.Array:
+    """x (..., D), its rows lying as those of a result with this PartitionSpec: what cuts columns there cuts no rows."""
+    return constrained(x, None if spec is None else jax.P(*spec[: x.ndim - 1], None))
 
 
 def vary_alike(*trees: Any) -> list[Any]:

@@ -24,8 +24,10 @@ from coda_jax.operators.norm_products import (
     one_or_parts,
     parts_of,
     rounded,
+    with_rows_of,
 )
 from coda_jax.primitives.arguments import resolve_dtype
+from coda_jax.primitives.mesh_types import constrained
 from coda_jax.primitives.product import Parts
 
 PROJECTION_NAME = "norm_projection"
@@ -37,6 +39,7 @@ def norm_projection(
     bias: jax.Array | Sequence[jax.Array] | None = None,
     *,
     dtype: Any = None,
+    out_sharding: jax.P | Sequence[jax.P] | None = None,
     implementation: str = "auto",
 ) -> tuple[Any, jax.Array]:
     """z = norm(x) w + bias, and x itself.
@@ -50,6 +53,8 @@ def norm_projection(
       w: (D, N); or several (D, Ni), one product still, of which a mesh may cut each.
       bias: (N,), or as many (Ni,).
       dtype: compute dtype, and that of z; default the promotion of x and w.
+      out_sharding: how z, or each of several, and its cotangent lie over the mesh of `jax.set_mesh`, as `mlp`'s
+        hidden_sharding.
       implementation: as in `gemm`.
 
     Returns:
@@ -73,22 +78,26 @@ def norm_projection(
     check_arrays("norm_projection", norm, arrays)
     dtype = resolve_dtype("norm_projection", dtype, norm.x, *weights)
     ends = ends_of(weights)
+    specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
 
     def products(norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
-        arrays, of_z = norm_products.factors(norm, w, bias, dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, w, bias, dtype)
         zs = multiply(
+            with_rows_of(x, specs[0]),
             *arrays,
             epilogue=of_norm(named("norm_shift", _shifted, ends=ends)),
             out_dtypes=[dtype] * len(weights),
             implementation=implementation,
         )
-        zs = [checkpoint_name(z, PROJECTION_NAME) for z in zs]
+        zs = [checkpoint_name(constrained(z, spec), PROJECTION_NAME) for z, spec in zip(zs, specs, strict=True)]
         outputs = [*zs, norm.x]
         return (outputs, (of_z, zs)) if keep else outputs
 
     def backward(kept: Any, outputs: list[jax.Array]) -> tuple[Any, ...]:
         (of_z, zs), (*dzs, dresidual) = kept, outputs
+        dzs = [constrained(dz, spec) for dz, spec in zip(dzs, specs, strict=True)]
         ts, sums = _cotangents(of_z, zs, dzs, ends, dtype)
+        ts = one_or_parts([constrained(t, spec) for t, spec in zip(parts_of(ts), specs, strict=True)])
         return norm_products.backward(of_z, ts, sums, dresidual, implementation=implementation)
 
     arguments = norm_products.vary_alike(norm, one_or_parts(weights), None if bias is None else one_or_parts(biases))

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
-from coda_jax.operators.norm_products import Sums, multiply, named, of_norm
+from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
+from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, without_axes
 from coda_jax.primitives.product import Parts
 from coda_jax.tiles.choose import takes_heads
 
@@ -69,6 +69,7 @@ class _QKVProjection:
       ends: where the columns of q and of k end.
       epsilon: of the norms of heads.
       dtype: compute dtype.
+      out_sharding: how q, k and v lie.
       implementation: as in `gemm`.
     """
 
@@ -77,16 +78,18 @@ class _QKVProjection:
     ends: tuple[int, int]
     epsilon: float
     dtype: Any
+    out_sharding: tuple[jax.P | None, ...]
     implementation: str
 
     def products(self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[Any, ...], *, keep: bool) -> Any:
         """q, k, v and x; beside them, if asked for, what `backward` takes."""
         cos, sin = tables
-        arrays, of_z = norm_products.factors(norm, w, None, self.dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype)
         in_epilogue = takes_heads(self.head_dim)
         keeps_columns = bool(keep and scales)  # a rotation keeps sum(z dz), a norm of heads does not
         name = f"row_scale{'_norm' if scales else ''}_rotary{'_kept' if keeps_columns else ''}"
         made = multiply(
+            with_rows_of(x, self.out_sharding[0]),
             *arrays,
             *((self._of_rows(cos), self._of_rows(sin), *scales) if in_epilogue else ()),
             epilogue=of_norm(
@@ -97,7 +100,8 @@ class _QKVProjection:
             out_dtypes=[self.dtype] * (5 if in_epilogue and keeps_columns else 3),
             implementation=self.implementation,
         )
-        q, k, v, *before = map(self._in_heads, made)
+        specs = (*self.out_sharding, *self.out_sharding[:2])
+        q, k, v, *before = (constrained(self._in_heads(y), spec) for y, spec in zip(made, specs, strict=False))
         if not in_epilogue:
             before = [q, k] if keeps_columns else []
             q, k = self._turned([q, k], cos, sin, scales)
@@ -110,6 +114,7 @@ class _QKVProjection:
     def backward(self, kept: tuple[Any, ...], cotangents: list[jax.Array]) -> tuple[Any, ...]:
         of_z, (cos, sin), scales, zs = kept
         *dqkv, dresidual = cotangents
+        dqkv = [constrained(dy, spec) for dy, spec in zip(dqkv, self.out_sharding, strict=True)]
         wide = [dy.astype(jnp.float32) for dy in dqkv]
         dz = [rotary(wide[0], cos, -sin), rotary(wide[1], cos, -sin), wide[2]]
         dscales: list[jax.Array] = []
@@ -119,11 +124,15 @@ class _QKVProjection:
         # A rotation keeps sum(z dz): without norms of heads z before it is not needed.
         pairs = zip(zs, dz if scales else wide, strict=True)
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
+        t_scale, *_ = of_z.of_cotangents(self.dtype)
         if not isinstance(of_z.w, tuple):
             dz = [jnp.concatenate(dz, axis=-2)]
         columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
-        t_scale, *_ = of_z.of_cotangents(self.dtype)
-        t = norm_products.one_or_parts([(t_scale * y).astype(self.dtype) for y in columns])
+        ts = [(t_scale * y).astype(self.dtype) for y in columns]
+        if len(ts) > 1:
+            specs = (None if spec is None else jax.P(*spec[:-1]) for spec in self.out_sharding)
+            ts = [constrained(t, spec) for t, spec in zip(ts, specs, strict=True)]
+        t = norm_products.one_or_parts(ts)
         sums = Sums(products[0] + products[1] + products[2])
         dnorm, dw, _ = norm_products.backward(of_z, t, sums, dresidual, implementation=self.implementation)
         return dnorm, dw, (jnp.zeros_like(cos), jnp.zeros_like(sin)), tuple(dscales)
@@ -174,6 +183,7 @@ def qkv_projection(
     k_scale: jax.Array | None = None,
     qk_epsilon: float | None = None,
     dtype: Any = None,
+    out_sharding: Sequence[jax.P] | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """q, k, v = split(RMSNorm(x) w) with rotary(q) and rotary(k), and x itself.
@@ -200,6 +210,7 @@ def qkv_projection(
       q_scale, k_scale: (Dh,), of the norms of the heads of q and of k; None, both, for no such norms.
       qk_epsilon: added to their means of squares; default that of the norm.
       dtype: compute dtype, and that of q, k and v; default the promotion of x and w.
+      out_sharding: how q, k and v and their cotangents lie over the mesh of `jax.set_mesh`, as `mlp`'s hidden_sharding.
       implementation: as in `gemm`.
 
     Returns:
@@ -240,6 +251,7 @@ def qkv_projection(
         ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
         epsilon=float(norm.epsilon if qk_epsilon is None else qk_epsilon),
         dtype=resolve_dtype("qkv_projection", dtype, norm.x, *weights),
+        out_sharding=(None,) * 3 if out_sharding is None else tuple(out_sharding),
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, norm_products.one_or_parts(weights), (cos, sin), scales)

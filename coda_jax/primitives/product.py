@@ -97,7 +97,7 @@ def product(
             break
         varying |= varying_axes(*captured)
     if of_n and _are_halves(arrays[1], traced.program):
-        of_b = jnp.stack(arrays[1], 0 if options.transpose_b else 1)
+        of_b = jnp.stack(arrays[1], 0 if options.transpose_b else options.k_axes)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True))
         return [_with_joined_halves(x, len(rows)) for x in outputs], traced
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is

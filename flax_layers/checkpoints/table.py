@@ -190,8 +190,12 @@ def parameters_of(model: nnx.Module | nnx.State) -> Any:
 
 
 def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
-    """The table for a model whose attention may have query, key and value apart."""
+    """The table for a model that may have query, key and value apart, and gate and up."""
     for entry in table:
+        if entry.path[-1] == "gate_up" and "gate_up" not in at(params, place(params, entry.path[:-1])[0]):
+            for name, part in zip(("gate", "up"), entry.parts, strict=True):
+                yield Entry((*entry.path[:-1], name, "kernel"), (part,))
+            continue
         *parent, layer, kind = entry.path
         attention = at(params, place(params, tuple(parent))[0]) if layer == "qkv" else {"qkv": None}
         if "qkv" in attention:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike
 
 from coda_jax.extend import explicit_sharding
@@ -60,8 +61,9 @@ def generate(
 
     Args:
       model: a `Llama`, or any `Decoder` that is an nnx.Module.
-      tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token. Sharded over mesh
-        axes that are explicit they want an `nnx.shard_map` around this function, where each device has its own.
+      tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token. They and the
+        parameters may be sharded, over explicit mesh axes too: then the program runs over automatic ones of the same
+        devices. Inside a jit over explicit axes prompts that these cut want an `nnx.shard_map` around this function.
       max_new_tokens: most tokens to make a row.
       lengths: (B,) integers, the prompts' lengths, 1 to T; default T. Padding is neither seen nor counted in positions.
       temperature: 0 for the likeliest token, else the logits' divisor.
@@ -82,18 +84,43 @@ def generate(
     if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
         raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
     graphdef, state = nnx.split(model)
-    return _generate(
-        graphdef,
+    arrays = (
         state,
         tokens.astype(jnp.int32),
         None if lengths is None else jnp.asarray(lengths).astype(jnp.int32),
         None if temperature == 0 else key,
         jnp.float32(temperature),
         None if top_p is None else jnp.float32(top_p),
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        ends=tuple(map(int, ends.ravel())),
     )
+    options: Any = {"max_new_tokens": max_new_tokens, "top_k": top_k, "ends": tuple(map(int, ends.ravel()))}
+    mesh = _explicit_mesh(arrays)
+    if mesh is None:
+        return _generate(graphdef, *arrays, **options)
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    with jax.set_mesh(automatic):
+        found = _generate(graphdef, *_on_mesh(arrays, automatic), **options)
+    generated: Generated = _on_mesh(found, mesh)
+    return generated
+
+
+def _explicit_mesh(arrays: Any) -> Any:
+    """The mesh with explicit axes that cut some of these; None inside jit, or where nothing is cut by such a mesh."""
+    leaves = jax.tree.leaves(arrays)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return None
+    lie = [x.sharding for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    cut = (x.mesh for x in lie if AxisType.Explicit in x.mesh.axis_types and any(axes for axes in x.spec))
+    return next(cut, None)
+
+
+def _on_mesh(arrays: Any, mesh: Any) -> Any:
+    """The arrays, lying as they do over the same devices as another mesh has them."""
+
+    def one(x: Any) -> Any:
+        is_named = isinstance(getattr(x, "sharding", None), NamedSharding)
+        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec)) if is_named else x
+
+    return jax.tree.map(one, arrays)
 
 
 def candidates(logits: jax.Array, top_k: int | None, top_p: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +206,7 @@ def _check(
 ) -> None:
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"prompts are integers (B, T), at least one of each; got {tokens.dtype}{tokens.shape}")
-    sharding = explicit_sharding(tokens)
+    sharding = explicit_sharding(tokens) if isinstance(tokens, jax.core.Tracer) else None
     if sharding is not None and any(axis is not None for axis in sharding.spec):
         raise ValueError(f"prompts are sharded, {sharding.spec}, over explicit mesh axes: call it inside nnx.shard_map")
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:

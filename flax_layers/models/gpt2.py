@@ -16,7 +16,7 @@ from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
-from flax_layers.embed import Embed
+from flax_layers.embed import Embed, PositionEmbed
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
@@ -54,6 +54,7 @@ class GPT2Config:
 def gpt2_block(
     config: GPT2Config,
     *,
+    separate_qkv: bool = False,
     attention_implementation: Implementation | None = None,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
@@ -63,7 +64,7 @@ def gpt2_block(
 
     Args:
       config: sizes.
-      attention_implementation: Attention's implementation.
+      separate_qkv, attention_implementation: of Attention.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -79,7 +80,14 @@ def gpt2_block(
     }
     return TransformerBlock(
         norm(),
-        Attention(width, config.n_head, rope_theta=None, implementation=attention_implementation, **options),
+        Attention(
+            width,
+            config.n_head,
+            rope_theta=None,
+            separate_qkv=separate_qkv,
+            implementation=attention_implementation,
+            **options,
+        ),
         norm(),
         MLP(width, config.n_inner or 4 * width, activation=config.activation_function, **options),
     )
@@ -92,6 +100,8 @@ class GPT2(LanguageModel):
 
     Args:
       config: sizes.
+      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism wants them: see
+        Attention.
       rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
       dtype: compute dtype, also of the logits; default that of the parameters.
@@ -105,6 +115,7 @@ class GPT2(LanguageModel):
         self,
         config: GPT2Config,
         *,
+        separate_qkv: bool = False,
         rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
@@ -115,8 +126,12 @@ class GPT2(LanguageModel):
         init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
-        self.position_embed = Embed(config.n_positions, config.n_embd, embedding_init=init, **options)
-        block = partial(gpt2_block, config, attention_implementation=attention_implementation, **options)
+        self.position_embed = PositionEmbed(config.n_positions, config.n_embd, embedding_init=init, **options)
+        layout: dict[str, Any] = {
+            "separate_qkv": separate_qkv,
+            "attention_implementation": attention_implementation,
+        }
+        block = partial(gpt2_block, config, **layout, **options)
         self.layers = nnx.List(block() for _ in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)

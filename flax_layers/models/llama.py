@@ -142,6 +142,7 @@ class Llama(LanguageModel):
         are the same ones, layers[i].attention.qkv.kernel being layers.attention.qkv.kernel[i].
       separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism wants them: see
         Attention.
+      separate_gate_up: whether gate and up have kernels of their own: see GatedMLP.
       remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
@@ -164,6 +165,7 @@ class Llama(LanguageModel):
         *,
         scan_layers: bool = False,
         separate_qkv: bool = False,
+        separate_gate_up: bool = False,
         remat: Remat = None,
         remat_layers: int | None = None,
         rules: Rules | None = None,
@@ -200,6 +202,7 @@ class Llama(LanguageModel):
                 qk_norm=config.qk_norm,
                 use_bias=config.attention_bias,
                 separate_qkv=separate_qkv,
+                separate_gate_up=separate_gate_up,
                 activation=config.hidden_act,
                 sliding_window=config.sliding_window,
                 attention_implementation=attention_implementation,
