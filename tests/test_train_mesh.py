@@ -191,3 +191,5 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, monkeypatch):
     assert code == other == 0, output + silent
     assert "resuming at step" in output and "processes: 2" in output and "bits per byte" not in silent
     check_same_result(tmp_path / "two", tmp_path / "one")
+    code, output = finish(start(tmp_path / "two", *SHORT))  # one process reads it, on one device
+    assert code == 0 and "already finished" in output, output
