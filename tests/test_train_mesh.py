@@ -99,7 +99,9 @@ def test_what_each_device_holds_under_fsdp(name, monkeypatch):
         kernel = state["params"]["layers"][0]["mlp"]["down"]["kernel"][...]
         like = [x for x in jax.tree.leaves(state["opt"]) if x.shape == kernel.shape]
         assert len(like) == moments and all(x.sharding == kernel.sharding for x in like)
-        state, _ = trainer.step(state, trainer.text)
+        given = state
+        state, _ = trainer.step(given, trainer.text)
+        assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim > 1)
 
 
 @pytest.mark.slow
