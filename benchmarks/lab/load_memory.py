@@ -97,7 +97,8 @@ def main() -> None:
             gb = {name: bytes_ / 1e9 for name, bytes_ in found.items()}
             print(
                 f"layers as a {form}: parameters {gb['whole']:.2f} GB, on the devices {gb['shards']:.2f} GB; "
-                f"beyond them {gb['loading']:.2f} GB to load in {found['seconds']:.0f} s, {gb['saving']:.2f} GB to save",
+                f"beyond them {gb['loading']:.2f} GB to load, in {found['seconds']:.0f} s, "
+                f"{gb['saving']:.2f} GB to save",
                 flush=True,
             )
             shutil.rmtree(Path(folder) / "saved")
