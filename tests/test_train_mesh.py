@@ -129,6 +129,7 @@ def test_the_gradient_is_clipped():
         ("--mesh=data=4 --batch=6", r"--batch 6 must be a multiple of 4"),
         ("--accumulate=2 --mesh=data=2,fsdp=2 --batch=12", r"--batch 12 must be a multiple of 8: --accumulate 2 parts"),
         ("--clip=nan", r"--clip must be a number, at least 0"),
+        ("--distributed", r"--distributed: .* Outside of a job of Slurm or Open MPI give --coordinator"),
         ("--coordinator=localhost:1234", r"--coordinator, --processes and --process come together"),
         ("--coordinator=localhost:1234 --processes=2 --process=2", r"--process 2 must be from 0 to .* = 1"),
     ],
