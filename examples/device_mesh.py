@@ -109,7 +109,14 @@ def start_processes(arguments: list[str] | None, parser: argparse.ArgumentParser
             parser.error(f"--process {options.process} must be from 0 to --processes - 1 = {options.processes - 1}")
     elif not options.distributed:
         return
-    jax.distributed.initialize(*by_hand)
+    try:
+        jax.distributed.initialize(*by_hand)
+    except (RuntimeError, ValueError) as error:
+        parser.error(
+            f"--distributed: {error} Outside of a job of Slurm or Open MPI give --coordinator, --processes, --process"
+            if None in by_hand
+            else f"--coordinator {options.coordinator}: {error}"
+        )
 
 
 def greatest(value: int) -> int:

@@ -99,7 +99,9 @@ def test_what_each_device_holds_under_fsdp(name, monkeypatch):
         kernel = state["params"]["layers"][0]["mlp"]["down"]["kernel"][...]
         like = [x for x in jax.tree.leaves(state["opt"]) if x.shape == kernel.shape]
         assert len(like) == moments and all(x.sharding == kernel.sharding for x in like)
-        state, _ = trainer.step(state, trainer.text)
+        given = state
+        state, _ = trainer.step(given, trainer.text)
+        assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim > 1)
 
 
 @pytest.mark.slow
@@ -127,6 +129,7 @@ def test_the_gradient_is_clipped():
         ("--mesh=data=4 --batch=6", r"--batch 6 must be a multiple of 4"),
         ("--accumulate=2 --mesh=data=2,fsdp=2 --batch=12", r"--batch 12 must be a multiple of 8: --accumulate 2 parts"),
         ("--clip=nan", r"--clip must be a number, at least 0"),
+        ("--distributed", r"--distributed: .* Outside of a job of Slurm or Open MPI give --coordinator"),
         ("--coordinator=localhost:1234", r"--coordinator, --processes and --process come together"),
         ("--coordinator=localhost:1234 --processes=2 --process=2", r"--process 2 must be from 0 to .* = 1"),
     ],
@@ -191,3 +194,5 @@ def test_two_processes_train_to_the_losses_of_one(tmp_path, monkeypatch):
     assert code == other == 0, output + silent
     assert "resuming at step" in output and "processes: 2" in output and "bits per byte" not in silent
     check_same_result(tmp_path / "two", tmp_path / "one")
+    code, output = finish(start(tmp_path / "two", *SHORT))  # one process reads it, on one device
+    assert code == 0 and "already finished" in output, output

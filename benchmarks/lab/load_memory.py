@@ -1,7 +1,8 @@
-"""What host memory it takes to load a Llama of 3 GB onto 8 devices: python -m benchmarks.lab.load_memory [GB]
+"""What host memory it takes to load a Llama of 3 GB onto 8 devices, and to save it: `make lab-load_memory`
 
 Writes a folder of Hugging Face's with such a model, loads it onto eight CPU devices, cut by FSDP and tensor
-parallelism, and prints the peak of the host's memory less the parameters, which here lie in the host's memory too.
+parallelism, and saves it from there. Prints the peaks of the host's memory less the parameters, which here lie in the
+host's memory too. `ARGS=1.5`: of another size, in GB.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 LOAD = """
-import sys, time, jax, jax.numpy as jnp
+import json, sys, time, jax, jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from flax_layers.checkpoints import load_hf_folder
+from flax_layers.checkpoints import load_hf_folder, save_hf_folder
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
@@ -41,8 +43,13 @@ before, began = status("VmRSS:"), time.monotonic()
 model = load_hf_folder(sys.argv[1], shardings=sharding_of, param_dtype=jnp.float32, scan_layers=sys.argv[2] == "scan")
 shards = sum(s.data.nbytes for x in jax.tree.leaves(nnx.state(model)) for s in x.addressable_shards)
 whole = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-print(json.dumps({"peak": status("VmHWM:") - before, "shards": shards, "whole": whole, "s": time.monotonic() - began}))
-""".replace("import sys,", "import json, sys,")
+loading, seconds = status("VmHWM:") - before - shards, time.monotonic() - began
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS:")
+save_hf_folder(model, sys.argv[1] + "/saved")
+saving = status("VmHWM:") - before
+print(json.dumps({"loading": loading, "saving": saving, "shards": shards, "whole": whole, "seconds": seconds}))
+"""
 
 
 def write(folder: Path, layers: int) -> None:
@@ -87,12 +94,14 @@ def main() -> None:
                     [sys.executable, "-c", LOAD, folder, form], check=True, stdout=subprocess.PIPE, env=environment
                 ).stdout
             )
-            beyond = found["peak"] - found["shards"]
+            gb = {name: bytes_ / 1e9 for name, bytes_ in found.items()}
             print(
-                f"{form}: parameters {found['whole'] / 1e9:.2f} GB, on the devices {found['shards'] / 1e9:.2f} GB, "
-                f"peak {found['peak'] / 1e9:.2f} GB: {beyond / 1e9:.2f} GB beyond them; {found['s']:.0f} s",
+                f"layers as a {form}: parameters {gb['whole']:.2f} GB, on the devices {gb['shards']:.2f} GB; "
+                f"beyond them {gb['loading']:.2f} GB to load, in {found['seconds']:.0f} s, "
+                f"{gb['saving']:.2f} GB to save",
                 flush=True,
             )
+            shutil.rmtree(Path(folder) / "saved")
 
 
 if __name__ == "__main__":

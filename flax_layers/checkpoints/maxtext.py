@@ -104,34 +104,32 @@ def to_maxtext(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slices:
-    """An array whose slices are in the host's memory, or one layer of an array that has those along axis 1."""
+class _Layer:
+    """One layer of an array that has the layers along axis 1; its slices are in the host's memory."""
 
     array: Any
-    layer: int | None = None
+    layer: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, *rest = self.array.shape
-        return (rows, *rest[self.layer is not None :])
+        rows, _, *rest = self.array.shape
+        return (rows, *rest)
 
     def __getitem__(self, index: Index) -> np.ndarray:
-        if self.layer is None:
-            return block_of(self.array, index)
         return block_of(self.array, (index[0], slice(self.layer, self.layer + 1), *index[1:])).squeeze(1)
 
 
-def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, _Slices]:
+def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Name -> array, those of stacked layers a layer each."""
-    found: dict[str, _Slices] = {}
+    found: dict[str, Any] = {}
     for name, array in flatten_dict(params, sep=".").items():
         if not name.startswith(_STACKED):
-            found[name] = _Slices(array)
+            found[name] = array
             continue
         if tuple(array.shape[1:2]) != (layers,):
             raise ValueError(f"{name} has shape {tuple(array.shape)}, whose axis 1 is not the config's {layers} layers")
         rest = name.removeprefix(_STACKED)
-        found |= {f"{_LAYER}{i}.{rest}": _Slices(array, i) for i in range(layers)}
+        found |= {f"{_LAYER}{i}.{rest}": _Layer(array, i) for i in range(layers)}
     return found
 
 

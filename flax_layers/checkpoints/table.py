@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from flax_layers.checkpoints.placement import Index, Path, Shardings, by_path, on_host, placed
+from flax_layers.checkpoints.placement import Index, Path, Shardings, block_of, by_path, on_host, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Part:
           rows, columns: of the block, with start and stop.
         """
         if self.transposed:
-            return _times(np.asarray(array[columns, rows]).T, self.factor)
+            return _times(block_of(array, (columns, rows)).T, self.factor)
         axis = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == row_count)
         of_rows, rows = _cover(self.shape[:axis], rows)
         of_columns, columns = _cover(self.shape[axis:], columns, whole_head=self.interleaved)
-        block = np.asarray(array[(*of_rows, *of_columns)])
+        block = block_of(array, (*of_rows, *of_columns))
         if self.interleaved:
             block = np.concatenate([block[..., 0::2], block[..., 1::2]], axis=-1)
         return _times(block.reshape(math.prod(block.shape[:axis]), -1)[rows, columns], self.factor)
