@@ -12,7 +12,7 @@ if not (ROOT / "docs").exists():
     pytest.skip("the documents are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "docs"))
 
-from tools import api, device_outputs, docstrings, operators, pages  # noqa: E402
+from tools import api, device_outputs, docstrings, links, operators, pages  # noqa: E402
 
 PAGE = """# A page
 
@@ -129,3 +129,11 @@ def test_a_page_of_parts_begins_with_its_setup(monkeypatch):
     assert notebook.count("x = 1") == 1
     assert notebook.index("# Part") < notebook.index("x = 1") < notebook.index("\nx\n")
     assert ":tags: [remove-cell]\nx = 1" in notebook
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b.html#x">1</a><a href="#top">2</a><img src="c.png">')
+    (tmp_path / "b.html").write_text('<a href="a.html#gone">3</a><a href="https://example.org">4</a>')
+    broken, inside, outside = links.check(tmp_path)
+    assert broken == ["a.html: b.html#x", "a.html: c.png", "b.html: a.html#gone"]
+    assert (inside, outside) == (4, 1)
