@@ -30,14 +30,18 @@ def from_fused(fused: Mapping[str, Any], config: LlamaConfig) -> Params:
 
 def layer_from_fused(layer: Mapping[str, Any], config: LlamaConfig) -> Params:
     """One layer of the same."""
-    head_dim = config.resolved_head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
-    qkv, gate_up = layer["attention"]["qkv"]["kernel"], layer["mlp"]["gate_up"]
+    attention, gate_up = layer["attention"], layer["mlp"]["gate_up"]
+    if "qkv" in attention:
+        head_dim = config.resolved_head_dim
+        queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
+        q, k, v = jnp.split(attention["qkv"]["kernel"], [queries, queries + keys], axis=1)
+    else:
+        q, k, v = (attention[name]["kernel"] for name in ("query", "key", "value"))
     return {
         "attention_norm": layer["attention_norm"]["scale"],
-        "q": qkv[:, :queries],
-        "k": qkv[:, queries : queries + keys],
-        "v": qkv[:, queries + keys :],
+        "q": q,
+        "k": k,
+        "v": v,
         "out": layer["attention"]["out"]["kernel"],
         "mlp_norm": layer["mlp_norm"]["scale"],
         "gate": gate_up[:, 0],

@@ -106,8 +106,15 @@ def beyond(profile: Mapping[str, tuple[float, float]]) -> float:
     return sum(ms for name, (ms, _) in profile.items() if name not in known and not name.startswith("coda: "))
 
 
-def compile_all(names: Sequence[str], parameters: Parameters, tokens: jax.Array, labels: jax.Array) -> list[Measured]:
-    """Compiles the variants side by side."""
+def compile_all(
+    names: Sequence[str],
+    parameters: Parameters,
+    tokens: jax.Array,
+    labels: jax.Array,
+    *,
+    shardings: Callable[[Any], Any] = lambda _: None,
+) -> list[Measured]:
+    """Compiles the variants side by side; `shardings` gives those of the gradient, from the parameters."""
 
     def compiled(name: str, lowered: Any) -> tuple[Any, float]:
         start = time.perf_counter()
@@ -119,8 +126,8 @@ def compile_all(names: Sequence[str], parameters: Parameters, tokens: jax.Array,
         waiting = []
         for name in names:
             variant = VARIANTS[name]
-            function = step(name, variant, parameters.config, parameters.dtype, parameters.param_dtype)
             arguments = (parameters.of(variant), tokens, labels)
+            function = step(name, variant, parameters, gradient_shardings=shardings(arguments[0]))
             waiting.append((name, arguments, pool.submit(compiled, name, function.lower(*arguments))))
         for name, arguments, future in waiting:
             function, seconds = future.result()

@@ -67,13 +67,20 @@ DEFAULTS = list(VARIANTS)[:7]
 
 
 class Parameters:
-    """The same parameters in the form that each variant takes; arrays that forms have in common are shared."""
+    """The same parameters in the form that each variant takes; arrays that forms have in common are shared.
 
-    def __init__(self, config: LlamaConfig, dtype: Any, param_dtype: Any):
-        self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
+    Args:
+      config: sizes.
+      dtype: compute dtype.
+      param_dtype: of the parameters.
+      separate_qkv: of the fused model.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: Any, param_dtype: Any, *, separate_qkv: bool = False):
+        self.config, self.dtype, self.param_dtype, self.separate_qkv = config, dtype, param_dtype, separate_qkv
         # The generator that XLA compiles in no time: a program for each shape of parameters otherwise takes a second.
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
-        self.model = Llama(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.model = Llama(config, separate_qkv=separate_qkv, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self._forms: dict[tuple[bool, bool], Any] = {}
 
     def of(self, variant: Variant) -> Any:
@@ -113,15 +120,17 @@ class Parameters:
         return plain_llama.from_fused(tree, self.config)
 
 
-def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dtype: Any) -> Callable[..., Any]:
+def step(name: str, variant: Variant, parameters: Parameters, *, gradient_shardings: Any = None) -> Callable[..., Any]:
     """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
+    config, dtype = parameters.config, parameters.dtype
     if variant.fused:
         options = {
             "scan_layers": variant.scan,
             "remat": variant.remat,
             "remat_layers": variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
+            "separate_qkv": parameters.separate_qkv,
             "dtype": dtype,
-            "param_dtype": param_dtype,
+            "param_dtype": parameters.param_dtype,
         }
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
 
@@ -136,4 +145,4 @@ def step(name: str, variant: Variant, config: LlamaConfig, dtype: Any, param_dty
     loss.__name__ = name  # timing.executions tells variants apart by it
     function = jax.value_and_grad(loss)
     function.__name__ = name
-    return jax.jit(function)
+    return jax.jit(function, out_shardings=None if gradient_shardings is None else (None, gradient_shardings))

@@ -24,6 +24,7 @@ from coda_jax.operators import norm_projection as norm_projection
 from coda_jax.operators import qkv_projection as qkv_projection
 from coda_jax.operators import rms_norm as rms_norm
 from coda_jax.operators import rotary as rotary
+from coda_jax.operators import token_logprobs as token_logprobs
 from coda_jax.primitives import FallbackError as FallbackError
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm

@@ -7,8 +7,10 @@ from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
+from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
+from coda_jax.primitives.mesh_types import placed as placed
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
@@ -18,10 +20,12 @@ __all__ = [
     "add_residual_sumsq",
     "array",
     "bind_equation",
+    "constrained",
     "explicit_cuts",
     "explicit_sharding",
     "hide_frames",
     "noted",
+    "placed",
     "register_pytree",
     "scaled_weight",
     "separate_residual",

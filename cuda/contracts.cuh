@@ -1,5 +1,5 @@
-// What the kernel asks of a generated Epilogue and Config, as concepts. A member that is missing or has another type is
-// one error that says how to declare it; nothing else of the kernel is compiled then.
+// The contract of a generated Epilogue and Config, as concepts. A member that is missing or has another type is one
+// error that says how to declare it; nothing else of the kernel is compiled then.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -19,7 +19,7 @@ namespace coda {
   list(VectorAccess, row_vector)                  \
   list(VectorAccess, column_vector)               \
   list(VectorAccess, scalar)                      \
-  list(VectorAccess, head_table)                  \
+  list(VectorAccess, rope_table)                  \
   list(VectorAccess, head_vector)                 \
   list(ReductionAccess, row_reduction)            \
   list(ReductionAccess, column_reduction)         \
@@ -102,7 +102,7 @@ CODA_CONSTEXPR bool check_epilogue() {
 #undef CODA_ASSERT_VALUE
   if constexpr (HasEpilogueMembers<S>) {
     static_assert(HasEvaluate<S>,
-                  "Epilogue must have: template <int program> static void evaluate(const Element& in, Result& out)");
+                  "Epilogue must have: template <int variant> static void evaluate(const Element& in, Result& out)");
     static_assert(
         HasEvaluateHeads<S>,
         "Epilogue must have: template <int pass> static void evaluate_heads(const Element& in, float* value)");

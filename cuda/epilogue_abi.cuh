@@ -26,7 +26,7 @@ union Word {
 
 /// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
 struct Section {
-  int program = 0;
+  int variant = 0;
   int first = 0;
   int end = 0;
 };
@@ -43,7 +43,7 @@ struct TileAccess {
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };
 
-/// A vector, scalar or head table: its pointer, the half, and how many halves the array spans. Of a head table with
+/// A vector, scalar or rope table: its pointer, the half, and how many halves the array spans. Of a rope table with
 /// fewer rows than the product, how many: they repeat.
 struct VectorAccess {
   int pointer = -1;
@@ -66,7 +66,7 @@ struct ReductionAccess {
   CODA_CONSTEXPR bool is_none() const { return pointer < 0; }
 };
 
-/// What holds of an Epilogue that does not say otherwise: one program for all columns, without operands or results.
+/// The defaults of an Epilogue: one variant for all columns, without operands or results.
 /// contracts.cuh checks the types of all members.
 struct EpilogueDefaults {
   using DType = coda::DType;
@@ -88,7 +88,7 @@ struct EpilogueDefaults {
   static constexpr VectorAccess row_vector[] = {{}};     // (N,)
   static constexpr VectorAccess column_vector[] = {{}};  // (M, 1)
   static constexpr VectorAccess scalar[] = {{}};
-  static constexpr VectorAccess head_table[] = {{}};   // (M, columns of a head)
+  static constexpr VectorAccess rope_table[] = {{}};   // (M, columns of a head)
   static constexpr VectorAccess head_vector[] = {{}};  // (columns of a head,)
   static constexpr ReductionAccess row_reduction[] = {{}};
   static constexpr ReductionAccess column_reduction[] = {{}};
@@ -96,13 +96,13 @@ struct EpilogueDefaults {
   // Values of a head, reduced over its columns in passes: those of one pass may depend on those of the passes before.
   static constexpr int head_values = 0, head_passes = 0;
   static constexpr Op head_op[] = {Op::sum};
-  static constexpr int head_pass[][1] = {{-1}};  // of each program, for each value: in which pass, or -1, not needed
+  static constexpr int head_pass[][1] = {{-1}};  // of each variant, for each value: in which pass, or -1, not needed
 
   /// What an element adds to the values of its head, in one of the passes.
   template <int pass>
   CODA_DEVICE static void evaluate_heads(const auto& element, float* value) {}
 
-  // Without a default: template <int program> static void evaluate(const Element& in, Result& out).
+  // Without a default: template <int variant> static void evaluate(const Element& in, Result& out).
 };
 
 CODA_CONSTEXPR int at_least_one(int count) {
@@ -118,18 +118,18 @@ CODA_CONSTEXPR int count(const Access (&list)[size]) {
 }
 
 template <class Epilogue>
-CODA_CONSTEXPR int count_programs() {
-  int programs = 1;
+CODA_CONSTEXPR int count_variants() {
+  int variants = 1;
   for (const Section& section : Epilogue::section)
-    programs = section.program < programs ? programs : section.program + 1;
-  return programs;
+    variants = section.variant < variants ? variants : section.variant + 1;
+  return variants;
 }
 
-/// The first section that runs a program, to stand for all of them: their stores differ in place alone.
+/// The first section that runs a variant. It stands for the others: their stores differ only in place.
 template <class Epilogue>
-CODA_CONSTEXPR int first_section_of(int program) {
+CODA_CONSTEXPR int first_section_of(int variant) {
   int section = 0;
-  while (Epilogue::section[section].program != program) ++section;
+  while (Epilogue::section[section].variant != variant) ++section;
   return section;
 }
 
@@ -140,8 +140,8 @@ CODA_CONSTEXPR int most_tile_stores() {
   return most;
 }
 
-/// What `evaluate` reads of one element. Where halves are interleaved, an entry of a list over columns stands for both,
-/// and its values follow each other.
+/// The inputs of `evaluate` for one element. Where halves are interleaved, an entry of a list over columns stands for
+/// both, and its values follow each other.
 template <class Epilogue>
 struct ElementOf {
   static constexpr int per_entry = Epilogue::entry_values;
@@ -150,14 +150,14 @@ struct ElementOf {
   Word row_vector[at_least_one(Epilogue::row_vectors) * per_entry];
   Word column_vector[at_least_one(Epilogue::column_vectors)];
   Word scalar[at_least_one(Epilogue::scalars)];
-  Word head_table[at_least_one(Epilogue::head_tables) * per_entry];
+  Word rope_table[at_least_one(Epilogue::rope_tables) * per_entry];
   Word head_vector[at_least_one(Epilogue::head_vectors) * per_entry];
   float head_value[at_least_one(Epilogue::head_values)];
   int row;
   int column[Epilogue::halves];
 };
 
-/// What it makes of them: tiles to store, and what it adds to the reductions along its row and its columns.
+/// The outputs of `evaluate`: values of tiles, and terms of the reductions along the element's row and columns.
 template <class Epilogue>
 struct ResultOf {
   static constexpr int per_entry = Epilogue::entry_values;
@@ -171,12 +171,12 @@ template <class Generated>
 struct CompleteEpilogue : Generated {
   static constexpr int entry_values = Generated::interleaved ? 2 : 1;  // of an entry of a list over columns
   static constexpr int sections = sizeof(Generated::section) / sizeof(Section);
-  static constexpr int programs = count_programs<Generated>();
+  static constexpr int variants = count_variants<Generated>();
   static constexpr int tile_loads = count(Generated::tile_load);
   static constexpr int row_vectors = count(Generated::row_vector);
   static constexpr int column_vectors = count(Generated::column_vector);
   static constexpr int scalars = count(Generated::scalar);
-  static constexpr int head_tables = count(Generated::head_table);
+  static constexpr int rope_tables = count(Generated::rope_table);
   static constexpr int head_vectors = count(Generated::head_vector);
   static constexpr int row_reductions = count(Generated::row_reduction);
   static constexpr int column_reductions = count(Generated::column_reduction);
@@ -184,8 +184,8 @@ struct CompleteEpilogue : Generated {
   using Element = ElementOf<CompleteEpilogue>;
   using Result = ResultOf<CompleteEpilogue>;
 
-  CODA_CONSTEXPR static int tile_stores(int program) {
-    return count(Generated::tile_store[first_section_of<Generated>(program)]);
+  CODA_CONSTEXPR static int tile_stores(int variant) {
+    return count(Generated::tile_store[first_section_of<Generated>(variant)]);
   }
 };
 

@@ -35,9 +35,8 @@ struct EpilogueLayout {
   static constexpr int subtiles = box_n / subtile_n;  // of a box
   static constexpr int blocks = Config::consumer_m / 64;
   static constexpr int head_boxes = head > 0 ? head / 2 * entry_values / box_n : boxes;  // of one head
-  // Code that the instruction cache does not hold is fetched anew for each tile, several times as slowly as it runs. So
-  // an epilogue of many instructions goes over a tile in several column passes, by the same code: each has a part of
-  // the boxes.
+  // Code beyond the instruction cache is fetched anew for each tile, several times as slowly as it runs. So a long
+  // epilogue runs the same code over a tile in several column passes, each over a part of the boxes.
   static constexpr int column_passes = Config::column_passes;
   static constexpr int pass_boxes = boxes / column_passes, pass_columns = pass_boxes * box_n;
   static_assert(columns % box_n == 0 && box_n % subtile_n == 0 && subtile_n % 16 == 0,
@@ -67,16 +66,16 @@ struct EpilogueLayout {
     for (int i = 0; i < before; ++i) bytes += box_n * bytes_of(Epilogue::tile_load[i].dtype);
     return bytes;
   }
-  __host__ __device__ static constexpr int store_row_bytes(int program, int before) {
+  __host__ __device__ static constexpr int store_row_bytes(int variant, int before) {
     int bytes = 0;
     for (int i = 0; i < before; ++i)
-      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(program)][i].dtype);
+      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(variant)][i].dtype);
     return bytes;
   }
   __host__ __device__ static constexpr int widest_store_row_bytes() {
     int widest = 0;
-    for (int program = 0; program < Epilogue::programs; ++program) {
-      const int bytes = store_row_bytes(program, Epilogue::tile_stores(program));
+    for (int variant = 0; variant < Epilogue::variants; ++variant) {
+      const int bytes = store_row_bytes(variant, Epilogue::tile_stores(variant));
       widest = bytes > widest ? bytes : widest;
     }
     return widest;

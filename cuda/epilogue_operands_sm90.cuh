@@ -32,19 +32,19 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
   }
 }
 
-/// Consumer's side: what a thread has read. One object a thread; `begin` before the tile's products, and a barrier of
-/// the warpgroup between `begin` and all that follows.
+/// Consumer's side: the operands in one thread's registers. `begin` runs before the tile's products; a barrier of the
+/// warpgroup separates it from all that follows.
 template <class Config, class Epilogue, class Params>
 struct EpilogueOperands {
   using Layout = EpilogueLayout<Config, Epilogue>;
   using Subtile = Fragment<Layout::subtile_n>;
   static constexpr int groups = Subtile::groups;
-  /// Vectors over the columns of a subtile, and a block's head tables.
+  /// Vectors over the columns of a subtile, and a block's rope tables.
   struct OfColumns {
     Word row_vector[at_least_one(Epilogue::row_vectors)][groups][2];
     Word head_vector[at_least_one(Epilogue::head_vectors)][groups][2];
   };
-  using HeadTables = Word[at_least_one(Epilogue::head_tables)][groups][2][2];
+  using RopeTables = Word[at_least_one(Epilogue::rope_tables)][groups][2][2];
 
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
@@ -55,7 +55,7 @@ struct EpilogueOperands {
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
   Word scalar[at_least_one(Epilogue::scalars)];
   static constexpr int head_subtiles = Layout::head_boxes * Layout::subtiles;
-  HeadTables kept_tables[Layout::blocks][Config::keeps_tables ? head_subtiles : 1];  // the same for all heads of a tile
+  RopeTables kept_tables[Layout::blocks][Config::keeps_tables ? head_subtiles : 1];  // the same for all heads of a tile
   ptx::uint32 vectors;  // where the tile's vectors over columns lie in shared memory
 
   __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
@@ -92,7 +92,7 @@ struct EpilogueOperands {
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int subtile = 0; subtile < head_subtiles; ++subtile)
-          load_head_tables(tile, subtile * Layout::subtile_n, block, kept_tables[block][subtile]);
+          load_rope_tables(tile, subtile * Layout::subtile_n, block, kept_tables[block][subtile]);
     }
   }
 
@@ -130,11 +130,11 @@ struct EpilogueOperands {
     return vectors + 4 * (vector * Layout::columns + at);
   }
 
-  /// The same value, but the compiler does not see that it is the same. Else it would keep what a pass over a head
-  /// computes from the vectors, such as acc * rstd, for the passes after it, beside the accumulator, and spill.
+  /// Returns its argument, unseen by the compiler. Otherwise the compiler keeps the products that one pass over a head
+  /// makes, such as acc * rstd, in registers for the next pass, and spills.
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
-  /// Of the subtile that begins `at` columns into the tile, this thread's columns.
+  /// Loads this thread's columns of the subtile that begins `at` columns into the tile.
   __device__ __forceinline__ void load_vectors(int at, OfColumns& of_columns) const {
     static_for<Epilogue::row_vectors>([&](auto index) { load_words(index, at, of_columns.row_vector[index]); });
     static_for<Epilogue::head_vectors>(
@@ -156,19 +156,19 @@ struct EpilogueOperands {
   template <int halves>
   static constexpr int words_shared = halves == 1 ? Layout::entry_values : 1;
 
-  /// Of the subtile that begins `at` columns after the first of a head, a block's words of head tables: the kept ones,
+  /// Of the subtile that begins `at` columns after the first of a head, a block's words of rope tables: the kept ones,
   /// or loaded into `here`.
-  __device__ __forceinline__ const HeadTables& head_tables(const Tile& tile, int at, int block,
-                                                           HeadTables& here) const {
+  __device__ __forceinline__ const RopeTables& rope_tables(const Tile& tile, int at, int block,
+                                                           RopeTables& here) const {
     if constexpr (Config::keeps_tables) return kept_tables[block][at / Layout::subtile_n % head_subtiles];
-    load_head_tables(tile, at, block, here);
+    load_rope_tables(tile, at, block, here);
     return here;
   }
-  /// A head table's rows are those of the tile, its columns those of half a head. The heads of a tile read the same
+  /// A rope table's rows are those of the tile, its columns those of half a head. The heads of a tile read the same
   /// words, which the first brings into L1.
-  __device__ __forceinline__ void load_head_tables(const Tile& tile, int at, int block, HeadTables& table) const {
-    static_for<Epilogue::head_tables>([&](auto index) {
-      constexpr VectorAccess access = Epilogue::head_table[index];
+  __device__ __forceinline__ void load_rope_tables(const Tile& tile, int at, int block, RopeTables& table) const {
+    static_for<Epilogue::rope_tables>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::rope_table[index];
       constexpr int width = access.halves * (Layout::head / 2);
       constexpr int shared = words_shared<access.halves>;
       const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head

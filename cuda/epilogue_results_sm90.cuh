@@ -8,7 +8,7 @@
 
 namespace coda {
 
-/// One object a thread; `finish` before the kernel ends.
+/// The results of one consumer thread. The kernel calls `finish` before it ends.
 template <class Config, class Epilogue, class Params>
 struct EpilogueResults {
   using Layout = EpilogueLayout<Config, Epilogue>;
@@ -27,15 +27,15 @@ struct EpilogueResults {
   /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
   __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
 
-  /// Where a store of `program` goes, in the tile's section.
-  template <int program, int store>
+  /// Where a store of `variant` goes, in the tile's section.
+  template <int variant, int store>
   __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
-    constexpr TileAccess of_first = Epilogue::tile_store[first_section_of<Epilogue>(program)][store];
+    constexpr TileAccess of_first = Epilogue::tile_store[first_section_of<Epilogue>(variant)][store];
     TileAccess access = of_first;
     if constexpr (Epilogue::sections > 1) {
       static_for<Epilogue::sections>([&](auto index) {
         constexpr int section = index;
-        if constexpr (Epilogue::section[section].program == program) {
+        if constexpr (Epilogue::section[section].variant == variant) {
           constexpr TileAccess of_section = Epilogue::tile_store[section][store];
           if (tile.section == section) access = of_section;
         }
@@ -46,31 +46,31 @@ struct EpilogueResults {
 
   /// Tile results of a box, each warp's own 16 rows, so without a barrier across warps: wait for a slot, put one
   /// subtile after the other, send the box.
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void wait_slot() const {
-    if constexpr (Epilogue::tile_stores(program) > 0) {
+    if constexpr (Epilogue::tile_stores(variant) > 0) {
       if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();
       __syncwarp();
     }
   }
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void put_tiles(
-      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores(program))]) const {
-    static_for<Epilogue::tile_stores(program)>([&](auto index) {
-      constexpr TileAccess access = Epilogue::tile_store[first_section_of<Epilogue>(program)][index];
-      Box<access.dtype, Layout::box_n>::store(slot_address() + 16 * Layout::store_row_bytes(program, index), lane,
+      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores(variant))]) const {
+    static_for<Epilogue::tile_stores(variant)>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_store[first_section_of<Epilogue>(variant)][index];
+      Box<access.dtype, Layout::box_n>::store(slot_address() + 16 * Layout::store_row_bytes(variant, index), lane,
                                               subtile * Layout::subtile_n, stores[index]);
     });
   }
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void send_tiles(const Tile& tile, int box, int block) {
-    if constexpr (Epilogue::tile_stores(program) > 0) {
+    if constexpr (Epilogue::tile_stores(variant) > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        static_for<Epilogue::tile_stores(program)>([&](auto index) {
-          const TileAccess access = store_access<program, index>(tile);
-          ptx::tma_store(params.map[access.map], slot_address() + 16 * Layout::store_row_bytes(program, index),
+        static_for<Epilogue::tile_stores(variant)>([&](auto index) {
+          const TileAccess access = store_access<variant, index>(tile);
+          ptx::tma_store(params.map[access.map], slot_address() + 16 * Layout::store_row_bytes(variant, index),
                          tile.column - access.first + Layout::memory_column(access.half, box * Layout::box_n),
                          Layout::head > 0 ? 0 : access.half, tile.row + 64 * block + 16 * warp, tile.batch);
         });

@@ -17,7 +17,7 @@ struct EpilogueVisitor {
   using Results = EpilogueResults<Config, Epilogue, Params>;
   using Subtile = typename Operands::Subtile;
   using OfColumns = typename Operands::OfColumns;
-  using HeadTables = typename Operands::HeadTables;
+  using RopeTables = typename Operands::RopeTables;
   static constexpr int groups = Subtile::groups;
   // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
   // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
@@ -67,29 +67,29 @@ struct EpilogueVisitor {
 
   /// Uses the accumulator up.
   __device__ __forceinline__ void visit(const Tile& tile, TileAccumulator& accumulator) {
-    if constexpr (Epilogue::programs == 1) {
+    if constexpr (Epilogue::variants == 1) {
       run<0>(tile, accumulator);
     } else {
       static_for<Epilogue::sections>([&](auto index) {
-        constexpr int program = Epilogue::section[index].program;
-        if constexpr (first_section_of<Epilogue>(program) == index)
-          if (runs<program>(tile)) run<program>(tile, accumulator);
+        constexpr int variant = Epilogue::section[index].variant;
+        if constexpr (first_section_of<Epilogue>(variant) == index)
+          if (runs<variant>(tile)) run<variant>(tile, accumulator);
       });
     }
   }
 
  private:
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ static bool runs(const Tile& tile) {
     bool found = false;
     static_for<Epilogue::sections>([&](auto index) {
       constexpr int section = index;
-      if constexpr (Epilogue::section[section].program == program) found = found || tile.section == section;
+      if constexpr (Epilogue::section[section].variant == variant) found = found || tile.section == section;
     });
     return found;
   }
 
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void run(const Tile& tile, TileAccumulator& accumulator) {
     RowTotals row_total;
     static_for<Epilogue::row_reductions>([&](auto index) {
@@ -100,12 +100,12 @@ struct EpilogueVisitor {
     });
 
     if constexpr (Layout::column_passes == 1) {
-      run_column_pass<program>(tile, accumulator, 0, row_total);
+      run_column_pass<variant>(tile, accumulator, 0, row_total);
     } else {
 #pragma unroll 1
       for (int column_pass = 0; column_pass < Layout::column_passes; ++column_pass) {
         if (column_pass > 0) move_up(accumulator);
-        run_column_pass<program>(tile, accumulator, column_pass, row_total);
+        run_column_pass<variant>(tile, accumulator, column_pass, row_total);
       }
     }
     results.write_rows(tile, row_total);
@@ -124,7 +124,7 @@ struct EpilogueVisitor {
           accumulator.registers[block][half * of_half + i] = accumulator.registers[block][half * of_half + i + of_pass];
   }
 
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void run_column_pass(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                   RowTotals& row_total) {
     HeadValue head_value[Layout::blocks][2];  // of the head that a subtile is in
@@ -133,7 +133,7 @@ struct EpilogueVisitor {
       // 1. At a head's first box: the values of the head, from all of its columns.
       if constexpr (Epilogue::head_values > 0)
         if (box % Layout::head_boxes == 0)
-          reduce_heads<program>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
+          reduce_heads<variant>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
 
       // 2. Each block of 64 rows, subtile by subtile: operands in, results into the box's slot, which is then sent.
       typename Results::OfBox column_result;
@@ -147,11 +147,11 @@ struct EpilogueVisitor {
       for (int block = 0; block < Layout::blocks; ++block) {
 #pragma unroll
         for (int subtile = 0; subtile < Layout::subtiles; ++subtile)
-          visit_subtile<program>({tile, accumulator},
+          visit_subtile<variant>({tile, accumulator},
                                  {block, column_pass, box * Layout::box_n + subtile * Layout::subtile_n}, subtile,
                                  head_value[block], {row_total, column_result});
-        results.template send_tiles<program>(tile, box_of_tile, block);
-        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(program) > 0)>();
+        results.template send_tiles<variant>(tile, box_of_tile, block);
+        if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(variant) > 0)>();
       }
 
       // 3. The box's column results, over the warp's rows.
@@ -166,7 +166,7 @@ struct EpilogueVisitor {
   }
 
   /// `subtile`: of the box.
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void visit_subtile(const Accumulated& accumulated, const Place& place, int subtile,
                                                 const HeadValue (&head_value)[2], const Totals& totals) {
     const Tile& tile = accumulated.tile;
@@ -174,10 +174,10 @@ struct EpilogueVisitor {
     // 1. Operands into registers.
     OfColumns of_columns;
     operands.load_vectors(column_pass * Layout::pass_columns + first, of_columns);
-    HeadTables here;
-    const HeadTables& head_table = operands.head_tables(tile, first, block, here);
+    RopeTables here;
+    const RopeTables& rope_table = operands.rope_tables(tile, first, block, here);
     Loads loads;
-    Subtile stores[at_least_one(Epilogue::tile_stores(program))];
+    Subtile stores[at_least_one(Epilogue::tile_stores(variant))];
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
     const bool is_ahead = reads_ahead && first == 0 && block == 0;
     if (!is_ahead) read_tiles(subtile, loads);
@@ -191,7 +191,7 @@ struct EpilogueVisitor {
         for (int c = 0; c < 2; c += Layout::entry_values) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-          fill(element, accumulated, place, {j, r, c}, of_columns, head_table, head_value[r]);
+          fill(element, accumulated, place, {j, r, c}, of_columns, rope_table, head_value[r]);
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
           static_for<Epilogue::tile_loads * Layout::entry_values>([&](auto index) {
@@ -199,9 +199,9 @@ struct EpilogueVisitor {
             element.tile[i].f = (is_ahead ? ahead : loads)[i / Layout::entry_values].value[j][r][Layout::side(i, c)];
           });
 
-          Epilogue::template evaluate<program>(element, result);
+          Epilogue::template evaluate<variant>(element, result);
 
-          static_for<Epilogue::tile_stores(program) * Layout::entry_values>([&](auto index) {
+          static_for<Epilogue::tile_stores(variant) * Layout::entry_values>([&](auto index) {
             constexpr int i = index;
             stores[i / Layout::entry_values].value[j][r][Layout::side(i, c)] = result.tile[i];
           });
@@ -229,13 +229,13 @@ struct EpilogueVisitor {
     });
 
     // 3. Results into the box's slot in shared memory.
-    if (subtile == 0) results.template wait_slot<program>();
-    results.template put_tiles<program>(subtile, stores);
+    if (subtile == 0) results.template wait_slot<variant>();
+    results.template put_tiles<variant>(subtile, stores);
   }
 
-  /// All that an element's program reads but tile operands.
+  /// All that an element's variant reads but tile operands.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Accumulated& accumulated, Place place,
-                                       Cell cell, const OfColumns& of_columns, const HeadTables& head_table,
+                                       Cell cell, const OfColumns& of_columns, const RopeTables& rope_table,
                                        const HeadValue& head_value) const {
     const auto& [tile, accumulator] = accumulated;
     const auto [block, column_pass, first] = place;
@@ -258,9 +258,9 @@ struct EpilogueVisitor {
     static_for<Epilogue::column_vectors>(
         [&](auto index) { element.column_vector[index] = operands.column_vector[index][block][r]; });
     static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = operands.scalar[index]; });
-    static_for<Epilogue::head_tables * Layout::entry_values>([&](auto index) {
+    static_for<Epilogue::rope_tables * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
-      element.head_table[i] = head_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
+      element.rope_table[i] = rope_table[i / Layout::entry_values][j][r][Layout::side(i, c)];
     });
     static_for<Epilogue::head_vectors * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
@@ -271,7 +271,7 @@ struct EpilogueVisitor {
 
   /// The values of the head that begins `first` columns into the column pass, for this thread's rows. Each pass over
   /// the head's columns makes the values that need only those of the passes before it.
-  template <int program>
+  template <int variant>
   __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                int first, HeadValue (&head_value)[Layout::blocks][2]) const {
     Word of_all[at_least_one(Epilogue::scalars)];
@@ -296,8 +296,8 @@ struct EpilogueVisitor {
           const int at = first + subtile * Layout::subtile_n;
           OfColumns of_columns;
           operands.load_vectors(column_pass * Layout::pass_columns + at, of_columns);
-          HeadTables here;
-          const HeadTables& head_table = operands.head_tables(tile, at, block, here);
+          RopeTables here;
+          const RopeTables& rope_table = operands.rope_tables(tile, at, block, here);
 #pragma unroll
           for (int j = 0; j < groups; ++j)
 #pragma unroll
@@ -306,7 +306,7 @@ struct EpilogueVisitor {
               for (int c = 0; c < 2; c += Layout::entry_values) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, head_table,
+                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, rope_table,
                      head_value[block][r]);
                 static_for<Epilogue::column_vectors>(
                     [&](auto index) { element.column_vector[index] = of_row[r][index]; });
@@ -314,14 +314,14 @@ struct EpilogueVisitor {
                 Epilogue::template evaluate_heads<head_pass>(element, value);
                 static_for<Epilogue::head_values>([&](auto index) {
                   constexpr int i = index;
-                  if constexpr (Epilogue::head_pass[program][i] == head_pass)
+                  if constexpr (Epilogue::head_pass[variant][i] == head_pass)
                     total[r][i] = combine<Epilogue::head_op[i]>(total[r][i], value[i]);
                 });
               }
         }
         static_for<Epilogue::head_values>([&](auto index) {
           constexpr int i = index;
-          if constexpr (Epilogue::head_pass[program][i] == head_pass) {
+          if constexpr (Epilogue::head_pass[variant][i] == head_pass) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
               head_value[block][r][i] = combine_lanes<Epilogue::head_op[i], 1 | 2>(total[r][i]);

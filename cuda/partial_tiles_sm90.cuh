@@ -17,7 +17,7 @@ struct PartialTiles {
   int* const flags;
   const int warp, lane;
 
-  /// Lets another CTA have this one's sums.
+  /// Writes this CTA's sums to its slot, and sets this warp's flag for the CTA that has the tile.
   __device__ __forceinline__ void send(const Accumulator& accumulator) const {
     float4* const slot = slot_of(blockIdx.x);
 #pragma unroll

@@ -1,5 +1,5 @@
-// What a cluster works on next. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...; with split-K it
-// may begin with a part of one of the tiles that would be left over.
+// The order in which clusters take tiles. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...; with
+// split-K it may begin with a part of one of the tiles that would be left over.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -7,9 +7,9 @@
 
 namespace coda {
 
-/// A divisor that is used often, and its reciprocal: `reciprocal` is 2^32 / value or up to 2 less. A quotient is then a
-/// multiplication and a correction by one. Finding a tile's place takes three quotients; by the compiler's division
-/// they take 400 cycles, which nothing hides where consumers are cooperative.
+/// Division by a constant of the launch, as a multiplication by its reciprocal and a correction by one. `reciprocal` is
+/// 2^32 / value or up to 2 less. A tile's place takes three quotients. The compiler's divisions would take 400 cycles,
+/// which nothing hides where consumers are cooperative.
 struct Divisor {
   int value;
   unsigned reciprocal;
@@ -22,7 +22,7 @@ struct Divisor {
     reciprocal = first + __umulhi(first, 0u - first * value);
   }
 
-  /// Of a dividend from 0 on.
+  /// dividend / value, for a dividend of at least 0.
   __device__ __forceinline__ int quotient(int dividend) const {
     const int quotient = __umulhi(dividend, reciprocal);
     return quotient + (dividend - quotient * value >= value);
@@ -38,8 +38,8 @@ struct Tile {
   int section, column_end;
 };
 
-/// A tile's products, or a part of them: `blocks` k blocks from `first_block` on. Who has the first block has the tile:
-/// it adds what others made of the rest, and runs the epilogue.
+/// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
+/// adds the other CTAs' sums and runs the epilogue.
 struct Work {
   Tile tile;
   int first_block, blocks;
@@ -120,7 +120,7 @@ struct Scheduler {
     return {tile(split_tiles + (i - has_part()) * clusters() + cluster(), rank), 0, k_blocks};
   }
 
-  /// For the CTA with a tile's first part: those with the others, the second part first.
+  /// The CTAs with a tile's other parts, the second part first, for the CTA with the first part.
   __device__ __forceinline__ Others others() const {
     const int stride = split_tiles * cluster_m;
     return {static_cast<int>(blockIdx.x) - stride, -stride, parts - 1};

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import device_mesh
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -23,7 +24,8 @@ class Checkpoints:
     """The checkpoints of one run: its state (a pytree of arrays) and its history (JSON), the last two kept.
 
     Orbax writes a checkpoint into a temporary folder and renames it, so a run killed at any moment finds its last
-    complete one.
+    complete one. Of several processes each writes what its own devices have, replicas once; the folder must be one that
+    all of them see. What is restored lies as the restoring run wants it, on its mesh or on one device.
 
     Args:
       folder: the run's folder, created if needed.
@@ -34,17 +36,24 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
+        device_mesh.in_first_process(lambda: self._claim(folder), RunFolderError)
+        self._manager = ocp.CheckpointManager(
+            folder.resolve() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
+        device_mesh.in_first_process(lambda: self._settle(folder, settings), RunFolderError)
+
+    def _claim(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / ".lock").open("w")  # held until the process ends, however it ends
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT)  # held until the process ends, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunFolderError(f"another process is training in {folder}; give another --out") from None
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error}") from None
-        self._manager = ocp.CheckpointManager(
-            folder.resolve() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
-        )
+
+    def _settle(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Compares the settings with the folder's, or writes them there."""
         path = folder / SETTINGS_FILE
         if self.latest_step is not None:
             try:
@@ -71,11 +80,10 @@ class Checkpoints:
         )
 
     def restore(self, like: Any) -> tuple[Any, list[dict[str, float]]]:
-        """The last checkpoint's state, shaped and placed as `like`, and its history."""
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        """The last checkpoint's state, shaped and placed as `like`, a tree of jax.ShapeDtypeStruct, and its history."""
         restored = self._manager.restore(
             self.latest_step,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), history=ocp.args.JsonRestore()),
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(like), history=ocp.args.JsonRestore()),
         )
         return restored.state, restored.history
 

@@ -17,14 +17,16 @@ class Progress:
       steps: of the whole run.
       start: steps done before this process started.
       tokens_per_step: tokens one step trains on.
+      quiet: shows nothing.
     """
 
-    def __init__(self, steps: int, start: int, tokens_per_step: int):
+    def __init__(self, steps: int, start: int, tokens_per_step: int, *, quiet: bool = False):
         self._steps, self._start, self._tokens = steps, start, tokens_per_step
         self._began = self._line = time.monotonic()
         self._bar: progress.Progress | None = None
+        self._quiet = quiet
         console = Console()
-        if console.is_terminal:
+        if console.is_terminal and not quiet:
             columns = (
                 progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 progress.BarColumn(),
@@ -56,7 +58,7 @@ class Progress:
             text += f", {rate * self._tokens:,.0f} tokens/s, {_duration((self._steps - step) / rate)} left"
         if self._bar:
             self._bar.update(self._task, completed=step, text=text)
-        elif now - self._line > _SECONDS_BETWEEN_LINES or step == self._steps:
+        elif not self._quiet and (now - self._line > _SECONDS_BETWEEN_LINES or step == self._steps):
             self._line = now
             print(f"step {step}/{self._steps}: {text}", flush=True)
 
@@ -64,7 +66,7 @@ class Progress:
         """Prints a line above the bar."""
         if self._bar:
             self._bar.console.print(text, highlight=False)
-        else:
+        elif not self._quiet:
             print(text, flush=True)
 
 

@@ -1,6 +1,7 @@
 """Flax modules whose norms, gates and residuals run inside the products of `coda_jax`."""
 
 from coda_jax import DeferredNorm, Stream
+from flax_layers import sharding as sharding
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.block import LlamaBlock, TransformerBlock
@@ -47,4 +48,5 @@ __all__ = [
     "rotary",
     "rotary_angles",
     "segment_positions",
+    "sharding",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from coda_jax.extend import explicit_cuts, placed
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
@@ -90,9 +93,8 @@ def attend(
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
     if callable(implementation):
-        return named(
-            _by_function(implementation, q, k, v, mask, is_causal, sliding_window, segment_ids), CONTEXT
-        ), cache
+        by_function = functools.partial(_by_function, implementation, is_causal, sliding_window)
+        return named(_on_explicit_parts(by_function, q, k, v, mask, segment_ids), CONTEXT), cache
     if segment_ids is not None:
         mask = _with_segments(mask, segment_ids)
     window = None if sliding_window is None else (sliding_window - 1, 0)
@@ -103,15 +105,16 @@ def attend(
             mask = mask & (index > index[:, None] - sliding_window)
         mask = jnp.broadcast_to(mask, (*mask.shape[:-2], length, length))  # cuDNN broadcasts only the other axes
     implementation = implementation or _implementation(q, masked=mask is not None)
-    y = _dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=is_causal,
-        local_window_size=window,
-        implementation=implementation,
-    )
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "local_window_size": window,
+        "implementation": implementation,
+    }
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, _: None) -> jax.Array:
+        return _dot_product_attention(q, k, v, mask=mask, **options)
+
+    y = _on_explicit_parts(whole, q, k, v, mask, None)
     if implementation == "xla":  # a policy finds cuDNN's results by its primitive
         y = named(y, CONTEXT)
     return y, cache
@@ -122,14 +125,54 @@ def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
     return same if mask is None else mask & same
 
 
-def _by_function(
+def _on_explicit_parts(
     function: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """function(q, k, v, mask, segment_ids), of its own rows and heads on each device where explicit mesh axes cut them.
+
+    cuDNN's call says nothing of such axes: its result would have the type of a whole array on every device. Axes that
+    cut the heads of queries alone, or positions, are gathered.
+    """
+    *rows, _, of_q, _ = explicit_cuts(q)
+    heads = tuple(axis for axis in of_q if axis in explicit_cuts(k)[-2])
+    if not any((*rows, heads)):
+        return function(q, k, v, mask, segment_ids)
+    whole = jax.typeof(q).sharding.mesh
+    of_heads = PartitionSpec(*(axes or None for axes in rows), None, heads or None, None)
+
+    def of_mask(mask: jax.Array) -> PartitionSpec:
+        entries = [*(axes or None for axes in rows), heads or None, None, None][-mask.ndim :]
+        return PartitionSpec(*(None if size == 1 else entry for size, entry in zip(mask.shape, entries, strict=True)))
+
+    arrays = {"q": q, "k": k, "v": v, "mask": mask, "segment_ids": segment_ids}
+    specs = {"q": of_heads, "k": of_heads, "v": of_heads}
+    if mask is not None:
+        specs["mask"] = of_mask(mask)
+    if segment_ids is not None:
+        specs["segment_ids"] = PartitionSpec(*(axes or None for axes in rows), None)
+    moved = {name: placed(arrays[name], NamedSharding(whole, spec)) for name, spec in specs.items()}
+
+    def of_part(parts: dict[str, jax.Array]) -> jax.Array:
+        return function(*(parts.get(name) for name in arrays))
+
+    # All of them, for a mesh that is partly manual makes XLA fail when it partitions cuDNN's call.
+    names = {name for name, kind in zip(whole.axis_names, whole.axis_types, strict=True) if kind is AxisType.Explicit}
+    return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=names)(moved)
+
+
+def _by_function(
+    function: Callable[..., jax.Array],
     is_causal: bool,
     sliding_window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
     segment_ids: jax.Array | None,
 ) -> jax.Array:
     """A user's attention, which `attend` describes."""

@@ -31,6 +31,7 @@ from flax_layers.linear import (
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
+from flax_layers.sharding import constrain
 
 
 def rotary_angles(
@@ -222,6 +223,8 @@ class Attention(nnx.Module):
                 f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
             )
         q, k, v, passed = self._query_key_value(x, positions)
+        heads = ("heads", "kv_heads", "kv_heads")
+        q, k, v = (constrain(y, "batch", None, name, None) for y, name in zip((q, k, v), heads, strict=True))
         target = Sum.of(residual, x, passed)
         y, cache = attend(
             q,
@@ -234,7 +237,8 @@ class Attention(nnx.Module):
             cache=cache,
             implementation=self.implementation,
         )
-        out = joined(self.out, y.reshape(*y.shape[:-2], self.num_heads * self.head_dim), target)
+        y = constrain(y, "batch", None, "heads", None).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
+        out = joined(self.out, y, target)
         return out if cache is None else (out, cache)
 
     def _query_key_value(

@@ -20,6 +20,7 @@ from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.rope_scaling import RopeScaling
+from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
 
 class TransformerBlock(nnx.Module):
@@ -84,14 +85,15 @@ class TransformerBlock(nnx.Module):
 
         positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
         """
-        stream = named(Stream.of(x), LAYER_INPUT)
+        block = constrain_parameters(self)
+        stream = named(constrain(Stream.of(x), *STREAM), LAYER_INPUT)
         options: dict[str, Any] = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         if cache is None:
-            stream = self.attention(self.attention_norm(stream), residual=True, **options)
+            stream = block.attention(block.attention_norm(stream), residual=True, **options)
         else:
-            stream, cache = self.attention(self.attention_norm(stream), residual=True, cache=cache, **options)
-        stream = named(stream, ATTENTION_OUTPUT)
-        stream = named(self.mlp(self.mlp_norm(stream), residual=True), LAYER_OUTPUT)
+            stream, cache = block.attention(block.attention_norm(stream), residual=True, cache=cache, **options)
+        stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
+        stream = named(block.mlp(block.mlp_norm(stream), residual=True), LAYER_OUTPUT)
         y = stream if isinstance(x, Stream) else array(stream)
         return y if cache is None else (y, cache)
 

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from coda_jax.extend import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
+from flax_layers.sharding import STREAM, constrain
+
+TABLE = ("vocab", "embed")
 
 
 class Embed(nnx.Embed):
@@ -36,7 +39,8 @@ class Embed(nnx.Embed):
         """
         if not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
-        table = self.embedding[...]
+        # Looked up whole over the axes that cut the tokens; the gradient lies as the table all the same.
+        table = constrain(constrain(self.embedding[...], *TABLE), *TABLE, beside=("batch", "length"))
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
         if out_sharding is None:
             out_sharding = _sharding_of_rows(table, inputs)
@@ -45,8 +49,14 @@ class Embed(nnx.Embed):
             if out_sharding is not None:
                 table = without_axes(table, 1, frozenset().union(*explicit_cuts(inputs)))
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
-            return rows.astype(self.dtype)
-        return _take(jax.typeof(table), jnp.dtype(self.dtype), *vary(varying_axes(table, inputs), table, inputs))
+            return _laid_out(rows.astype(self.dtype))
+        varying = vary(varying_axes(table, inputs), table, inputs)
+        return _laid_out(_take(jax.typeof(table), jnp.dtype(self.dtype), *varying))
+
+
+def _laid_out(rows: jax.Array) -> jax.Array:
+    """The residual stream: rows of a cut vocabulary are summed before their axis may cut them, so no table moves."""
+    return constrain(constrain(rows, *STREAM, beside=("vocab",)), *STREAM)
 
 
 def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:

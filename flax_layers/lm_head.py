@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from coda_jax import DeferredNorm, Stream, linear_cross_entropy
 from coda_jax.extend import array
 from flax_layers.linear import LowRank, default_kernel_init, project
+from flax_layers.sharding import constrain
 
 
 class LMHead(nnx.Module):
@@ -103,10 +104,10 @@ class LMHead(nnx.Module):
                 raise ValueError("a tied LMHead has no kernel: give it embedding=")
             if embedding.shape != (self.vocab_size, self.in_features):
                 raise ValueError(f"embedding has shape {embedding.shape}, not {(self.vocab_size, self.in_features)}")
-            return embedding
+            return constrain(embedding, "vocab", "embed")
         if embedding is not None:
             raise ValueError("an LMHead with its own kernel takes no embedding=")
-        return self.kernel[...]
+        return constrain(self.kernel[...], "embed", "vocab")
 
 
 class _AdaptedHead(NamedTuple):

@@ -28,6 +28,9 @@ from flax_layers.linear import (
     takes_norm,
     unchained,
 )
+from flax_layers.sharding import activation_spec, constrain
+
+HIDDEN = ("batch", None, "mlp")
 
 
 class _FeedForward(nnx.Module):
@@ -48,7 +51,7 @@ class _FeedForward(nnx.Module):
         up, down = self._up(), self.down
         if not isinstance(up, tuple):
             hidden, passed = self._apart(up, x)
-            return joined(down, hidden, Sum.of(residual, x, passed))
+            return joined(down, constrain(hidden, *HIDDEN), Sum.of(residual, x, passed))
         target = Sum.of(residual, x)
         kernel, bias, activation = up
         if isinstance(x, DeferredNorm) and is_linear(down):
@@ -61,6 +64,7 @@ class _FeedForward(nnx.Module):
                 activation=activation,
                 residual=True if residual is True else False if target is None else target.array,
                 dtype=self.dtype,
+                hidden_sharding=activation_spec((*x.shape[:-1], down.kernel.shape[0]), *HIDDEN),
             )
             return y if target is not None and target.is_stream else y.x
 
@@ -68,6 +72,7 @@ class _FeedForward(nnx.Module):
             return activation(acc + bias[0] if bias else acc)
 
         hidden = project(x, kernel, *(() if bias is None else (bias,)), epilogue=activated, dtype=self.dtype)
+        hidden = constrain(hidden, *HIDDEN)
         return joined(down, unchained(hidden, down) if isinstance(x, DeferredNorm) else hidden, target)
 
     def _up(self) -> Any:

@@ -13,7 +13,36 @@ import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 
 
-class RMSNorm(nnx.Module):
+class _Norm(nnx.Module):
+    """A norm that is left to the next product where it can be, and formed where it cannot."""
+
+    num_features: int
+    dtype: DTypeLike | None
+
+    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
+        raise NotImplementedError
+
+    @overload
+    def __call__(self, x: Stream) -> DeferredNorm: ...
+    @overload
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
+        """Normalises the rows of x (..., D).
+
+        Raises:
+          TypeError: a norm not yet applied, which is normalised already.
+          ValueError: x of another width.
+        """
+        name = type(self).__name__
+        if isinstance(x, DeferredNorm):
+            raise TypeError(f"{name} got a DeferredNorm: it is normalised already; x.array() forms it")
+        if x.shape[-1] != self.num_features:
+            raise ValueError(f"{name} over {self.num_features} features got an input of shape {x.shape}")
+        y = self._deferred(x)
+        return y if isinstance(x, Stream) else y.array().astype(self.dtype or x.dtype)
+
+
+class RMSNorm(_Norm):
     """Root-mean-square normalisation, left to the next product where it can be.
 
     y = x * rsqrt(mean(x * x, -1) + epsilon) * (scale_offset + scale)
@@ -55,25 +84,11 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...]
         return scale.astype(jnp.float32) + self.scale_offset if self.scale_offset else scale
 
-    @overload
-    def __call__(self, x: Stream) -> DeferredNorm: ...
-    @overload
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
-        """Normalises the rows of x (..., D).
-
-        Raises:
-          TypeError: a norm not yet applied, which is normalised already.
-          ValueError: x of another width.
-        """
-        _check("RMSNorm", x, self.num_features)
-        y = coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)
-        if isinstance(x, Stream):
-            return y
-        return y.array().astype(self.dtype or x.dtype)
+    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
+        return coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(_Norm):
     """Layer normalisation, left to the next product where it can be.
 
     y = (x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias
@@ -110,27 +125,6 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
         self.dtype = dtype
 
-    @overload
-    def __call__(self, x: Stream) -> DeferredNorm: ...
-    @overload
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
-        """Normalises the rows of x (..., D).
-
-        Raises:
-          TypeError: a norm not yet applied, which is normalised already.
-          ValueError: x of another width.
-        """
-        _check("LayerNorm", x, self.num_features)
+    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
         bias = None if self.bias is None else self.bias[...]
-        y = coda.layer_norm(x, self.scale[...], bias, epsilon=self.epsilon)
-        if isinstance(x, Stream):
-            return y
-        return y.array().astype(self.dtype or x.dtype)
-
-
-def _check(name: str, x: jax.Array | Stream | DeferredNorm, num_features: int) -> None:
-    if isinstance(x, DeferredNorm):
-        raise TypeError(f"{name} got a DeferredNorm: it is normalised already; x.array() forms it")
-    if x.shape[-1] != num_features:
-        raise ValueError(f"{name} over {num_features} features got an input of shape {x.shape}")
+        return coda.layer_norm(x, self.scale[...], bias, epsilon=self.epsilon)

@@ -53,11 +53,12 @@ extern "C" int describe_geometry(Geometry* geometry, char* message, int capacity
   call.transpose_b = options[1];
   call.tile_m = options[2];
   call.tile_n = options[3];
-  call.ways = options[4];
+  call.halves = options[4];
   call.cluster_m = options[5];
   call.flags = options[6];
+  call.yield_k_blocks = options[7];
   const auto describe = [&] {
-    *geometry = coda::DescribeGeometry(call, {.dims = *a}, {.dims = *b}, {.dims = *result}, options[7]);
+    *geometry = coda::DescribeGeometry(call, {.dims = *a}, {.dims = *b}, {.dims = *result}, options[8]);
   };
   return Guarded(describe, message, capacity);
 }
@@ -127,9 +128,9 @@ class Functions:
         return self._made(self._library.describe_map, Layout(), numbers, DTYPES[dtype], ctypes.byref(_Dims.of(dims)))
 
     def geometry(self, a: Sequence[int], b: Sequence[int], result: Sequence[int], options: Sequence[int]) -> Geometry:
-        """options: transpose_a, transpose_b, tile_m, tile_n, ways, cluster_m, flags and the multiprocessors."""
+        """options: transpose_a, transpose_b, tile_m, tile_n, halves, cluster_m, flags, yield_k_blocks, SMs."""
         dims = [ctypes.byref(_Dims.of(of_one)) for of_one in (a, b, result)]
-        return self._made(self._library.describe_geometry, Geometry(), *dims, (ctypes.c_int32 * 8)(*options))
+        return self._made(self._library.describe_geometry, Geometry(), *dims, (ctypes.c_int32 * 9)(*options))
 
     @staticmethod
     def _made(function: Callable[..., int], result: T, *arguments: object) -> T:

@@ -1,6 +1,6 @@
 """Runs generated epilogues on the host: many programs compiled by g++ together, driven as the kernel drives them.
 
-Buffers are found through the emitted access tables (map and pointer numbers, ways, widths, dtypes), so these are
+Buffers are found through the emitted access tables (map and pointer numbers, halves, widths, dtypes), so these are
 tested too.
 """
 
@@ -76,12 +76,12 @@ static void fill(typename E::Element& in, int row, int column, int n, const floa
     const VectorAccess v = E::row_vector[i / E::entry_values];
     in.row_vector[i] = load(pointer[v.pointer], memory_column<E>(v.half + i % E::entry_values, column, n), v.dtype);
   }
-  for (int i = 0; i < E::head_tables * E::entry_values; ++i) {
-    const VectorAccess t = E::head_table[i / E::entry_values];
+  for (int i = 0; i < E::rope_tables * E::entry_values; ++i) {
+    const VectorAccess t = E::rope_table[i / E::entry_values];
     const int width = E::head > 1 ? E::head / 2 : 1;
     int at = t.half * width + column % width;
     if (E::interleaved && t.halves == 2) at = 2 * (column % width) + i % E::entry_values;
-    in.head_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.halves * width + at, t.dtype);
+    in.rope_table[i] = load(pointer[t.pointer], (t.period ? row % t.period : row) * t.halves * width + at, t.dtype);
   }
   for (int i = 0; i < E::head_vectors * E::entry_values; ++i) {
     const VectorAccess v = E::head_vector[i / E::entry_values];
@@ -109,9 +109,9 @@ static void evaluate_heads(int pass, const typename E::Element& in, float* out) 
 }
 
 template <class E, int first = 0>
-static void evaluate(int program, const typename E::Element& in, typename E::Result& out) {
-  if (program == first) E::template evaluate<first>(in, out);
-  if constexpr (first + 1 < E::programs) evaluate<E, first + 1>(program, in, out);
+static void evaluate(int variant, const typename E::Element& in, typename E::Result& out) {
+  if (variant == first) E::template evaluate<first>(in, out);
+  if constexpr (first + 1 < E::variants) evaluate<E, first + 1>(variant, in, out);
 }
 
 // The values of all heads of a row, [head][value], in as many passes over the row as the kernel makes over a head.
@@ -128,10 +128,10 @@ static std::vector<float> values_of_heads(int row, int n, const float* acc, void
       fill<E>(in, row, column, n, acc, map, columns, pointer);
       for (int i = 0; i < count; ++i) in.head_value[i] = heads[column / width * count + i];
       evaluate_heads<E>(pass, in, out);
-      const int program = E::section[section_of<E>(in.column[0])].program;
+      const int variant = E::section[section_of<E>(in.column[0])].variant;
       for (int i = 0; i < count; ++i) {
         const int at = column / width * count + i;
-        if (E::head_pass[program][i] != pass) continue;
+        if (E::head_pass[variant][i] != pass) continue;
         heads[at] = begun[at] ? combine(E::head_op[i], heads[at], out[i]) : out[i];
         begun[at] = true;
       }
@@ -152,9 +152,9 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       fill<E>(in, row, column, n, acc, map, columns, pointer);
       for (int i = 0; i < E::head_values; ++i)
         in.head_value[i] = heads[column / (E::head > 1 ? E::head / 2 : 1) * E::head_values + i];
-      const int section = section_of<E>(in.column[0]), program = E::section[section].program;
-      evaluate<E>(program, in, out);
-      for (int i = 0; i < E::tile_stores(program) * E::entry_values; ++i) {
+      const int section = section_of<E>(in.column[0]), variant = E::section[section].variant;
+      evaluate<E>(variant, in, out);
+      for (int i = 0; i < E::tile_stores(variant) * E::entry_values; ++i) {
         const TileAccess t = E::tile_store[section][i / E::entry_values];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
         to[memory_column<E>(t.half + i % E::entry_values, column, n) - t.first] = out.tile[i];
@@ -218,14 +218,14 @@ class HostPrograms:
         """Flat outputs of program `index`; tiles as float32."""
         program = self.programs[index]
         m, columns = acc.shape
-        n = columns // program.acc_ways
+        n = columns // program.halves.of_acc
         acc = np.ascontiguousarray(acc, np.float32)
         operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
         tiles = [operands[i] for i in program.tile_operands]
         others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
-        width = {width: program.width(width, columns) for width in Width}
+        width = {width: program.halves.columns(width, columns) for width in Width}
         sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
         stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
         reductions = [

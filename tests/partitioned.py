@@ -30,7 +30,7 @@ def partitioned_on_cpus():
     """Yields a list of (spec, types of the arguments' parts, what a Hopper GPU would run), one for each lowering."""
     records = []
 
-    def tiles(*arguments, spec, strict, anywhere=False):
+    def tiles(*arguments, spec, strict, anywhere=False, yields=False):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
         selection = lowering.select(types, spec, anywhere=anywhere)
         records.append((spec, types, selection))

@@ -5,7 +5,6 @@ import functools
 import itertools
 import time
 import types
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,18 @@ import pytest
 
 import benchmarks.__main__ as products
 import coda_jax as coda
-from benchmarks import cases, hlo, launch, layer, loss_curve, loss_head, peers, plots, report_tables, timing, train_step
+from benchmarks import (
+    cases,
+    launch,
+    layer,
+    loss_curve,
+    loss_head,
+    peers,
+    plots,
+    report_tables,
+    sharded_step,
+    train_step,
+)
 from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
@@ -39,7 +49,9 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     monkeypatch.setattr(
         train_step,
         "step",
-        lambda name, *rest: halved(step(name, *rest), name) if name == "xla_scan" else step(name, *rest),
+        lambda name, *rest, **options: (
+            halved(step(name, *rest, **options), name) if name == "xla_scan" else step(name, *rest, **options)
+        ),
     )
     options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
     counter = lambda: 100 * time.perf_counter()  # noqa: E731
@@ -53,6 +65,40 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert alone[1] == pytest.approx(100 * 1e-3 * alone[0], rel=0.1) and not steps["xla_scan"]["alone_ms"]
     shown = capsys.readouterr().out
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
+
+
+@pytest.mark.slow
+def test_sharded_step(tmp_path, quick_to_compile):
+    """Variants agree under each scheme; throughput a device is compared with one device's."""
+    options = ["--tiny", "--layers=1", "--repeats=1", "--burst=1", f"--out={tmp_path}", "--commit=none"]
+    assert sharded_step.main([*options, "--schemes=one,fsdp", "--variants=coda,xla_scan_remat"]) == 0
+    (path,) = tmp_path.iterdir()
+    with path.open() as file:
+        rows = {(row["scheme"], row["variant"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {(s, v) for s in ("one", "fsdp") for v in ("coda", "xla_scan_remat")}
+    assert all(float(row["efficiency"]) > 0 and float(row["gradient_distance"]) < 0.05 for row in rows.values())
+    one, fsdp = rows["one", "coda"], rows["fsdp", "coda"]
+    assert "all-gather" in fsdp["collectives"] and "all-gather" not in one["collectives"]
+    assert int(fsdp["devices"]) == 4 and int(fsdp["batch"]) == 4 * int(one["batch"])
+
+
+def test_schemes_cut_parameters():
+    """Columns or rows by "model", the other axis by "data"; norms lie everywhere; a stack's own axis is not cut."""
+    key = jax.tree_util.DictKey
+    both = sharded_step.Scheme("both", 2, 2, True)
+    names = {"q": ("data", "model"), "down": ("model", "data"), "embed": ("model", "data"), "norm": (None, None)}
+    for name, cuts in names.items():
+        assert tuple(both.spec([key("layers"), key(name)], 2, False)) == cuts
+        assert tuple(both.spec([key("layers"), key(name)], 3, True)) == (None, *cuts)
+    assert tuple(both.spec([key("mlp"), key("gate_up")], 3, False)) == ("data", None, "model")
+    assert [one.name for one in sharded_step.schemes(2)] == ["one", "dp", "fsdp", "tp"]
+
+
+def test_what_a_collective_leaves_exposed():
+    ms = 1e6
+    computing, moving = [(0, 4 * ms), (2 * ms, 5 * ms), (8 * ms, 10 * ms)], [(3 * ms, 9 * ms), (11 * ms, 12 * ms)]
+    assert sharded_step.overlap_of(computing, moving) == sharded_step.Overlap(7, 7, 4, 12)
+    assert sharded_step.overlap_of([], []) == sharded_step.Overlap(0, 0, 0, 0)
 
 
 @pytest.mark.slow
@@ -91,7 +137,7 @@ def test_variants_lower_for_a_gpu():
     kernels = {}
     for name in ("coda_recompute", "xla_scan_remat"):
         variant = VARIANTS[name]
-        traced = step(name, variant, TINY, jnp.bfloat16, jnp.bfloat16).trace(parameters.of(variant), tokens, tokens)
+        traced = step(name, variant, parameters).trace(parameters.of(variant), tokens, tokens)
         kernels[name] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm")
     assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
 
@@ -102,31 +148,6 @@ def test_layer(quick_to_compile):
     assert {row["variant"] for row in rows} == {"coda", "xla", "xla_packed", "products", "coda_products"}
     assert all(row["ms"] > 0 for row in rows)
     assert {row["distance"] for row in rows if row["variant"] == "xla_packed"} == {0.0}
-
-
-def kernel(name, instruction="", duration=1000.0):
-    return timing.Kernel(name, instruction, 0.0, duration)
-
-
-def test_classes_of_kernels():
-    operations = {
-        "custom-call.7": hlo.Operation("custom-call.7", "custom-call", (), (), "gated_backward"),
-        "fusion.3": hlo.Operation("fusion.3", "fusion", (), (), "", "jit(coda)/transpose(jvp())/mul"),
-        "gemm_fusion_dot.4": hlo.Operation("gemm_fusion_dot.4", "fusion", (), (), "product"),
-    }
-    classes = {
-        ("coda_gemm", "custom-call.7"): "coda: gated_backward",
-        ("coda_gemm", ""): "coda: ?",
-        ("nvjet_hsh_128x256_64x4_2x1", "custom-call.9"): "product",
-        ("gemm_fusion_dot_4", "gemm_fusion_dot.4"): "product",
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", ""): "attention",
-        ("loop_multiply_fusion_3", "fusion.3"): "loop_multiply_fusion (mul)",
-        ("MemcpyD2D", "copy.2"): "copy or fill",
-    }
-    for (name, instruction), expected in classes.items():
-        assert train_step.kernel_class(kernel(name, instruction), operations) == expected
-    profile = {"coda: gated_backward": (5.0, 1), "product": (4.0, 1), "attention": (3.0, 1), "loop": (2.0, 1)}
-    assert train_step.beyond(profile) == 2.0
 
 
 def peer_of(factor):
@@ -332,79 +353,3 @@ def test_energy_whose_counter_fails(tmp_path):
     with pytest.raises(OSError, match="status 15"):
         energy.main(["--tiny", "--seconds=0.01", f"--out={tmp_path}"], modules=(), counter=counter)
     assert not list(tmp_path.iterdir())
-
-
-def test_rotation():
-    """Sets of arguments are twice the cache together; a result lives for a round, and not longer."""
-    a, c = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    assert [timing.sets_beyond(size, (a, a), c) for size in (10, 256, 257, 513)] == [1, 1, 2, 3]
-    alive = weakref.WeakSet()
-
-    class Result:
-        def __init__(self, number):
-            self.number = number
-            alive.add(self)
-
-    call = timing.rotated([functools.partial(Result, number) for number in range(3)])
-    assert [call().number for _ in range(5)] == [0, 1, 2, 0, 1]
-    assert sorted(one.number for one in alive) == [0, 1, 2]
-
-
-def test_kernels_outside_of_xla():
-    """Those without a module belong to the burst they ran in, even if the clocks are some microseconds apart."""
-    windows = [(1000.0, 2000.0), (5000.0, 6000.0)]
-    spans = {"early": (900, 200), "in": (1200, 100), "late": (1990, 210), "between": (2000, 3000), "next": (5500, 50)}
-    kernels = [timing.Kernel(name, "", float(start), float(duration)) for name, (start, duration) in spans.items()]
-    assert [one.name for one in timing.during(windows, kernels)] == ["early", "in", "late", "next"]
-
-
-def test_bursts_of_a_trace(tmp_path):
-    """The host's trace has every burst, in the order in which they ran; with one outside of XLA none meets another."""
-    waited = []
-    ours = jax.jit(lambda x: x @ x)
-    x = jnp.ones((64, 64))
-    functions = {"ours": lambda: ours(x), "other": timing.Outside(lambda: x, lambda: waited.append(True))}
-    with jax.profiler.trace(tmp_path):
-        for _ in range(3):
-            timing._round(functions, 2)
-    (path,) = tmp_path.glob("**/*.xplane.pb")
-    bursts = timing._bursts(jax.profiler.ProfileData.from_file(str(path)))
-    assert {name: len(of) for name, of in bursts.items()} == {"ours": 3, "other": 3} and len(waited) == 3
-    spans = sorted(itertools.chain.from_iterable(bursts.values()))
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-
-
-def test_kernels_of_a_trace():
-    """By XLA module and in time order; host planes and other lines are left out. A kernel that began while another of
-    its stream ran counts from that one's end, and for nothing if it was over by then.
-    """
-
-    def event(name, start, module="jit_f", duration=10.0):
-        stats = [("hlo_module", module), ("hlo_op", f"{name}.1")] if module else []
-        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration, stats=stats)
-
-    def plane(name, **lines):
-        lines = [types.SimpleNamespace(name=key.replace("_", " "), events=events) for key, events in lines.items()]
-        return types.SimpleNamespace(name=name, lines=lines)
-
-    device = plane(
-        "/device:GPU:0",
-        Stream_7=[
-            event("b", 20.0),
-            event("a", 10.0),
-            event("early", 25.0, duration=20.0),
-            event("inside", 32.0, duration=3.0),
-        ],
-        Stream_8=[event("c", 15.0), event("other", 30.0, "jit_g"), event("alone", 41.0, None)],
-        XLA_Ops=[event("b", 20.0)],
-    )
-    found = timing._kernels_by_module(
-        types.SimpleNamespace(planes=[device, plane("/host:CPU", Stream_1=[event("h", 1.0)])])
-    )
-    assert {module: [one.name for one in kernels] for module, kernels in found.items()} == {
-        "jit_f": ["a", "c", "b", "early", "inside"],
-        "jit_g": ["other"],
-        "": ["alone"],
-    }
-    assert found["jit_f"][0].instruction == "a.1"
-    assert [(kernel.start, kernel.duration) for kernel in found["jit_f"][2:]] == [(20, 10), (30, 15), (45, 0)]

@@ -23,7 +23,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr coda::VectorAccess row_vector[] = {{}};
   static constexpr coda::VectorAccess column_vector[] = {{}};
   static constexpr coda::VectorAccess scalar[] = {{}};
-  static constexpr coda::VectorAccess head_table[] = {{}};
+  static constexpr coda::VectorAccess rope_table[] = {{}};
   static constexpr coda::VectorAccess head_vector[] = {{}};
   static constexpr coda::ReductionAccess row_reduction[] = {{}};
   static constexpr coda::ReductionAccess column_reduction[] = {{}};
@@ -32,7 +32,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr coda::Op head_op[] = {coda::Op::sum};
   static constexpr int head_pass[][1] = {{-1}};
   template <int pass> CODA_DEVICE static void evaluate_heads(const auto& in, float* value) {}
-  template <int program> CODA_DEVICE static void evaluate(const auto& in, auto& out) { out.tile[0] = in.acc[0]; }
+  template <int variant> CODA_DEVICE static void evaluate(const auto& in, auto& out) { out.tile[0] = in.acc[0]; }
 };
 """
 MEMBERS = re.findall(r"(\w+)(?:\[\])?(?:\[\d\])? = ", EPILOGUE.partition("template")[0])

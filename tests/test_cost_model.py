@@ -239,7 +239,7 @@ def test_heads_that_are_long_have_a_tile_of_two():
     types = tuple(jax.ShapeDtypeStruct((4096, 4096), dtype) for dtype in (jnp.float32, jnp.bfloat16))
     program = trace(heads, types[0], types[1:])[0].program
     config = choose_config(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], None, DEVICE)
-    assert program.head == 128 and (config.tile_n, config.column_passes) == (256, 2)
+    assert program.halves.head == 128 and (config.tile_n, config.column_passes) == (256, 2)
     assert candidates(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], DEVICE)[0] == config
 
 

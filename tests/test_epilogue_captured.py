@@ -22,7 +22,7 @@ def _apply(w, b):
 
     epilogue, captured = trace(f, typed(M, N), (typed(M, N),))
     assert len(captured) == 2
-    (out,) = epilogue.evaluate(acc, values(M, N, seed=5), *captured)
+    (out,) = epilogue.call(acc, values(M, N, seed=5), *captured)
     (same,) = evaluate(epilogue.program, acc, values(M, N, seed=5), *captured)
     return out, same
 
@@ -104,9 +104,9 @@ def test_custom_derivatives_are_kept():
     w = values(N)
     epilogue, captured = trace(lambda acc: g(f(acc), w), ACC, ())
     acc = values(M, N)
-    close(epilogue.evaluate(acc, *captured)[0], acc * 2 * w)
-    close(jax.grad(lambda a: epilogue.evaluate(a, *captured)[0].sum())(acc), jnp.full((M, N), 35.0))
-    close(jax.jit(jax.grad(lambda a: epilogue.evaluate(a, *captured)[0].sum()))(acc), jnp.full((M, N), 35.0))
+    close(epilogue.call(acc, *captured)[0], acc * 2 * w)
+    close(jax.grad(lambda a: epilogue.call(a, *captured)[0].sum())(acc), jnp.full((M, N), 35.0))
+    close(jax.jit(jax.grad(lambda a: epilogue.call(a, *captured)[0].sum()))(acc), jnp.full((M, N), 35.0))
 
 
 def test_rounding_inside_custom_derivatives_survives_jit():
@@ -127,7 +127,7 @@ def test_rounding_inside_custom_derivatives_survives_jit():
     expected = np.asarray(acc.astype(jnp.bfloat16)).astype(np.float32)
     for f, slope in ((round_vjp, 3.0), (round_jvp, 5.0)):
         epilogue, _ = trace(lambda acc, f=f: f(acc), ACC, ())
-        np.testing.assert_array_equal(jax.jit(epilogue.evaluate)(acc)[0], expected)
-        value, pullback = jax.jit(lambda acc, e=epilogue: jax.vjp(e.evaluate, acc))(acc)
+        np.testing.assert_array_equal(jax.jit(epilogue.call)(acc)[0], expected)
+        value, pullback = jax.jit(lambda acc, e=epilogue: jax.vjp(e.call, acc))(acc)
         np.testing.assert_array_equal(value[0], expected)
         np.testing.assert_array_equal(pullback([jnp.ones_like(acc)])[0], jnp.full_like(acc, slope))

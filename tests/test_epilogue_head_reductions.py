@@ -158,7 +158,7 @@ def test_a_scale_of_heads_is_a_vector_of_a_head():
     [
         (lambda acc: in_heads(acc).max(-1), (), r"output 0 has shape \(5, 4\), a value for each head"),
         (lambda acc: jnp.prod(in_heads(acc), -1), (), "reduce_prod"),
-        (lambda acc: acc[:, :DIM].sum(1), (), "a reduction of a part of the columns"),
+        (lambda acc: acc[:, :DIM].sum(1), (), "a reduction of a slice of the columns"),
         (lambda acc, scale: acc * scale[0], (jnp.ones(DIM),), r"operand 'scale' has shape \(8,\), which does not"),
         (
             lambda acc, scale: rms_norm(acc, scale[0]),

@@ -1,4 +1,4 @@
-"""Columns seen as heads, and parts of the columns as outputs of their own: rotary embedding in each spelling."""
+"""Columns seen as heads, and slices of the columns as outputs of their own: rotary embedding in each spelling."""
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,7 @@ CASES |= {
     ids=["first", "head", "last", "squeezed"],
 )
 def test_one_column_does_not_meet_all(f):
-    """What is broadcast from a part of the columns is in no other tile."""
+    """What is broadcast from a slice of the columns is in no other tile."""
     with pytest.raises(NotTileLocalError, match="combines columns"):
         trace(f, acc_of(24), ())
 
@@ -225,7 +225,7 @@ def test_sections_of_equal_programs_share_their_code():
     n, f, operands = CASES["grouped"]
     program = trace(f, acc_of(n), operands)[0].program
     assert program.sections == ((0, 32), (32, 48), (48, 64))
-    assert [o.kind for o in program.operands] == [Kind.COLUMN_VECTOR, Kind.HEAD_TABLE, Kind.HEAD_TABLE]
+    assert [o.kind for o in program.operands] == [Kind.COLUMN_VECTOR, Kind.ROPE_TABLE, Kind.ROPE_TABLE]
     assert program == trace(qkv_by_heads(4, 2, 8), acc_of(n), operands)[0].program
 
 
@@ -278,7 +278,7 @@ def test_nothing_is_accumulated_in_place_beside_parts():
     def f(acc, c):
         return acc + c, acc[:, :8]
 
-    with pytest.raises(ValueError, match="beside outputs that are parts of the columns"):
+    with pytest.raises(ValueError, match="beside outputs that are slices of the columns"):
         coda.gemm(
             *map(jnp.ones, [(M, 4), (4, 32), (M, 32)]),
             epilogue=f,

@@ -51,29 +51,42 @@ UNARY = [
     "ceil", "square", "is_finite",
 ]  # fmt: skip
 BINARY = ["add", "sub", "mul", "div", "rem", "max", "min", "atan2", "eq", "ne", "lt", "le", "gt", "ge"]
+ACTIVATIONS = [
+    "silu", "relu", "relu6", "softplus", "leaky_relu", "elu", "celu", "selu", "sigmoid", "hard_tanh", "hard_silu",
+    "log_sigmoid", "soft_sign", "mish", "squareplus", "hard_sigmoid",
+]  # fmt: skip
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+def number(x):
+    """Booleans and integers are returned as floats, since tiles are."""
+    return x.astype(jnp.float32)
+
+
+def tame(a):
+    return jnp.clip(jnp.nan_to_num(a), -3, 3)
+
+
 def _cases() -> dict[str, Case]:
-    """Functions by name. Booleans and integers are returned as floats, since tiles are."""
-
-    def number(x):
-        return x.astype(jnp.float32)
-
     cases: dict[str, Case] = {}
     for name in UNARY:
         cases[name] = (lambda a, name=name: number(getattr(lax, name)(a)), ())
     for name in BINARY:
         cases[name] = (lambda a, x, name=name: number(getattr(lax, name)(a, x)), (X,))
+    for name in ACTIVATIONS:
+        cases[name] = (getattr(jax.nn, name), ())
+    return cases | _expressions() | _derivatives() | _halves() | _reductions()
 
+
+def _expressions() -> dict[str, Case]:
     def small(a):
         return jnp.clip(jnp.nan_to_num(a), -100, 100)
 
     def integers(a):
         return small(a).astype(jnp.int32)
 
-    cases |= {
+    return {
         "round_even": (lambda a: jnp.round(a), ()),
         "round_away": (lambda a: lax.round(a, lax.RoundingMethod.AWAY_FROM_ZERO), ()),
         "clamp": (lambda a: lax.clamp(-1.0, a, 2.0), ()),
@@ -145,19 +158,10 @@ def _cases() -> dict[str, Case]:
         "unused_operands": (lambda a, t, r, c, s: a * c, (BF16, ROW, COLUMN, SCALAR)),
         "vmap_inside": (lambda a, r: jax.vmap(lambda row: row * r)(a), (ROW,)),
         "squeeze_expand": (lambda a, c, r: (a[None] + c[:, 0][:, None] * r[None, :])[0], (COLUMN, ROW)),
+        "gelu_tanh": (lambda a: jax.nn.gelu(a, approximate=True), ()),
+        "gelu_erf": (lambda a: jax.nn.gelu(a, approximate=False), ()),
+        "jit_of_jit": (lambda a: jax.jit(lambda x: jax.jit(jnp.sin)(x) + ROW)(a), ()),
     }
-    activations = [
-        "silu", "relu", "relu6", "softplus", "leaky_relu", "elu", "celu", "selu", "sigmoid", "hard_tanh", "hard_silu",
-        "log_sigmoid", "soft_sign", "mish", "squareplus", "hard_sigmoid",
-    ]  # fmt: skip
-    for name in activations:
-        cases[name] = (getattr(jax.nn, name), ())
-    cases["gelu_tanh"] = (lambda a: jax.nn.gelu(a, approximate=True), ())
-    cases["gelu_erf"] = (lambda a: jax.nn.gelu(a, approximate=False), ())
-    cases["jit_of_jit"] = (lambda a: jax.jit(lambda x: jax.jit(jnp.sin)(x) + ROW)(a), ())
-    cases |= _derivatives()
-    cases |= _halves_and_reductions()
-    return cases
 
 
 def _derivatives() -> dict[str, Case]:
@@ -189,10 +193,7 @@ def _derivatives() -> dict[str, Case]:
     }
 
 
-def _halves_and_reductions() -> dict[str, Case]:
-    def tame(a):
-        return jnp.clip(jnp.nan_to_num(a), -3, 3)
-
+def _halves() -> dict[str, Case]:
     def everything(a, x, r, h):
         a = tame(a) + x.astype(jnp.float32)
         gate, up = jnp.split(a * r, 2, axis=1)
@@ -235,6 +236,11 @@ def _halves_and_reductions() -> dict[str, Case]:
             (),
         ),
         "constant_half": (lambda a: (jnp.concatenate([a[:, :F], jnp.ones((M, F))], axis=1), jnp.zeros((M, F))), ()),
+    }
+
+
+def _reductions() -> dict[str, Case]:
+    return {
         "row_sums": (lambda a: (a, jnp.sum(tame(a), axis=1), jnp.sum(tame(a) ** 2, axis=-1, keepdims=True)), ()),
         "row_limits": (lambda a: (jnp.max(a, axis=1), jnp.min(tame(a), axis=1), jnp.max(tame(a))), ()),
         "column_sums": (
@@ -329,7 +335,7 @@ def results(tmp_path_factory):
         return {
             name: (
                 [] if name in rounds else plain(name, acc, arguments[name]),
-                epilogue.evaluate(acc, *arguments[name]),
+                epilogue.call(acc, *arguments[name]),
                 evaluate(epilogue.program, acc, *arguments[name]),
             )
             for name, epilogue in traced.items()

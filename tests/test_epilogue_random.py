@@ -136,7 +136,7 @@ def test_random_programs(tmp_path_factory, specs):
         out = []
         for (f, epilogue, _, _), (acc, operands) in zip(cases, arguments, strict=True):
             plain = jax.tree.leaves(f(acc, *(x.astype(jnp.float32) for x in operands)))
-            out.append((plain, epilogue.evaluate(acc, *operands), evaluate(epilogue.program, acc, *operands)))
+            out.append((plain, epilogue.call(acc, *operands), evaluate(epilogue.program, acc, *operands)))
         return out
 
     arguments = [(acc, operands) for _, _, acc, operands in cases]

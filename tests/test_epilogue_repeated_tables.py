@@ -171,7 +171,7 @@ def test_what_is_no_repetition_of_rows():
     def joined(acc, table):
         return (acc.reshape(M, -1, DIM) * jnp.tile(table, (BATCH, 2))[:, None, :DIM]).reshape(acc.shape)
 
-    with pytest.raises(NotTileLocalError, match="repeats the column of a heads; a head table's S rows"):
+    with pytest.raises(NotTileLocalError, match="repeats the column of a heads; a rope table's S rows"):
         trace(joined, normal(0, M, N), (table,))
     with pytest.raises(NotTileLocalError, match=r"operand 'cos' has shape \(5, 4\), which does not broadcast"):
         trace(lambda acc, cos: acc.reshape(M, -1, DIM).reshape(M, N) + cos[0, 0], normal(0, M, N), (jnp.ones((5, 4)),))

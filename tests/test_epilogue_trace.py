@@ -64,7 +64,7 @@ def test_square_transpose_is_seen():
 
 def test_transposed_and_back():
     epilogue, _ = trace(lambda acc, column: acc + column.T[0][:, None], ACC, (typed(M, 1),))
-    assert epilogue.program.ways == 1
+    assert epilogue.program.halves.count == 1
 
 
 def test_reductions_have_the_right_axis():
@@ -168,7 +168,7 @@ def test_explicit_rounding_survives_jit():
 
     epilogue, _ = trace(f, ACC, ())
     acc = values(M, N) * jnp.float32(10.0) ** jnp.arange(-9, -1)
-    (out,) = jax.jit(epilogue.evaluate)(acc)
+    (out,) = jax.jit(epilogue.call)(acc)
     expected = np.asarray(acc.astype(jnp.bfloat16)).astype(np.float32) + np.asarray(acc).astype(np.float16).astype(
         np.float32
     )
@@ -181,7 +181,7 @@ def test_gradient_of_rounding_is_that_of_astype():
 
     epilogue, _ = trace(f, ACC, ())
     acc, ct = values(M, N), values(M, N, seed=1)
-    np.testing.assert_array_equal(jax.vjp(epilogue.evaluate, acc)[1]([ct])[0], jax.vjp(f, acc)[1](ct)[0])
+    np.testing.assert_array_equal(jax.vjp(epilogue.call, acc)[1]([ct])[0], jax.vjp(f, acc)[1](ct)[0])
 
 
 def test_bf16_operands_are_seen_as_float32():

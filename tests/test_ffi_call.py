@@ -31,7 +31,7 @@ def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
         transpose_b=True,
         tile_m=128,
         tile_n=192,
-        ways=1,
+        halves=1,
         cluster_m=2,
         threads=384,
         smem_bytes=200_000,
@@ -69,7 +69,7 @@ def test_custom_call_carries_everything():
         "transpose_b = true",
         "tile_m = 128 : i32",
         "tile_n = 192 : i32",
-        "ways = 1 : i32",
+        "halves = 1 : i32",
         "cluster_m = 2 : i32",
         "threads = 384 : i32",
         "smem_bytes = 200000 : i32",
@@ -196,7 +196,7 @@ def describe_map(functions):
 @pytest.mark.parametrize(
     ("map_", "dtype", "dims", "expected_dims", "expected_strides", "box"),
     [
-        # buffer, ways, split_rows, box_columns, box_rows, swizzle
+        # buffer, halves, split_rows, box_columns, box_rows, swizzle
         ((0, 1, 0, 64, 128, 128), BF16, (300, 72), (72, 1, 300, 1), (144, 144, 43200), (64, 1, 128, 1)),
         ((0, 1, 0, 32, 128, 128), F32, (5, 300, 72), (72, 1, 300, 5), (288, 288, 86400), (32, 1, 128, 1)),
         # b (K, 2F) split by columns: the up half starts F elements behind the gate half
@@ -218,17 +218,17 @@ def test_tensor_map(describe_map, map_, dtype, dims, expected_dims, expected_str
 
 
 @pytest.mark.parametrize("split_rows", [0, 1])
-@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("dims", [(48, 64), (3, 48, 64)])
-def test_tensor_map_addresses_every_element(describe_map, ways, split_rows, dims):
+def test_tensor_map_addresses_every_element(describe_map, halves, split_rows, dims):
     """The map's (column, way, row, batch) order is that of the reshaped array."""
-    layout = describe_map((0, ways, split_rows, 8, 8, 0), F32, dims)
+    layout = describe_map((0, halves, split_rows, 8, 8, 0), F32, dims)
     batch, rows, columns = (1, *dims)[-3:]
     array = np.arange(batch * rows * columns)
     if split_rows:
-        expected = array.reshape(batch, ways, rows // ways, columns).transpose(3, 1, 2, 0)
+        expected = array.reshape(batch, halves, rows // halves, columns).transpose(3, 1, 2, 0)
     else:
-        expected = array.reshape(batch, rows, ways, columns // ways).transpose(3, 2, 1, 0)
+        expected = array.reshape(batch, rows, halves, columns // halves).transpose(3, 2, 1, 0)
     index = np.indices(tuple(layout.dims))
     strides = (4, *layout.strides_bytes)
     np.testing.assert_array_equal(sum(i * s for i, s in zip(index, strides, strict=True)) // 4, expected)
@@ -259,7 +259,15 @@ def test_tensor_map_refused(describe_map, map_, dtype, dims, message):
 @pytest.fixture
 def geometry(functions):
     def of(a, b, transpose_a=False, transpose_b=False, **options):
-        given = {"tile": (128, 128), "ways": 1, "cluster_m": 2, "flags": -1, "multiprocessors": 132, **options}
+        given = {
+            "tile": (128, 128),
+            "halves": 1,
+            "cluster_m": 2,
+            "flags": -1,
+            "yields": 0,
+            "multiprocessors": 132,
+            **options,
+        }
         batch = given.pop("batch", max(a, b, key=len)[:-2])
         return functions.geometry(a, b, (*batch, 1, 1), (transpose_a, transpose_b, *given.pop("tile"), *given.values()))
 
@@ -284,9 +292,13 @@ def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
     [
         ((256, 64), (64, 256), {}, 2, 4),
         ((257, 64), (64, 264), {}, 2 * 3, 12),  # 3 tiles of rows make 2 clusters; 3 tiles of columns
-        ((128, 64), (64, 2 * 72), {"ways": 2}, 2, 4),  # 72 columns a way, 64 of a tile's 128
+        ((128, 64), (64, 2 * 72), {"halves": 2}, 2, 4),  # 72 columns a half, 64 of a tile's 128
         ((16384, 64), (64, 4096), {}, 64 * 32, 132),  # persistent: as many clusters as fit
         ((16384, 64), (64, 4096), {"multiprocessors": 133}, 64 * 32, 132),
+        ((16384, 640), (640, 4096), {"yields": 155}, 64 * 32, 264),  # 310 k blocks each: two blocks, in turn
+        ((16384, 640), (640, 4096), {"yields": 311}, 64 * 32, 132),
+        ((16384, 640), (640, 4096), {"yields": 1}, 64 * 32, 2 * 64 * 32),  # no more than there are tiles
+        ((16384, 640), (640, 4096), {"yields": 1, "flags": 3}, 64 * 32, 132),  # split-K counts on all of its blocks
         ((7, 256, 64), (64, 128), {"cluster_m": 1}, 14, 14),
         ((0, 64), (64, 128), {}, 0, 0),
         ((128, 64), (64, 0), {}, 0, 0),

@@ -204,7 +204,7 @@ def test_parts_of_axes(of_a, of_w, of_result, parts):
     with partitioned_on_cpus() as records:
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((A, of_a), (W, of_w))]
         check(jax.jit(step)(*placed), expected)
-    first = next(types for spec, types, _ in records if spec.program.ways == 2)
+    first = next(types for spec, types, _ in records if spec.program.halves.count == 2)
     assert [x.shape for x in first] == parts
 
 

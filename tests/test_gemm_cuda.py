@@ -63,7 +63,7 @@ def test_one_call_with_its_attributes():
         'arch = "sm_90a"',
         'name = "residual_sumsq"',
         "transpose_a = false",
-        "ways = 1",
+        "halves = 1",
     ):
         assert attribute in call
     assert "dot_general" not in lowered
@@ -85,7 +85,7 @@ def test_split_k():
 
 
 def maps_of(call):
-    """A row of each tensor map: buffer, ways, split rows, the box's columns and rows, swizzle."""
+    """A row of each tensor map: buffer, halves, split rows, the box's columns and rows, swizzle."""
     numbers = [int(one) for one in re.search(r"maps = dense<\[([^]]*)\]>", call)[1].split(", ")]
     return [numbers[i : i + 6] for i in range(0, len(numbers), 6)]
 
@@ -179,7 +179,7 @@ def test_halves():
         *typed((M, K), (K, 2 * 72), jax.ShapeDtypeStruct((M, 1), jnp.float32)),
     )
     (call,) = calls(lowered)
-    assert "ways = 2" in call
+    assert "halves = 2" in call
     assert operands_and_results(call)[1] == ["128x72xbf16"]
 
 
@@ -205,7 +205,7 @@ def test_shared_b_folds_the_batch_into_rows():
             (3, M, 1),
         ),
     ],
-    ids=["batched b", "shared tile", "row vectors", "column sums", "row index"],
+    ids=["batched b", "cooperative tile", "row vectors", "column sums", "row index"],
 )
 def test_what_does_not_fold_is_one_batched_call(epilogue, axes, operand):
     b = (3, K, N) if axes[1] == 0 else (K, N)

@@ -1,6 +1,7 @@
 """coda.gemm inside shard_map with checked types, on four CPU devices."""
 
 import functools
+import re
 
 import jax
 import jax.export
@@ -184,6 +185,22 @@ def test_each_device_runs_the_kernel_on_its_part(kind, rows, manual, over):
     assert product.reason is None
     assert ("on each device's part" in product.tile) == (over is not None)
     assert over is None or product.tile.endswith(f"over {over}")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("kind", "manual"), [(EXPLICIT, ()), (EXPLICIT, ("x", "y")), (AUTO, ("x", "y"))])
+def test_kernels_make_way_where_there_are_several_devices(kind, manual):
+    """For collectives that run beside them; alone on its device a kernel's blocks stay to its end."""
+
+    def k_blocks(text):
+        return [int(number) for number in re.findall(r"yield_k_blocks = (\d+)", text)]
+
+    a, b = (x.astype(jnp.bfloat16) for x in (A, B))
+    assert k_blocks(lowered(coda.gemm, a, b)) == [0]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    with jax.set_mesh(mesh):
+        (found,) = k_blocks(lowered(products(mesh, manual), jax.device_put(a, P("x")), jax.device_put(b, P())))
+    assert found > 100
 
 
 @needs_nvrtc

@@ -68,6 +68,13 @@ def test_vmap_and_its_gradient(batch, f):
     assert_close(*gradients)
 
 
+def test_vmap_of_an_epilogue_that_has_nothing_of_the_product():
+    """Neither tiles nor reductions tell the size of the batch then."""
+    axes = (0, None, 0)
+    summed = jax.vmap(fused(lambda acc, row: jnp.sum(row)), in_axes=axes)(A, B[0], ROW)
+    np.testing.assert_allclose(summed, ROW.sum(1), rtol=1e-6)
+
+
 def test_vmap_of_grad():
     def per_example(function):
         gradient = jax.grad(lambda *xs: total(function(*xs)), (0, 1, 4))

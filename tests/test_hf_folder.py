@@ -12,7 +12,7 @@ import safetensors.numpy
 from flax import nnx
 
 import flax_layers as layers
-from flax_layers.checkpoints import load_hf_folder, save_hf_folder, to_hf
+from flax_layers.checkpoints import hugging_face, load_hf_folder, save_hf_folder, to_hf
 from tests.tiny_models import LLAMA
 
 
@@ -43,6 +43,7 @@ def write_shards(model, folder):
 
 LOAD = """
 import sys, jax.numpy as jnp, jax
+from jax.sharding import NamedSharding, PartitionSpec
 from flax_layers.checkpoints import load_hf_folder
 
 def status(name):
@@ -51,15 +52,18 @@ def status(name):
 jnp.ones(8).block_until_ready()
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = status("VmRSS:")
-model = load_hf_folder(sys.argv[1], param_dtype=jnp.bfloat16)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+cut = NamedSharding(mesh, PartitionSpec("x")) if sys.argv[2] == "cut" else None
+model = load_hf_folder(sys.argv[1], param_dtype=jnp.bfloat16, shardings=cut, scan_layers=cut is not None)
 print(status("VmHWM:") - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measures memory as Linux does")
-def test_memory_while_reading(tmp_path):
-    """The peak is the model's and that of few arrays, not the file's beside it."""
+@pytest.mark.parametrize("placement", ["whole", "cut"])
+def test_memory_while_reading(placement, tmp_path):
+    """The peak is the model's and that of few arrays, not the file's beside it; nor that of all layers, if stacked."""
     config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1536}
     config |= {"num_hidden_layers": 16, "num_attention_heads": 8}
     kernels = {
@@ -76,8 +80,8 @@ def test_memory_while_reading(tmp_path):
     safetensors.numpy.save_file({n: np.ones(s, np.float32) for n, s in shapes.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = (tmp_path / "model.safetensors").stat().st_size
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    command = [sys.executable, "-c", LOAD, str(tmp_path), placement]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     largest = 2 * 1536 * 512 * 4  # gate and up
@@ -121,11 +125,11 @@ def test_a_failure_half_way(tmp_path, monkeypatch, exists):
         (folder / "tokenizer.json").write_text("{}")
     before = contents(folder) if exists else None
 
-    def fail(arrays, path, metadata):
+    def fail(path, types, arrays):
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    monkeypatch.setattr(hugging_face, "write", fail)
     with pytest.raises(OSError, match="no space left"):
         save_hf_folder(llama(1), folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"] * exists
@@ -133,13 +137,13 @@ def test_a_failure_half_way(tmp_path, monkeypatch, exists):
 
 
 KILLED = """
-import os, sys, safetensors.numpy
+import os, sys
 from flax import nnx
 import flax_layers as layers
-from flax_layers.checkpoints import save_hf_folder
+from flax_layers.checkpoints import hugging_face, save_hf_folder
 from tests.tiny_models import LLAMA
 
-safetensors.numpy.save_file = lambda arrays, path, metadata: (path.write_bytes(b"half"), os._exit(3))
+hugging_face.write = lambda path, types, arrays: (path.write_bytes(b"half"), os._exit(3))
 save_hf_folder(layers.Llama(LLAMA, rngs=nnx.Rngs(1)), sys.argv[1])
 """
 

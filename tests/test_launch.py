@@ -74,7 +74,7 @@ def check_whatever_a_map_depends_on_is_seen(host):
 
 
 def check_every_part_of_a_request_for_a_map_is_seen(host):
-    """Of a alone: ways, split_rows, box_columns, box_rows, swizzle_bytes. The words: see the stand-in's map."""
+    """Of a alone: halves, split_rows, box_columns, box_rows, swizzle_bytes. The words: see the stand-in's map."""
     addresses = (14 * MIB, 15 * MIB, 16 * MIB, 17 * MIB)
     requests = {
         (1, 0, 64, 128, 128): ([K, 1, M, 1], [64, 1, 128, 1], 3),
@@ -202,7 +202,7 @@ def check_errors(host):
     with pytest.raises(RuntimeError, match="there is no buffer 4"):
         make(host, pointers=(4,)).call("execute")
     frame = make(host)
-    frame.set_attribute("ways", "2")
+    frame.set_attribute("halves", "2")
     with pytest.raises(RuntimeError, match=r"Wrong.*type"):
         frame.call("execute")
     frame = make(host)

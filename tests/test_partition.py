@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
+from tests import logprob_cases
 from tests.gemm_cases import assert_close, total
 from tests.partitioned import COLLECTIVES, collectives, mesh_of, partitioned_on_cpus
 from tests.requirements import RECORD
@@ -256,9 +257,17 @@ def test_loss_has_no_collective_in_its_loop():
     assert lines and not [line for line in lines if re.search('op_name="[^"]*while', line)]
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_cut_vocabulary(data, transpose_w):
+@pytest.mark.parametrize(
+    "kind, data, transpose_w",
+    [
+        (AxisType.Auto, 1, False),
+        (AxisType.Auto, 2, True),
+        (AxisType.Explicit, 1, True),
+        (AxisType.Explicit, 2, False),
+    ],
+    ids=str,
+)
+def test_a_cut_vocabulary(kind, data, transpose_w):
     """Each device has its part of the head and all three products of it; vectors are summed in the loop, dx once."""
     vocabulary, model = 200, 4 // data  # a part of 50 or 100 columns, which 16 bits pad
     head = jnp.asarray(RNG.standard_normal((WIDTH, vocabulary)), jnp.float32)
@@ -275,7 +284,7 @@ def test_a_cut_vocabulary(data, transpose_w):
     specs = P("data"), P("model") if transpose_w else P(None, "model"), P("data")
     for dtype, rtol in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
         arguments = HIDDEN.astype(dtype), head.astype(dtype), labels
-        got, parts, found = run(gradient, arguments, specs, data=data, model=model)
+        got, parts, found = run(gradient, arguments, specs, kind, data=data, model=model)
         assert_close(got, jax.jit(gradient)(*arguments), rtol=rtol)
         assert {part_of_b for name, _, part_of_b in parts if name == "loss_sums"} <= {
             (vocabulary // model, WIDTH),
@@ -285,7 +294,7 @@ def test_a_cut_vocabulary(data, transpose_w):
         }
         assert not {"all-gather", "all-to-all", "collective-permute"} & set(found)
 
-    mesh = mesh_of(AxisType.Auto, data, model)
+    mesh = mesh_of(kind, data, model)
     with partitioned_on_cpus(), jax.set_mesh(mesh):
         placed = [
             jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((HIDDEN, head, labels), specs, strict=True)
@@ -293,6 +302,30 @@ def test_a_cut_vocabulary(data, transpose_w):
         text = jax.jit(gradient).lower(*placed).compile().as_text()
     in_loop = [line for line in text.splitlines() if "all-reduce(" in line and re.search('op_name="[^"]*while', line)]
     assert in_loop and all(re.search(r"= \(?f32\[\d+\]", line) for line in in_loop)  # vectors
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("candidates", [False, True])
+def test_log_probabilities_over_a_cut_vocabulary(candidates, kind):
+    """Tokens and vocabulary cut, a mask that leaves one device nothing and another everything, a low-rank delta."""
+    arguments = logprob_cases.arguments(jnp.float32, 200, candidates=candidates, lead=(4, 200), width=16)
+    mask = arguments[-1].at[0:2].set(False).at[2].set(True)
+    arguments[-1] = mask
+
+    def gradient(*arguments):
+        def value(*arrays):
+            outputs = logprob_cases.logprobs(*arrays, *arguments[6:], soft_cap=5.0)
+            return sum(jnp.sum(jnp.sin(y)) for y in outputs), outputs
+
+        return jax.value_and_grad(value, range(6), has_aux=True)(*arguments[:6])
+
+    over_data, over_model = P("data"), P(None, "model")
+    specs = [over_data, P(), over_model, P(), over_model, over_data, over_data, over_data]
+    got, parts, found = run(gradient, arguments, specs, kind)
+    assert_close(got, jax.jit(gradient)(*arguments), rtol=1e-4)
+    of_logits = {shape for name, _, shape in parts if name in ("loss_sums", "loss_cotangent")}
+    assert of_logits == {(16 + logprob_cases.RANK, 100)}
+    assert set(found) == {"all-reduce"}
 
 
 CACHE = """

@@ -52,9 +52,9 @@ def wait_for_step(process, out, step):
         time.sleep(0.01)
 
 
-def result(out):
-    """Arrays and history of the last checkpoint."""
-    folder = out.resolve() / "checkpoints" / str(STEPS)
+def result(out, step=STEPS):
+    """Arrays and history of a checkpoint, by default the last one's."""
+    folder = out.resolve() / "checkpoints" / str(step)
     with ocp.PyTreeCheckpointer() as checkpointer, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the shardings come from the checkpoint, as they should here
         state = checkpointer.restore(folder / "state")

@@ -273,7 +273,7 @@ def step_passes(name: str, config: Any, batch: int, length: int, *, param_dtype:
     tokens = jnp.zeros((batch, length), jnp.int32)
     traced_with = contextlib.nullcontext() if jax.default_backend() == "gpu" else opaque_attention()
     with traced_with:
-        traced = step(name, variant, config, jnp.bfloat16, param_dtype).trace(parameters.of(variant), tokens, tokens)
+        traced = step(name, variant, parameters).trace(parameters.of(variant), tokens, tokens)
         if jax.default_backend() == "gpu":
             computations = hlo.hlo_computations(traced.lower().compile().as_text())
         else:

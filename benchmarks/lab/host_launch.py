@@ -169,7 +169,7 @@ def product(
         transpose_b=True,
         tile_m=128,
         tile_n=192,
-        ways=1,
+        halves=1,
         cluster_m=2,
         threads=384,
         smem_bytes=200_000,

@@ -17,6 +17,8 @@ from coda_jax.epilogue.emit import emit as emit
 from coda_jax.epilogue.evaluate import evaluate as evaluate
 from coda_jax.epilogue.evaluate import evaluate_tiles as evaluate_tiles
 from coda_jax.epilogue.evaluate import finish as finish
+from coda_jax.epilogue.halves import Halves as Halves
+from coda_jax.epilogue.halves import Width as Width
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind
@@ -25,7 +27,6 @@ from coda_jax.epilogue.program import Program as Program
 from coda_jax.epilogue.program import Reduction as Reduction
 from coda_jax.epilogue.program import ReductionOp as ReductionOp
 from coda_jax.epilogue.program import TileStore as TileStore
-from coda_jax.epilogue.program import Width as Width
 from coda_jax.epilogue.trace import Epilogue as Epilogue
 from coda_jax.epilogue.trace import trace as trace
 from coda_jax.epilogue.trace import types_of as types_of

@@ -1,7 +1,7 @@
 """The check that a flat jaxpr is local to its tile, and its translation to one element's program.
 
 `Analysis` walks the equations once, in order. It gives each value a `Local`: a node of the element's program, or one
-for each way where a tile's element has two (halves of N, of heads, or even and odd columns), and a tag for each array
+for each half where a tile's element has two (halves of N, of heads, or even and odd columns), and a tag for each array
 axis. The tag says what indexes the axis: the row, the column, the column inside one half of N, the head or the column
 inside a head; None says that the value does not vary along it. Tags, not sizes, decide what an array is, so that
 M == N, M == 1 and N == 1 mean nothing special.
@@ -23,10 +23,11 @@ import numpy as np
 
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
-from coda_jax.epilogue.program import Kind, Node, Operand, Reduction, Width
+from coda_jax.epilogue.halves import Halves, Width
+from coda_jax.epilogue.program import Kind, Node, Operand, Reduction
 from coda_jax.epilogue.values import (
     ALLOWED,
-    BOTH_WAYS,
+    BOTH_HALVES,
     BY_SLICES,
     CHANNEL,
     COLUMN,
@@ -84,9 +85,9 @@ class Analysis:
     ):
         self.rules = rules
         self.flat, self.operands, self.layout, self.name = flat, tuple(operands), layout, name
-        self.ways, self.head = layout.ways, layout.head
+        self.halves, self.head = layout.halves, layout.halves.head
         self.m, n = flat.avals[0].shape
-        self.n = 2 * n if layout.acc_is_half else n
+        self.n = 2 * n if layout.halves.acc is Width.HALF else n
         self.half = self.n // 2 if isinstance(self.n, int) and self.n % 2 == 0 else None
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
@@ -94,13 +95,13 @@ class Analysis:
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
         self.producers: dict[int, Equation] = {}
-        # The flat equations, those of finished reductions in the place of the kernel's.
+        # The flat equations; a reduction that the kernel makes is replaced by the equations that finish it.
         self.sequence: list[Equation] = []
         self.is_halved = False  # halves of N have been taken apart or joined
         self.heads_are_halved = False
-        acc_ways = range(1 if layout.acc_is_half else self.ways)
-        column = HALF if layout.acc_is_half else COLUMN
-        self.values[0] = Local((ROW, column), tuple(self.node("acc", (), "float32", way=w) for w in acc_ways), True)
+        column = COLUMN if self.halves.acc is Width.FULL else HALF
+        leaves = tuple(self.node("acc", (), "float32", half=half) for half in range(self.halves.of_acc))
+        self.values[0] = Local((ROW, column), leaves, True)
         for index, (variable, operand) in enumerate(zip(order, operands, strict=True)):
             self.values[variable] = self.operand(index, operand, flat.avals[variable])
             self.sources[variable] = ("operand", index)
@@ -125,16 +126,16 @@ class Analysis:
     def operand(self, index: int, operand: Operand, aval: Any) -> Local:
         dtype = operand.traced_dtype.name
 
-        def load(way: int) -> int:
-            return self.node("operand", (), dtype, index=index, way=way)
+        def load(half: int) -> int:
+            return self.node("operand", (), dtype, index=index, half=half)
 
         if operand.kind is Kind.SCALAR:
             return Local((None,) * len(aval.shape), (load(0),), False)
         if operand.kind is Kind.COLUMN_VECTOR:
             return Local((ROW, None), (load(0),), False)
         column: Tag = COLUMN if operand.width is Width.FULL else HALF
-        nodes = tuple(map(load, range(self.ways))) if operand.width is Width.FULL else (load(0),)
-        if operand.kind is Kind.HEAD_TABLE:
+        nodes = tuple(map(load, range(self.halves.of(operand.width))))
+        if operand.kind is Kind.ROPE_TABLE:
             column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
             return Local((TABLE_ROW if operand.period else ROW, column), nodes, True)
         if operand.kind is Kind.HEAD_VECTOR:
@@ -261,30 +262,30 @@ class Analysis:
         return tuple(self.convert(node, dtype) for node in nodes)
 
     def map(self, inputs: Sequence[Local], f: Callable[[tuple[int, ...]], int]) -> Local:
-        """Applies f to the nodes of elementwise combined inputs (equal shapes, or rank 0), way by way."""
+        """Applies f to the nodes of elementwise combined inputs (equal shapes, or rank 0), half by half."""
         rank = max(len(value.tags) for value in inputs)
         ranked = [value if len(value.tags) == rank else replace(value, tags=(None,) * rank) for value in inputs]
         tags = tuple(self.unify([value.tags[axis] for value in ranked]) for axis in range(rank))
         out = self.local(tags, (), inputs)
         resolved = [self.resolve(value, tags, out.slice) for value in ranked]
-        ways = self.ways if BOTH_WAYS.intersection(tags) else 1
+        count = self.halves.count if BOTH_HALVES.intersection(tags) else 1
         nodes = tuple(
-            f(tuple(v.nodes[way] if len(v.nodes) > 1 else v.nodes[0] for v in resolved)) for way in range(ways)
+            f(tuple(v.nodes[half] if len(v.nodes) > 1 else v.nodes[0] for v in resolved)) for half in range(count)
         )
         return replace(out, nodes=nodes)
 
     def local(self, tags: tuple[Tag, ...], nodes: tuple[int, ...], inputs: Sequence[Local]) -> Local:
         """A value made from `inputs`."""
-        parts = {value.slice for value in inputs if value.slice is not None}
-        if len(parts) > 1:
-            one, other = (f"{start}:{stop}" for start, stop in sorted(parts)[:2])
+        slices = {value.slice for value in inputs if value.slice is not None}
+        if len(slices) > 1:
+            one, other = (f"{start}:{stop}" for start, stop in sorted(slices)[:2])
             raise NotElementwise(f"combines columns {one} with columns {other}")
         for value in inputs:
-            if parts and value.slice is None and not BY_SLICES.isdisjoint(value.tags):
-                start, stop = next(iter(parts))
+            if slices and value.slice is None and not BY_SLICES.isdisjoint(value.tags):
+                start, stop = next(iter(slices))
                 raise NotElementwise(f"combines columns {start}:{stop} with all columns")
         tile = any(value.tile for value in inputs) or (ROW in tags and not COLUMNS.isdisjoint(tags))
-        return Local(tags, nodes, tile, parts.pop() if parts else None)
+        return Local(tags, nodes, tile, slices.pop() if slices else None)
 
     def unify(self, tags: Sequence[Tag]) -> Tag:
         found = {tag for tag in tags if tag is not None}
@@ -298,19 +299,20 @@ class Analysis:
             )
         return known.pop() if known else (INDEX if found else None)
 
-    def resolve(self, value: Local, tags: tuple[Tag, ...], part: tuple[int, int] | None = None) -> Local:
-        """`value` with its INDEX axis given the meaning it has in `tags`, of columns of `part`."""
+    def resolve(self, value: Local, tags: tuple[Tag, ...], of_slice: tuple[int, int] | None = None) -> Local:
+        """`value` with its INDEX axis given the meaning it has in `tags`, of columns of `of_slice`."""
         if INDEX not in value.tags:
             return value
         tag = tags[value.tags.index(INDEX)]
-        if tag in COLUMNS and (part or tag not in (COLUMN, HALF)):
-            raise NotElementwise("counts along the columns of a part or of heads; take them from jnp.arange(N)")
+        if tag in COLUMNS and (of_slice or tag not in (COLUMN, HALF)):
+            raise NotElementwise("counts along the columns of a slice or of heads; take them from jnp.arange(N)")
         if tag == TABLE_ROW:
             raise NotElementwise("counts along the rows of a table before jnp.tile repeats them")
         if tag == ROW:
             leaves = [self.node("row", (), "int32")]
         elif tag in (COLUMN, HALF):
-            leaves = [self.node("column", (), "int32", way=way) for way in range(self.ways if tag == COLUMN else 1)]
+            count = self.halves.of(Width.FULL if tag == COLUMN else Width.HALF)
+            leaves = [self.node("column", (), "int32", half=half) for half in range(count)]
         else:
             return value
         nodes = tuple(self.substitute(value.nodes[0], leaf, {}) for leaf in leaves)
@@ -325,51 +327,52 @@ class Analysis:
             done[number] = self.node(node.op, inputs, node.dtype, **dict(node.attributes))
         return done[number]
 
-    def twice(self) -> None:
+    def needs_twice_n(self) -> None:
         """Notes that f joins two arrays of N columns."""
         if self.head or self.layout.slices:
-            raise NotElementwise("joins two arrays of N columns beside heads or parts of the columns")
-        if self.ways == 1:
-            raise NeedsLayout(Layout(ways=2, acc_is_half=True))
+            raise NotElementwise("joins two arrays of N columns beside heads or slices of the columns")
+        if self.halves.count == 1:
+            raise NeedsLayout(Layout(Halves(2, acc=Width.HALF)))
 
-    def halves(self) -> None:
+    def needs_halves(self) -> None:
         """Notes that f works on halves of N."""
         if self.head or self.layout.slices:
-            raise NotElementwise("works on halves of all columns beside heads or parts of the columns")
-        if self.ways == 1:
-            raise NeedsLayout(replace(self.layout, ways=2))
+            raise NotElementwise("works on halves of all columns beside heads or slices of the columns")
+        if self.halves.count == 1:
+            raise NeedsLayout(replace(self.layout, halves=replace(self.halves, count=2)))
         self.is_halved = True
 
-    def heads(self, size: int) -> None:
+    def needs_heads(self, size: int) -> None:
         """Notes that f works on heads of `size` columns."""
-        if self.layout.acc_is_half:
+        if self.halves.acc is Width.HALF:
             raise NotElementwise("works on heads beside tiles of 2N columns")
         if self.head not in (0, size):
             raise NotElementwise(f"works on heads of {size} columns beside heads of {self.head}")
         if size % 2 or self.n % size:
             raise NotElementwise(f"makes heads of {size} of {self.n} columns; heads are whole and have an even size")
         if not self.head:
-            raise NeedsLayout(Layout(ways=2, head=size, slices=self.layout.slices or self.is_halved))
+            raise NeedsLayout(Layout(Halves(2, head=size), slices=self.layout.slices or self.is_halved))
 
-    def halves_of_heads(self) -> None:
+    def needs_halves_of_heads(self) -> None:
         """Notes that f works on the first and the second half of heads."""
-        if self.layout.interleaved:
+        if self.halves.interleaved:
             raise NotElementwise("works on halves of heads beside even and odd columns")
         self.heads_are_halved = True
 
-    def interleaved_halves(self) -> None:
+    def needs_interleaved_halves(self) -> None:
         """Notes that f works on even and odd columns of heads."""
         if not self.head or self.heads_are_halved:
             raise NotElementwise("takes every second column; that is possible in heads, acc.reshape(M, H, Dh)")
-        if not self.layout.interleaved:
-            raise NeedsLayout(replace(self.layout, interleaved=True))
+        if not self.halves.interleaved:
+            raise NeedsLayout(replace(self.layout, halves=replace(self.halves, interleaved=True)))
 
     def slice(self, value: Local, start: int, stop: int) -> tuple[int, int]:
         """Columns start:stop of `value`, counted from the first of all."""
-        if self.layout.acc_is_half:
-            raise NotElementwise("takes a part of the columns beside tiles of 2N columns")
+        if self.halves.acc is Width.HALF:
+            raise NotElementwise("takes a slice of the columns beside tiles of 2N columns")
         if not self.layout.slices:
-            raise NeedsLayout(replace(self.layout, ways=2 if self.head else 1, slices=True))
+            halves = self.halves if self.head else replace(self.halves, count=1)
+            raise NeedsLayout(replace(self.layout, halves=halves, slices=True))
         first, end = value.slice or (0, self.n)
         if not 0 <= start < stop <= end - first:
             raise NotElementwise(f"takes columns {start}:{stop} of {end - first}")

@@ -9,7 +9,8 @@ from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.finishing import finishing
 from coda_jax.epilogue.flatten import Atom
-from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, Width, needed_nodes
+from coda_jax.epilogue.halves import Width
+from coda_jax.epilogue.program import Node, Program, Reduction, TileStore, needed_nodes
 from coda_jax.epilogue.simplify import simplify
 from coda_jax.epilogue.values import (
     CHANNEL,
@@ -40,18 +41,14 @@ def assemble(analysis: Analysis) -> Program:
     finish, reductions = finishing(analysis, finished)
     nodes, new_stores, new_reductions = _compact(analysis, stores, reductions)
     outputs = len(analysis.flat.outputs)
-    acc_width = Width.HALF if analysis.layout.acc_is_half else Width.FULL
     return Program(
         analysis.operands,
-        analysis.ways,
+        analysis.halves,
         nodes,
         new_stores,
         new_reductions,
         outputs,
         finish,
-        acc_width,
-        analysis.head,
-        analysis.layout.interleaved,
         analysis.n if analysis.layout.slices else 0,
     )
 
@@ -72,7 +69,7 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         )
     first, end = value.slice or (0, analysis.n)
     whole = same_shape(aval.shape, (analysis.m, end - first))
-    halved = analysis.ways == 2 and not analysis.head
+    halved = analysis.halves.count == 2 and not analysis.head
     half = halved and same_shape(aval.shape, (analysis.m, analysis.half))
     unit = same_size(analysis.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
     if not value.tile and (not (whole or half) or unit):
@@ -81,7 +78,7 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
         made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
-            f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a part of the columns, a reduction "
+            f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a slice of the columns, a reduction "
             f"(M,) or (N,). Reshape it outside the epilogue."
         )
     if np.dtype(aval.dtype).name not in elementwise.FLOATS:
@@ -89,7 +86,7 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"epilogue '{analysis.name}': output {output} is a tile of dtype {aval.dtype}; tile outputs are "
             "bfloat16, float16 or float32. Convert it to a float inside the epilogue, or compute it outside."
         )
-    nodes = value.nodes * analysis.ways if whole and len(value.nodes) < analysis.ways else value.nodes
+    nodes = value.nodes * analysis.halves.count if whole and len(value.nodes) < analysis.halves.count else value.nodes
     return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.slice)
 
 

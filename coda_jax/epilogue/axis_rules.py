@@ -43,7 +43,7 @@ def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any)
     if axis == len(tags) - 1 and same_size(shape[axis], analysis.n):
         meaning: Tag = COLUMN
     elif axis == len(tags) - 1 and same_size(shape[axis], analysis.half) and not analysis.head:
-        analysis.halves()
+        analysis.needs_halves()
         meaning = HALF
     elif axis == 0 and same_size(shape[axis], analysis.m):
         meaning = ROW
@@ -72,7 +72,7 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
     for old, new in _regrouped(before, after):
         given = [value.tags[axis] for axis in old]
         if len(new) == 1 and given == [HEAD, None] and same_size(before[old[1]], analysis.head):
-            value = replace(value, nodes=value.nodes * analysis.ways)  # a value for each head, repeated
+            value = replace(value, nodes=value.nodes * analysis.halves.count)  # a value for each head, repeated
             found: list[Tag] = [COLUMN]
         else:
             found = _regrouped_tags(analysis, value, old, new, before, after)
@@ -98,7 +98,7 @@ def _regrouped_tags(
         added = len(after) > len(before) and new[0] > 0 and same_size(after[new[0] - 1], 1)
         is_head = value.slice is not None or analysis.layout.one_head
         if given == [COLUMN] and added and value.tile and is_head:  # a slice, or all columns, that are one head
-            analysis.heads(int(before[old[0]]))
+            analysis.needs_heads(int(before[old[0]]))
             return [CHANNEL]
         return given
     if len(old) == 1:
@@ -120,14 +120,14 @@ def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag
     if tag == HALF:
         raise NeedsLayout(Layout(slices=True))
     if tag == COLUMN and len(sizes) == 2:
-        analysis.heads(int(sizes[1]))
+        analysis.needs_heads(int(sizes[1]))
         return [HEAD, CHANNEL]
     if tag == COLUMN and len(sizes) == 3 and sizes[2] == 2:
-        analysis.heads(2 * int(sizes[1]))
-        analysis.interleaved_halves()
+        analysis.needs_heads(2 * int(sizes[1]))
+        analysis.needs_interleaved_halves()
         return [HEAD, HALF_CHANNEL, SIDE]
     if tag == CHANNEL and len(sizes) == 2 and sizes[1] == 2:
-        analysis.interleaved_halves()
+        analysis.needs_interleaved_halves()
         return [HALF_CHANNEL, SIDE]
     return []
 
@@ -150,14 +150,14 @@ def _regrouped(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[i
 
 
 def tile(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """The rows of a head table repeated to M: row r is row r % S of the table. What does not vary stays as it is."""
+    """The rows of a rope table repeated to M: row r is row r % S of the table. What does not vary stays as it is."""
     (value,), (before, after) = inputs, _shapes(analysis, equation)
     tags = list(value.tags)
     for axis, tag in enumerate(value.tags):
         if tag == TABLE_ROW and same_size(after[axis], analysis.m):
             tags[axis] = ROW
         elif tag is not None and not same_size(before[axis], after[axis]):
-            raise NotElementwise(f"repeats the {tag}s; a head table's S rows may be repeated, to M")
+            raise NotElementwise(f"repeats the {tag}s; a rope table's S rows may be repeated, to M")
     return [replace(value, tags=tuple(tags))]
 
 

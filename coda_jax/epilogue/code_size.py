@@ -15,7 +15,7 @@ _ROUNDING = 2  # to 16 bits, after an operation
 _STORE, _LOAD, _REDUCE, _LOGSUMEXP = 1, 1, 2, 6  # a value of a tile, of an operand, of a reduction
 
 
-@functools.cache  # a product's tile is chosen among many, and so are its turns
+@functools.cache  # a product's tile is chosen among many, and so are its column passes
 def instructions(program: Program) -> int:
     """Instructions for what a thread works on at a time: one element of acc, or one of each half.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from coda_jax.epilogue.analysis import Analysis, Rule
 from coda_jax.epilogue.flatten import Equation
+from coda_jax.epilogue.halves import Width
 from coda_jax.epilogue.values import (
     CHANNEL,
     COLUMN,
@@ -40,24 +41,24 @@ def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
     return size // 2 if is_head else analysis.half if is_whole else None
 
 
-def _half(analysis: Analysis, value: Local, axis: int, way: int, size: Any) -> Local:
-    """Half `way` of a value along `axis`, which has that size: of all columns, or of each head."""
+def _half(analysis: Analysis, value: Local, axis: int, half: int, size: Any) -> Local:
+    """Half `half` of a value along `axis`, which has that size: of all columns, or of each head."""
     in_head = value.tags[axis] == CHANNEL or value.slice is not None
-    if in_head and way >= len(value.nodes):  # of a table, met before acc is seen as heads
-        analysis.heads(size)
+    if in_head and half >= len(value.nodes):  # of a table, met before acc is seen as heads
+        analysis.needs_heads(size)
     if in_head:
-        analysis.halves_of_heads()
+        analysis.needs_halves_of_heads()
     else:
-        analysis.halves()
+        analysis.needs_halves()
     tags = tuple((HALF_CHANNEL if in_head else HALF) if i == axis else tag for i, tag in enumerate(value.tags))
-    return replace(value, tags=tags, nodes=(value.nodes[way],))
+    return replace(value, tags=tags, nodes=(value.nodes[half],))
 
 
 def _side(analysis: Analysis, value: Local, axis: int, side: int, size: int) -> Local:
     """The even (0) or the odd (1) columns of each head, along an axis of that size."""
     if value.tags[axis] == COLUMN or side >= len(value.nodes):
-        analysis.heads(size)  # of which there is one, or of a table
-    analysis.interleaved_halves()
+        analysis.needs_heads(size)  # of which there is one, or of a table
+    analysis.needs_interleaved_halves()
     tag = None if value.tags[axis] == SIDE else HALF_CHANNEL
     return replace(value, tags=(*value.tags[:axis], tag, *value.tags[axis + 1 :]), nodes=(value.nodes[side],))
 
@@ -87,7 +88,7 @@ def _take(
         if tag == INDEX and isinstance(start, int | np.integer):
             value = _offset(analysis, value, int(start), int(stride))
             continue
-        if tag == HALF and not analysis.layout.acc_is_half:  # not one of two halves, then, but a part
+        if tag == HALF and analysis.halves.acc is Width.FULL:  # not one of two halves, then, but a slice
             raise NeedsLayout(Layout(slices=True))
         half = _half_size(analysis, value, axis, before[axis])
         first = same_size(start, 0) and same_size(limit, half)
@@ -154,12 +155,12 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
     (value,), axis, sizes = inputs, int(equation.params["axis"]), equation.params["sizes"]
     if value.tags[axis] is None or len(sizes) == 1:
         return [value] * len(sizes)
-    if value.tags[axis] == HALF and not analysis.layout.acc_is_half:
+    if value.tags[axis] == HALF and analysis.halves.acc is Width.FULL:
         raise NeedsLayout(Layout(slices=True))
     size = _before(analysis, equation)[axis]
     half = _half_size(analysis, value, axis, size)
     if len(sizes) == 2 and all(same_size(int(size), half) for size in sizes):
-        return [_half(analysis, value, axis, way, size) for way in range(2)]
+        return [_half(analysis, value, axis, half, size) for half in range(2)]
     if value.tags[axis] not in (COLUMN, HEAD):
         raise NotElementwise(f"takes the {value.tags[axis]}s apart into {tuple(int(s) for s in sizes)}")
     ends = list(itertools.accumulate(map(int, sizes)))
@@ -171,13 +172,13 @@ def _join(analysis: Analysis, first: Local, second: Local, axis: int) -> Local:
     whole: Tag
     half: Tag
     if HALF_CHANNEL in (first.tags[axis], second.tags[axis]):
-        analysis.halves_of_heads()
+        analysis.needs_halves_of_heads()
         whole, half = CHANNEL, HALF_CHANNEL
     elif _are_sides(first, second, axis):
-        analysis.interleaved_halves()
+        analysis.needs_interleaved_halves()
         whole, half = SIDE, None
     else:
-        analysis.halves()
+        analysis.needs_halves()
         whole, half = COLUMN, HALF
     others = [None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))]
     tags = tuple(whole if i == axis else tag for i, tag in enumerate(others))
@@ -198,7 +199,7 @@ def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> 
     sizes = [analysis.flat.aval(atom).shape[axis] for atom in equation.inputs]
     last = axis == len(inputs[0].tags) - 1
     if last and len(inputs) == 2 and all(same_size(size, analysis.n) for size in sizes):
-        analysis.twice()
+        analysis.needs_twice_n()
     found = [value.tags[axis] for value in inputs]
     half, known = (analysis.head // 2, HALF_CHANNEL) if HALF_CHANNEL in found else (analysis.half, HALF)
     if len(inputs) == 2 and found == [None, None] and sizes == [1, 1] and _are_sides(inputs[0], inputs[1], axis):

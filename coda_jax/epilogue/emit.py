@@ -21,18 +21,18 @@ _LISTS = {
     "row_vector": "VectorAccess",
     "column_vector": "VectorAccess",
     "scalar": "VectorAccess",
-    "head_table": "VectorAccess",
+    "rope_table": "VectorAccess",
     "head_vector": "VectorAccess",
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
-_OVER_COLUMNS = ("tile_load", "row_vector", "head_table", "head_vector", "column_reduction")
+_OVER_COLUMNS = ("tile_load", "row_vector", "rope_table", "head_vector", "column_reduction")
 _LOADS = {  # a list, and the member of an Element that has its values
     Kind.TILE: ("tile_load", "tile"),
     Kind.ROW_VECTOR: ("row_vector", "row_vector"),
     Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
     Kind.SCALAR: ("scalar", "scalar"),
-    Kind.HEAD_TABLE: ("head_table", "head_table"),
+    Kind.ROPE_TABLE: ("rope_table", "rope_table"),
     Kind.HEAD_VECTOR: ("head_vector", "head_vector"),
 }
 _COMBINE = {
@@ -69,7 +69,7 @@ class _Emitter:
         self.program = program
         self.user_names = program.user_names if for_reader else None
         self.lists: dict[str, list[str]] = {name: [] for name in _LISTS}
-        self.entry_values = 2 if program.interleaved else 1  # of an entry of a list over columns
+        self.entry_values = 2 if program.halves.interleaved else 1  # of an entry of a list over columns
         self.places: dict[tuple[int, int], tuple[str, int]] = {}  # of an operand's half: member of Element, and index
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
@@ -92,11 +92,11 @@ class _Emitter:
         per_entry = self.entry_values if is_over_columns else 1
         is_tile = operand.kind is Kind.TILE
         for half in self.program.loads(index):
-            if half in self.program.entry_ways(index):
+            if half in self.program.loaded_runs(index):
                 fields = {
                     "map" if is_tile else "pointer": position,
                     "half": 0 if per_entry > 1 else half,
-                    "halves": self.program.ways_of(operand.width) if is_over_columns and not is_tile else 1,
+                    "halves": self.program.halves.of(operand.width) if is_over_columns and not is_tile else 1,
                     "dtype": _dtype(operand.dtype),
                     "batched": bool(batched),
                     "period": operand.period,
@@ -106,7 +106,7 @@ class _Emitter:
             self.places[index, half] = member, at
 
     def value_names(self) -> dict[int, str]:
-        """What the nodes are called that are no literals; operands in a reader's form as the user calls them."""
+        """Names of the nodes that are no literals; in a reader's form operands have the user's names."""
         names: dict[int, str] = {}
         nodes = sorted(enumerate(self.program.nodes), key=lambda node: node[1].op == "operand")
         for number, node in nodes:
@@ -115,17 +115,17 @@ class _Emitter:
         return names
 
     def leaf_name(self, number: int, node: Node) -> str:
-        """Of an element's member; else empty."""
+        """The name of an element's member; empty for other nodes."""
         if number in self.head_values:
             return f"head_value_{self.head_values[number]}"
         match node.op:
             case "acc" | "column":
-                halves = self.program.acc_ways if node.op == "acc" else self.program.ways
-                return f"{node.op}_{node['way']}" if halves > 1 else node.op
+                halves = self.program.halves.of_acc if node.op == "acc" else self.program.halves.count
+                return f"{node.op}_{node['half']}" if halves > 1 else node.op
             case "row":
                 return "row"
             case "operand":
-                index, half = node["index"], node["way"]
+                index, half = node["index"], node["half"]
                 if self.user_names and is_usable(name := self.user_names.operand(index)):
                     return f"{name}_{half}" if len(self.program.loads(index)) > 1 else name
                 member, at = self.places[index, half]
@@ -133,12 +133,12 @@ class _Emitter:
         return ""
 
     def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
-        """Sections whose tiles store the same values in the same dtypes share a program."""
+        """Sections whose tiles store the same values in the same dtypes share a variant."""
         self.sections: list[str] = []
         self.tile_stores: list[list[str]] = []  # of each section
-        self.tile_results: list[list[str]] = []  # of each program
-        self.needed: list[frozenset[int]] = []  # by each program
-        programs: list[list[tuple[str, np.dtype]]] = []
+        self.tile_results: list[list[str]] = []  # of each variant
+        self.needed: list[frozenset[int]] = []  # by each variant
+        variants: list[list[tuple[str, np.dtype]]] = []
         reduced = [value for reduction in self.program.reductions for value in reduction.values]
         for first, end in self.program.sections:
             chosen = self.program.stores_of((first, end))
@@ -148,16 +148,16 @@ class _Emitter:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
                 column = store.slice[0] if store.slice else 0
                 for half, value in enumerate(store.values):
-                    if half < self.program.entries(store.width):
+                    if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
                         entries.append(_entry(fields))
                     results.append((self.name(value), dtype))
-            if results not in programs:
-                programs.append(results)
+            if results not in variants:
+                variants.append(results)
                 self.tile_results.append([f"out.tile[{i}] = {value};" for i, (value, _) in enumerate(results)])
                 stored = [value for i in chosen for value in self.program.stores[i].values]
                 self.needed.append(self.program.needed([*reduced, *stored]))
-            self.sections.append(_entry({"program": programs.index(results), "first": first, "end": end}))
+            self.sections.append(_entry({"variant": variants.index(results), "first": first, "end": end}))
             self.tile_stores.append(entries)
 
     def result(self, name: str, at: int, entry: str, value: str) -> None:
@@ -174,9 +174,9 @@ class _Emitter:
             self.result("row_reduction", len(self.lists["row_reduction"]), entry, combined)
             return
         first = len(self.lists["column_reduction"]) * self.entry_values
-        halves = self.program.ways_of(reduction.width)
+        halves = self.program.halves.of(reduction.width)
         for half, value in enumerate(values):
-            is_entry = half < self.program.entries(reduction.width)
+            is_entry = half < self.program.halves.runs(reduction.width)
             entry = _entry({"pointer": pointer, "half": half, "halves": halves, "op": op}) if is_entry else ""
             self.result("column_reduction", first + half, entry, value)
 
@@ -193,11 +193,11 @@ class _Emitter:
         lines += [
             *self.heads(),
             "",
-            "  template <int program>",
+            "  template <int variant>",
             "  CODA_DEVICE static void evaluate(const auto& in, auto& out) {",
             *self.statements(range(len(self.program.nodes))),
             *(f"    {result}" for result in self.results),
-            *self.tile_results_of_programs(),
+            *self.tile_results_of_variants(),
             "  }",
             "};",
         ]
@@ -206,14 +206,14 @@ class _Emitter:
     def geometry(self) -> list[str]:
         """How the program's columns lie, where that is not as by default."""
         program = self.program
-        counts = {"halves": program.ways, "acc_halves": program.acc_ways}
+        counts = {"halves": program.halves.count, "acc_halves": program.halves.of_acc}
         sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
-        sizes += [f"head = {program.head}"] if program.head else []
+        sizes += [f"head = {program.halves.head}"] if program.halves.head else []
         lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
-        return lines + ["  static constexpr bool interleaved = true;"] * program.interleaved
+        return lines + ["  static constexpr bool interleaved = true;"] * program.halves.interleaved
 
     def heads(self) -> list[str]:
-        """The values of heads: their operations, and where each program needs them the pass that makes them."""
+        """The values of heads: their operations, and where each variant needs them the pass that makes them."""
         levels = self.program.head_levels
         if not levels:
             return []
@@ -251,13 +251,13 @@ class _Emitter:
             lines.append("    }")
         return [*lines, "  }"]
 
-    def tile_results_of_programs(self) -> list[str]:
+    def tile_results_of_variants(self) -> list[str]:
         if len(self.tile_results) == 1:
             return [f"    {result}" for result in self.tile_results[0]]
         lines = []
         for number, results in enumerate(self.tile_results):
             if results:
-                lines += [f"    if constexpr (program == {number}) {{", *(f"      {x}" for x in results), "    }"]
+                lines += [f"    if constexpr (variant == {number}) {{", *(f"      {x}" for x in results), "    }"]
         return lines
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
@@ -279,9 +279,9 @@ class _Emitter:
             return f"in.head_value[{self.head_values[number]}]"
         match node.op:
             case "acc" | "column":
-                return f"in.{node.op}[{node['way']}]"
+                return f"in.{node.op}[{node['half']}]"
             case "operand":
-                (member, at), is_float = self.places[node["index"], node["way"]], node.dtype in FLOATS
+                (member, at), is_float = self.places[node["index"], node["half"]], node.dtype in FLOATS
                 word = f"in.{member}[{at}].{'f' if is_float else 'i'}"
                 return f"{word} != 0" if node.dtype == "bool" else word
             case "row":
@@ -321,7 +321,7 @@ def _declared(declaration: str, lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:
-    """The values of the ways as one."""
+    """The values of the halves as one."""
     return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
 
 

@@ -14,7 +14,7 @@ from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program
 def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
     """The program's flat outputs; tiles have the dtype that f gives them.
 
-    `Epilogue.evaluate` computes the same, from f's own equations, for derivatives.
+    `Epilogue.call` computes the same from f's own equations, which have its custom derivative rules.
 
     Args:
       acc: (M, N) float32.
@@ -27,8 +27,8 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
 
 
 def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the kernel computes: the stores, in the dtypes that f gives them, and the reductions, float32."""
-    rows, columns = acc.shape[0], acc.shape[1] // program.acc_ways
+    """The kernel's part of a program: its stores, in the dtypes that f gives them, and its reductions, float32."""
+    rows, columns = acc.shape[0], acc.shape[1] // program.halves.of_acc
     values: list[jax.Array] = []
     for node in program.nodes:
         values.append(_node(program, node, values, acc, operands, columns))
@@ -43,8 +43,8 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
     reductions = []
     for reduction in program.reductions:
         axis = 1 if reduction.axis is Axis.ROW else 0
-        ways = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
-        reductions.append(_joined(program, ways) if axis == 0 else _combined(reduction.op, ways))
+        halves = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
+        reductions.append(_joined(program, halves) if axis == 0 else _combined(reduction.op, halves))
     return stores, reductions
 
 
@@ -82,63 +82,65 @@ def _node(
     rows = acc.shape[0]
     match node.op:
         case "acc":
-            return _way(program, acc, node["way"], columns)
+            return _half(program, acc, node["half"], columns)
         case "operand":
             operand = program.operands[node["index"]]
             x = operands[node["index"]].astype(operand.traced_dtype)
-            if operand.kind in (Kind.HEAD_TABLE, Kind.HEAD_VECTOR):
+            if operand.kind in (Kind.ROPE_TABLE, Kind.HEAD_VECTOR):
                 x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
-                return _over_heads(program, x, node["way"], operand.period, rows, columns)
+                return _over_heads(program, x, node["half"], operand.period, rows, columns)
             shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
-            return _way(program, x.reshape(shape[operand.kind]), node["way"], columns)
+            return _half(program, x.reshape(shape[operand.kind]), node["half"], columns)
         case "row":
             return lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         case "column":
-            return _way(program, lax.broadcasted_iota(jnp.int32, (1, columns * program.ways), 1), node["way"], columns)
+            return _half(
+                program, lax.broadcasted_iota(jnp.int32, (1, columns * program.halves.count), 1), node["half"], columns
+            )
         case "literal":
             return jnp.full((1, 1), node["value"], node.dtype)
     if node.op in HEAD_REDUCTIONS:
-        op, width = HEAD_REDUCTIONS[node.op], program.head // 2
-        ways = [jnp.broadcast_to(values[i], (rows, columns)) for i in node.inputs]
-        heads = [x.reshape(rows, columns // width, width) for x in ways]
+        op, columns_of_half = HEAD_REDUCTIONS[node.op], program.halves.head // 2
+        halves = [jnp.broadcast_to(values[i], (rows, columns)) for i in node.inputs]
+        heads = [x.reshape(rows, columns // columns_of_half, columns_of_half) for x in halves]
         total = _combined(op, [op.reduce(x, axis=2) for x in heads])
         return jnp.broadcast_to(total[:, :, None], heads[0].shape).reshape(rows, columns)
     inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
     return elementwise.apply(node.op, list(inputs), dict(node.attributes))
 
 
-def _way(program: Program, x: jax.Array, way: int, columns: int) -> jax.Array:
-    """The columns of one way, of an array that has those of all; else the array."""
+def _half(program: Program, x: jax.Array, half: int, columns: int) -> jax.Array:
+    """The columns of one half, of an array that has both; else the array."""
     if x.shape[1] <= columns:
         return x
-    if program.interleaved:
-        return x[:, way::2]
-    if program.head:
-        return x.reshape(x.shape[0], -1, 2, program.head // 2)[:, :, way].reshape(x.shape[0], columns)
-    return x[:, way * columns : (way + 1) * columns]
+    if program.halves.interleaved:
+        return x[:, half::2]
+    if program.halves.head:
+        return x.reshape(x.shape[0], -1, 2, program.halves.head // 2)[:, :, half].reshape(x.shape[0], columns)
+    return x[:, half * columns : (half + 1) * columns]
 
 
-def _over_heads(program: Program, x: jax.Array, way: int, period: int, rows: int, columns: int) -> jax.Array:
-    """A head table or vector, one way of it, repeated for every head."""
-    width = program.head // 2
-    if x.shape[1] > width:
-        x = x[:, way::2] if program.interleaved else x[:, way * width : (way + 1) * width]
-    return jnp.tile(x, (rows // period if period else 1, columns // width))
+def _over_heads(program: Program, x: jax.Array, half: int, period: int, rows: int, columns: int) -> jax.Array:
+    """A rope table or vector, one half of it, repeated for every head."""
+    size = program.halves.head // 2
+    if x.shape[1] > size:
+        x = x[:, half::2] if program.halves.interleaved else x[:, half * size : (half + 1) * size]
+    return jnp.tile(x, (rows // period if period else 1, columns // size))
 
 
-def _joined(program: Program, ways: Sequence[jax.Array]) -> jax.Array:
-    """Whole columns, along the last axis, from those of each way."""
-    if not program.head:
-        return jnp.concatenate(ways, axis=-1)
-    *rows, columns = ways[0].shape
-    if program.interleaved:
-        return jnp.stack(ways, axis=-1).reshape(*rows, columns * len(ways))
-    heads = [x.reshape(*rows, -1, program.head // 2) for x in ways]
-    return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(ways))
+def _joined(program: Program, halves: Sequence[jax.Array]) -> jax.Array:
+    """Whole columns, along the last axis, from those of each half."""
+    if not program.halves.head:
+        return jnp.concatenate(halves, axis=-1)
+    *rows, columns = halves[0].shape
+    if program.halves.interleaved:
+        return jnp.stack(halves, axis=-1).reshape(*rows, columns * len(halves))
+    heads = [x.reshape(*rows, -1, program.halves.head // 2) for x in halves]
+    return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(halves))
 
 
-def _combined(op: ReductionOp, ways: Sequence[jax.Array]) -> jax.Array:
-    out = ways[0]
-    for way in ways[1:]:
-        out = op.combine(out, way)
+def _combined(op: ReductionOp, halves: Sequence[jax.Array]) -> jax.Array:
+    out = halves[0]
+    for half in halves[1:]:
+        out = op.combine(out, half)
     return out

@@ -1,4 +1,4 @@
-"""What is done with finished reductions: equations left to XLA, and which axes of their results the rows index."""
+"""Equations over finished reductions, which XLA runs after the kernel, and which axes of their results rows index."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -89,12 +89,12 @@ def _row_axes(
 
 
 def _without(axes: frozenset[int], dropped: Sequence[int]) -> frozenset[int]:
-    """Where axes come to lie when others are dropped."""
+    """The new positions of axes when others are dropped."""
     return frozenset(axis - sum(other < axis for other in dropped) for axis in axes if axis not in dropped)
 
 
 def _reshaped(axis: int, source: Sequence[Any], shape: Sequence[Any]) -> list[int]:
-    """Where an axis lies after a reshape that keeps it whole; nowhere if it is split or merged."""
+    """The position of an axis after a reshape that keeps it whole; none if it is split or merged."""
     before = math.prod(source[:axis])
     places = [
         place

@@ -105,7 +105,7 @@ def _callee(params: dict[str, Any]) -> Any:
 
 
 def _inlined(eqn: Any) -> Any:
-    """What a call calls, for a kernel."""
+    """The jaxpr that a call equation calls."""
     callee = _callee(eqn.params)
     # From 0.12 on JAX makes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a kernel's
     # exp does not have.
@@ -194,7 +194,7 @@ def keep_used_constants(flats: Sequence[Flat], captured: Constants) -> list[Any]
     return [captured.arrays[index] for index in order]
 
 
-def evaluate(flat: Flat, arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
+def call(flat: Flat, arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
     """Runs the equations with XLA; operations on 16-bit floats round as they do in a kernel."""
     values: dict[int, Any] = dict(enumerate(arguments))
     values.update({variable: captured[index] for index, variable in flat.constants.items()})
@@ -236,7 +236,7 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """A call of a custom_jvp or custom_vjp function: its value by `evaluate`, its derivative by its own rule.
+    """A call of a custom_jvp or custom_vjp function: its value by `call`, its derivative by its own rule.
 
     JAX raises where an array that a custom_vjp function closes over is differentiated. Here all of them would be, so
     they are constants.
@@ -249,7 +249,7 @@ def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         return bind(equation.primitive, inputs, equation.params)
 
     def value(*inputs: Any) -> list[Any]:
-        return evaluate(body, inputs, constants.arrays)
+        return call(body, inputs, constants.arrays)
 
     def plain(*inputs: Any) -> Sequence[Any]:
         return list(bind(equation.primitive, inputs, equation.params))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.flatten import Equation, Literal
+from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.user_names import UserNames
 
 
@@ -22,19 +23,8 @@ class Kind(enum.Enum):
     ROW_VECTOR = "(N,) or (1, N)"
     COLUMN_VECTOR = "(M, 1)"
     TILE = "(M, N)"
-    HEAD_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same; or with S rows, repeated to M
+    ROPE_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same; or with S rows, repeated to M
     HEAD_VECTOR = "(Dh,), (1, Dh), (Dh/2,) or (1, Dh/2)"  # for every row and head the same
-
-
-class Width(enum.Enum):
-    """Whether an array has all columns of the program's widest arrays or half of them.
-
-    The widest have N columns, or 2N where acc is HALF itself (`Program.acc_width`). Those of head tables and head
-    vectors are those of a head.
-    """
-
-    FULL = "full"
-    HALF = "half"
 
 
 class Axis(enum.Enum):
@@ -77,7 +67,15 @@ class ReductionOp(enum.Enum):
                 return jnp.logaddexp(x, y)
 
 
+# A key in a table of tiles has a digest of the program's text. So that old tables, users' among them, keep their
+# entries, the text keeps the words that it had first.
+_WORDS_OF_TEXT = {"half": "way", "rope_table": "head_table"}
+
 HEAD_REDUCTIONS = {"head_sum": ReductionOp.SUM, "head_max": ReductionOp.MAX, "head_min": ReductionOp.MIN}
+
+
+def _text_of(word: str) -> str:
+    return _WORDS_OF_TEXT.get(word, word)
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Operand:
     Attributes:
       dtype: as stored.
       traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
-      width: of a row vector, a tile, a head table or a head vector.
-      period: of a head table whose rows f repeats, their number: row r reads row r % period. Else 0.
+      width: of a row vector, a tile, a rope table or a head vector.
+      period: of a rope table whose rows f repeats, their number: row r reads row r % period. Else 0.
     """
 
     kind: Kind
@@ -100,9 +98,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Node:
-    """One value per element. Leaves: acc (way), operand (index, way), row, column (way), literal (value).
+    """One value per element. Leaves: acc (half), operand (index, half), row, column (half), literal (value).
 
-    Those of HEAD_REDUCTIONS reduce a head: the columns of all their inputs, each of which is a way.
+    Those of HEAD_REDUCTIONS reduce a head: the columns of all their inputs, each of which is a half of it.
     """
 
     op: str
@@ -114,13 +112,13 @@ class Node:
         return dict(self.attributes)[key]
 
     def __str__(self) -> str:
-        arguments = [f"v{i}" for i in self.inputs] + [f"{key}={value}" for key, value in self.attributes]
+        arguments = [f"v{i}" for i in self.inputs] + [f"{_text_of(key)}={value}" for key, value in self.attributes]
         return f"{self.dtype} {self.op}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True)
 class TileStore:
-    """Output number `output`, a tile of `width`; `values` are its nodes, one for each way it spans.
+    """Output number `output`, a tile of `width`; `values` are its nodes, one for each half it spans.
 
     `slice` is the first and the end of the columns that it has, where these are not all.
     """
@@ -133,7 +131,7 @@ class TileStore:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A float32 reduction of `values`, a node for each way reduced over or kept; along a row the ways are combined."""
+    """A float32 reduction of `values`, a node for each half; along a row the halves are combined."""
 
     op: ReductionOp
     axis: Axis
@@ -143,7 +141,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left to XLA: equations over finished reductions and operands.
+    """The equations over finished reductions and operands that XLA runs after the kernel.
 
     Attributes:
       inputs: (variable, "operand" or "reduction", index of it).
@@ -168,53 +166,25 @@ class Program:
 
     Attributes:
       operands: explicit operands in order, then captured arrays.
-      ways: 1, or 2 when two halves are worked on together: then one element has a value for each half.
+      halves: the two columns that an element is worked on for, where it is not one.
       nodes: the elementwise program, inputs before users.
       stores: outputs that are tiles. All other outputs come from `finish`.
       reductions: reductions of the tile.
       num_outputs: of f, flat.
       finishing: how the outputs that are no tiles follow from the reductions.
-      acc_width: HALF where acc (M, N) meets tiles of 2N columns.
-      head: columns of a head, where the two halves are those of heads; else 0, and they are those of the widest arrays.
-      interleaved: the halves of a head are its even and its odd columns.
       columns: N where stores are slices of the columns; else 0, and the program is independent of it.
       user_names: for a reader of the generated source; programs that differ in them alone are equal.
     """
 
     operands: tuple[Operand, ...]
-    ways: int
+    halves: Halves
     nodes: tuple[Node, ...]
     stores: tuple[TileStore, ...]
     reductions: tuple[Reduction, ...]
     num_outputs: int
     finishing: Finish = field(default=Finish())
-    acc_width: Width = Width.FULL
-    head: int = 0
-    interleaved: bool = False
     columns: int = 0
     user_names: UserNames | None = field(default=None, repr=False)
-
-    def ways_of(self, width: Width) -> int:
-        """The ways that an array of this width spans."""
-        return self.ways if width is Width.FULL else 1
-
-    @property
-    def acc_ways(self) -> int:
-        """The ways that acc, and with it b, spans."""
-        return self.ways_of(self.acc_width)
-
-    def entries(self, width: Width) -> int:
-        """How many places of a tile an array of this width takes its columns from: interleaved ways share one."""
-        return 1 if self.interleaved else self.ways_of(width)
-
-    @property
-    def splits(self) -> int:
-        """The sections of b's columns that a tile takes its columns from: the halves of N, or 1."""
-        return 1 if self.head else self.acc_ways
-
-    def width(self, width: Width, n: int) -> int:
-        """Columns of an array of this width beside acc's n."""
-        return n * self.ways_of(width) // self.acc_ways
 
     @cached_property
     def sections(self) -> tuple[tuple[int, int], ...]:
@@ -233,18 +203,19 @@ class Program:
 
     @cached_property
     def elementwise_text(self) -> str:
-        """Canonical text of what runs on the tile."""
+        """Canonical text of what runs on the tile; see `_WORDS_OF_TEXT`."""
+        halves = self.halves
 
         def operand(o: Operand) -> str:
             period = f" every {o.period} rows" if o.period else ""
-            return f"{o.kind.name.lower()} {o.dtype}->{o.traced_dtype} {o.width.value}{period}"
+            return f"{_text_of(o.kind.name.lower())} {o.dtype}->{o.traced_dtype} {o.width.value}{period}"
 
         def names(values: Sequence[int]) -> str:
             return ", ".join(f"v{v}" for v in values)
 
         return "\n".join(
-            [f"ways {self.ways}, acc {self.acc_width.value}, heads of {self.head}, columns {self.columns}"]
-            + ["neighbours"] * self.interleaved  # tables of tiles have digests of this text
+            [f"ways {halves.count}, acc {halves.acc.value}, heads of {halves.head}, columns {self.columns}"]
+            + ["neighbours"] * halves.interleaved
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
             + [f"store output {s.output} {s.width.value} {s.slice or ''}: {names(s.values)}" for s in self.stores]
@@ -267,9 +238,9 @@ class Program:
     def with_acc(self) -> "Program":
         """The program with acc as one more output, the last."""
         nodes = list(self.nodes)
-        leaves = [Node("acc", (), "float32", (("way", way),)) for way in range(self.acc_ways)]
+        leaves = [Node("acc", (), "float32", (("half", half),)) for half in range(self.halves.of_acc)]
         nodes += [leaf for leaf in leaves if leaf not in nodes]
-        store = TileStore(self.num_outputs, self.acc_width, tuple(map(nodes.index, leaves)))
+        store = TileStore(self.num_outputs, self.halves.acc, tuple(map(nodes.index, leaves)))
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
@@ -319,13 +290,13 @@ class Program:
         return needed_nodes(self.nodes, roots)
 
     def loads(self, index: int) -> tuple[int, ...]:
-        """The ways of operand `index` that the elementwise program reads."""
-        ways = {node["way"] for node in self.nodes if node.op == "operand" and node["index"] == index}
-        return tuple(sorted(ways))
+        """The halves of operand `index` that the elementwise program reads."""
+        halves = {node["half"] for node in self.nodes if node.op == "operand" and node["index"] == index}
+        return tuple(sorted(halves))
 
-    def entry_ways(self, index: int) -> tuple[int, ...]:
-        """The ways in `loads` that have an entry of their own: interleaved ways share one."""
-        return self.loads(index)[: 1 if self.interleaved else None]
+    def loaded_runs(self, index: int) -> tuple[int, ...]:
+        """The halves in `loads` that have a run of columns of their own; see `Halves.runs`."""
+        return self.loads(index)[: 1 if self.halves.interleaved else None]
 
 
 def needed_nodes(nodes: Sequence[Node], roots: Iterable[int]) -> frozenset[int]:

@@ -11,7 +11,8 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Constants, Equation, Literal, flatten
-from coda_jax.epilogue.program import Axis, Reduction, ReductionOp, Width
+from coda_jax.epilogue.halves import Width
+from coda_jax.epilogue.program import Axis, Reduction, ReductionOp
 from coda_jax.epilogue.values import (
     CHANNEL,
     COLUMN,
@@ -57,7 +58,7 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         return [Local(kept, (analysis.convert(within, np.dtype(aval.dtype).name),), True, value.slice)]
     in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
     if value.slice is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
-        raise NotElementwise("is a reduction of a part of the columns; reduce whole rows, whole columns or each head")
+        raise NotElementwise("is a reduction of a slice of the columns; reduce whole rows, whole columns or each head")
     if any(
         tag is None and axis not in axes and not same_size(aval.shape[axis], 1) for axis, tag in enumerate(value.tags)
     ):

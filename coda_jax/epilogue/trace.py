@@ -15,9 +15,10 @@ from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
 from coda_jax.epilogue.elementwise import FLOATS
-from coda_jax.epilogue.flatten import Constants, Flat, evaluate, flatten, keep_used_constants
+from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
+from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
-from coda_jax.epilogue.program import Kind, Operand, Program, Width
+from coda_jax.epilogue.program import Kind, Operand, Program
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.user_names import UserNames
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
@@ -42,8 +43,8 @@ class Epilogue:
     _flat: Flat
     _num_operands: int
 
-    def evaluate(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        """The function itself, run by XLA and differentiable by JAX with its custom derivative rules.
+    def call(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
+        """The user's function, differentiable by JAX with its custom derivative rules, which `program` has not.
 
         Args:
           acc: (M, N) float32.
@@ -57,7 +58,7 @@ class Epilogue:
             for x in arguments[: self._num_operands]
         ]
         with default_types():
-            return evaluate(self._flat, [acc, *operands], arguments[self._num_operands :])
+            return call(self._flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
@@ -101,7 +102,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
     labels = [f"operand '{label}'" for label in names]
 
     def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
-        """What the operands, and after them the captured arrays, are."""
+        """The kinds of the operands, and after them of the captured arrays."""
         found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=False)]
         return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
 
@@ -125,7 +126,7 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         def program(layout: Layout) -> Program:
             found = described(arrays, layout, is_final=False)
             if any(x.width is Width.HALF for x in found):
-                layout = replace(layout, ways=2)
+                layout = replace(layout, halves=replace(layout.halves, count=2))
             try:
                 analysis = Analysis(flat, order, found, layout, name, RULES)
             except NeedsLayout as needs:
@@ -140,12 +141,12 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         try:
             checked = program(_initial_layout(arrays, n))
         except NotTileLocalError as error:
-            # All columns that are one head need not be seen as one, but beside tables whose rows repeat and for its
-            # norm.
+            # One head of all N columns is seen as plain columns. Only a table whose rows repeat, or a norm of the head,
+            # needs it to be a head.
             if n % 2 or n > _WIDEST_HEAD:
                 raise
             try:
-                checked = program(Layout(ways=2, head=n, one_head=True))
+                checked = program(Layout(Halves(2, head=n), one_head=True))
             except NotTileLocalError:
                 raise error from None
         checked = replace(checked, user_names=UserNames.of(f, name, names))
@@ -160,7 +161,7 @@ def _initial_layout(arrays: Sequence[Any], n: Any) -> Layout:
     """Acc is a half where an array has twice its columns."""
     widths = [x.shape[-1] for x in arrays if len(x.shape) in (1, 2)]
     twice = any(same_size(width, 2 * n) and not same_size(width, n) for width in widths)
-    return Layout(ways=2, acc_is_half=True) if twice else Layout()
+    return Layout(Halves(2, acc=Width.HALF)) if twice else Layout()
 
 
 def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
@@ -197,7 +198,7 @@ _Candidate = tuple[tuple[Any, ...], Kind, Width]  # a shape, and what an array o
 
 
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
-    """What x is, by its shape, beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
+    """The kind of x, by its shape beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
         raise NotTileLocalError(
@@ -206,16 +207,16 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     dtype = np.dtype(x.dtype)
     table_rows = (m, shape[0]) if _is_repeated(shape, m) else (m,)
     candidates = _beside_acc(m, n, layout)
-    if layout.head:
-        of_heads = _beside_heads(layout.head, table_rows)
+    if layout.halves.head:
+        of_heads = _beside_heads(layout.halves.head, table_rows)
         candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
-    elif not is_final and not layout.acc_is_half and len(shape) in (1, 2) and _divides(shape[-1], n):
+    elif not is_final and layout.halves.acc is Width.FULL and len(shape) in (1, 2) and _divides(shape[-1], n):
         candidates += _along_heads(shape[-1], Width.FULL, table_rows)
     found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
     if found is None:
         raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout)}")
     kind, width = found
-    is_float = kind in (Kind.TILE, Kind.HEAD_TABLE) or (kind is Kind.HEAD_VECTOR and bool(layout.head))
+    is_float = kind in (Kind.TILE, Kind.ROPE_TABLE) or (kind is Kind.HEAD_VECTOR and bool(layout.halves.head))
     allowed = FLOATS if is_float else (*FLOATS, "int32", "bool")
     if dtype.name not in allowed:
         raise NotTileLocalError(
@@ -226,16 +227,19 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
                 else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
             )
         )
-    period = int(shape[0]) if kind is Kind.HEAD_TABLE and not same_size(shape[0], m) else 0
+    period = int(shape[0]) if kind is Kind.ROPE_TABLE and not same_size(shape[0], m) else 0
     return Operand(kind, dtype, dtype, width, period)
 
 
 def _beside_acc(m: Any, n: Any, layout: Layout) -> list[_Candidate]:
     """Shapes that broadcast against acc, or against the other tiles where they have other columns."""
-    if layout.acc_is_half:
+    if layout.halves.acc is Width.HALF:
         full, half = 2 * n, n
     else:
-        full, half = n, n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.head or layout.slices) else None
+        full, half = (
+            n,
+            n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.halves.head or layout.slices) else None,
+        )
     return [
         ((), Kind.SCALAR, Width.FULL),
         ((1,), Kind.SCALAR, Width.FULL),
@@ -256,7 +260,7 @@ def _beside_heads(head: int, table_rows: Sequence[Any]) -> list[_Candidate]:
 
 
 def _along_heads(size: Any, width: Width, table_rows: Sequence[Any]) -> list[_Candidate]:
-    tables: list[_Candidate] = [((rows, size), Kind.HEAD_TABLE, width) for rows in table_rows]
+    tables: list[_Candidate] = [((rows, size), Kind.ROPE_TABLE, width) for rows in table_rows]
     return [*tables, ((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
 
 
@@ -271,10 +275,10 @@ def _misfit(shape: tuple[Any, ...], m: Any, n: Any, layout: Layout) -> str:
     may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
     if may_repeat and not isinstance(m, int) and not _is_repeated(shape, m):
         advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
+    head = layout.halves.head
     heads = (
-        f", nor against heads of Dh = {layout.head} as (M, Dh), (M, Dh/2) or (Dh,), or (S, Dh) where S is known to "
-        "divide M"
-        if layout.head
+        f", nor against heads of Dh = {head} as (M, Dh), (M, Dh/2) or (Dh,), or (S, Dh) where S is known to divide M"
+        if head
         else ""
     )
     return (

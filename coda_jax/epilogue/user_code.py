@@ -65,7 +65,7 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
 
 
 def _asked(error: Exception) -> str:
-    """What Python asked of a value, and what to write instead."""
+    """Names the question that Python asked of a value, and what to write instead."""
     if isinstance(error, jax.errors.TracerBoolConversionError | ValueError):
         return (
             "branches on a traced value (if, while, and, or, not, assert, max(), min()), which is another for each "

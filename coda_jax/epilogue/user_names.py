@@ -1,4 +1,4 @@
-"""What the user calls an epilogue and its operands: for a reader of the generated source, and no part of a program."""
+"""The user's names of an epilogue and its operands, for a reader of the generated source. No part of a program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# What a local variable of a generated function cannot be called: C++'s words that are none of Python's, its parameters,
-# and its other variables.
+# A local variable of a generated function cannot have these names: C++'s words that are none of Python's, the
+# function's parameters, and its other variables.
 _RESERVED = re.compile(
-    r"v\d+|in|out|value|program|pass|coda|"
+    r"v\d+|in|out|value|variant|pass|coda|"
     r"alignas|alignof|asm|auto|bool|case|catch|char|class|compl|concept|consteval|constexpr|constinit|const|"
     r"const_cast|co_await|co_return|co_yield|decltype|default|delete|do|double|dynamic_cast|else|enum|explicit|"
     r"export|extern|false|float|for|friend|goto|if|inline|int|long|mutable|namespace|new|noexcept|nullptr|"

@@ -1,10 +1,12 @@
-"""What the check knows of a value: what indexes its axes, and its per-element form. Also the texts of refusals."""
+"""Values as the check sees them: what indexes each axis, and the form for one element. Also the texts of refusals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from coda_jax.epilogue.halves import Halves
 
 # What indexes an axis. Where columns are seen as heads, COLUMN is HEAD and CHANNEL. INDEX: the position along a
 # one-dimensional iota whose axis in the tile is not known yet.
@@ -20,13 +22,13 @@ INDEX = "index"
 Tag = str | None
 COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})
 BY_SLICES = frozenset({COLUMN, HALF, HEAD})  # axes whose index says which slice of the columns it is in
-BOTH_WAYS = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans all ways
+BOTH_HALVES = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans both halves
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
     "minima along rows or columns and log-sum-exps along rows as outputs, two halves (jnp.split(x, 2, axis=1), "
     "jnp.concatenate back) of N or of 2N columns, or of each head (acc.reshape(M, H, Dh)), or its even and odd columns "
-    "(x[..., 0::2], jnp.stack back), reductions of each head that are used beside it, parts of the columns as outputs "
+    "(x[..., 0::2], jnp.stack back), reductions of each head that are used beside it, slices of the columns as outputs "
     "of their own, row and column indices from iota."
 )
 
@@ -43,12 +45,12 @@ HINTS = {
     ),
     "dot_general": "Make the product a coda.gemm of its own; write a product row by row as jnp.sum(x * y, axis=1).",
     "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
-    "gather": "Only halves and parts of the columns can be taken, with constant indices.",
+    "gather": "Only halves and slices of the columns can be taken, with constant indices.",
     "scatter": "Only the two halves can be joined, jnp.concatenate([x, y], axis=1).",
-    "dynamic_slice": "Halves and parts of the columns are taken with static indices.",
-    "slice": "Only columns can be taken apart: in halves, or in parts that are outputs of their own.",
-    "split": "Only columns can be taken apart: in halves, or in parts that are outputs of their own.",
-    "concatenate": "Only two halves can be joined, along the last axis; return parts of the columns one by one.",
+    "dynamic_slice": "Halves and slices of the columns are taken with static indices.",
+    "slice": "Only columns can be taken apart: in halves, or in slices that are outputs of their own.",
+    "split": "Only columns can be taken apart: in halves, or in slices that are outputs of their own.",
+    "concatenate": "Only two halves can be joined, along the last axis; return slices of the columns one by one.",
     "pad": "Only a half of N can be padded to the whole.",
     "scan": "Unroll it with a Python loop.",
     "while": "Unroll it with a Python loop.",
@@ -70,18 +72,12 @@ class Layout:
     """How a program looks at its columns.
 
     Attributes:
-      ways: 1, or 2 when two halves are worked on together.
-      acc_is_half: acc (M, N) meets tiles of 2N columns.
-      head: columns of a head when the halves are those of heads, else 0.
-      interleaved: the halves of a head are its even and its odd columns.
+      halves: which columns it works on together.
       slices: the columns are taken apart into outputs of their own.
       one_head: all columns are a head, which f makes of them by an axis of size 1.
     """
 
-    ways: int = 1
-    acc_is_half: bool = False
-    head: int = 0
-    interleaved: bool = False
+    halves: Halves = field(default=Halves())
     slices: bool = False
     one_head: bool = False
 
@@ -110,7 +106,7 @@ class Local:
 
     Attributes:
       tags: one per array axis.
-      nodes: one, or one for each way where an axis is in BOTH_WAYS and there are two ways.
+      nodes: one, or one for each half where an axis is in BOTH_HALVES.
       tile: it varies with both row and column, or comes from something that does.
       slice: first and end of the columns that it has, where these are not all of them.
     """

@@ -133,17 +133,19 @@ class GemmCall:
     Attributes:
       name: the operator, for messages.
       source: CUDA text of the kernel, as for `compile_async`.
-      maps: six numbers per tensor map: buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes.
+      maps: six numbers per tensor map: buffer, halves, split_rows, box_columns, box_rows, swizzle_bytes.
       pointers: buffers whose addresses follow the maps in the kernel's parameter block.
       transpose_a: a is (k, m), else (m, k); either may have a batch dimension in front.
       transpose_b: b is (n, k), else (k, n).
       tile_m: rows of a block's tile.
-      tile_n: columns of a block's tile, all ways together.
-      ways: 2 where a tile holds matching columns of the two halves of n.
+      tile_n: columns of a block's tile, all halves together.
+      halves: 2 where a tile holds matching columns of the two halves of n.
       cluster_m: blocks of a cluster, along m.
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
       flags: with split-K, the int32 buffer with a row for each block that may run, which is zeroed before; or -1.
+      yield_k_blocks: the work of a block, in k blocks of 64 of its tiles, after which it ends and another one takes its
+        multiprocessor; 0 where there are as many blocks as run at a time. Blocks of split-K do not end early.
     """
 
     name: str
@@ -154,11 +156,12 @@ class GemmCall:
     transpose_b: bool
     tile_m: int
     tile_n: int
-    ways: int
+    halves: int
     cluster_m: int
     threads: int
     smem_bytes: int
     flags: int = -1
+    yield_k_blocks: int = 0
 
     def attributes(self) -> dict[str, Any]:
         """In the types of `struct GemmCall` in handler.h; with the version, the headers and the kernel's name."""

@@ -22,7 +22,7 @@ namespace coda {
 
 /// The version of the contract between generated programs, call attributes and this module. A change in the meaning of
 /// an attribute or in the kernel's parameter block raises it; a program of another version is refused.
-inline constexpr int kAbi = 2;
+inline constexpr int kAbi = 3;
 
 struct CompilerSettings {
   std::vector<std::pair<std::string, std::string>> headers;    // include name, text

@@ -23,10 +23,11 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   }
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   if (m > kMax || n > kMax || k > kMax || batch > kMax) throw std::invalid_argument("a size exceeds 2^31 - 1");
-  if (call.tile_m < 1 || call.tile_n < 1 || call.ways < 1 || call.cluster_m < 1 || call.tile_n % call.ways != 0 ||
-      n % call.ways != 0) {
+  if (call.tile_m < 1 || call.tile_n < 1 || call.halves < 1 || call.cluster_m < 1 || call.tile_n % call.halves != 0 ||
+      n % call.halves != 0 || call.yield_k_blocks < 0) {
     throw std::invalid_argument("tile " + std::to_string(call.tile_m) + "x" + std::to_string(call.tile_n) + ", " +
-                                std::to_string(call.ways) + " ways, cluster " + std::to_string(call.cluster_m));
+                                std::to_string(call.halves) + " halves, cluster " + std::to_string(call.cluster_m) +
+                                ", yields after " + std::to_string(call.yield_k_blocks) + " k blocks");
   }
 
   const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
@@ -36,10 +37,15 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.k = static_cast<int32_t>(k);
   geometry.batch = static_cast<int32_t>(batch);
   geometry.clusters =
-      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.ways, call.tile_n / call.ways);
+      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
-  // With split-K even few tiles may be work for all.
-  const int64_t working = call.flags < 0 || geometry.clusters == 0 ? std::min(geometry.clusters, resident) : resident;
+  // With split-K even few tiles may be work for all, and each cluster counts on the others being there.
+  int64_t working = resident;
+  if (call.flags < 0 || geometry.clusters == 0) {
+    const int64_t k_blocks_each = geometry.clusters * ceil_div(k, 64) / resident;
+    const int64_t rounds = call.yield_k_blocks > 0 ? std::max<int64_t>(1, k_blocks_each / call.yield_k_blocks) : 1;
+    working = std::min(geometry.clusters, resident * rounds);
+  }
   geometry.blocks = static_cast<uint32_t>(call.cluster_m * working);
   return geometry;
 }

@@ -22,8 +22,9 @@ struct GemmCall {
   xla::ffi::Span<const int32_t> maps;      // MapRequest each
   xla::ffi::Span<const int32_t> pointers;  // buffer index each
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
-  int32_t tile_m, tile_n, ways, cluster_m, threads, smem_bytes;
-  int32_t flags = -1;  // buffer index; -1 without split-K
+  int32_t tile_m, tile_n, halves, cluster_m, threads, smem_bytes;
+  int32_t flags = -1;          // buffer index; -1 without split-K
+  int32_t yield_k_blocks = 0;  // of 64, of a thread block's work before another one takes its place; 0: all of it
 };
 
 /// A member of GemmCall by its name in the program.
@@ -39,6 +40,7 @@ inline constexpr std::tuple kAttributes{
     Attribute{"arch", &GemmCall::arch},
     Attribute{"cluster_m", &GemmCall::cluster_m},
     Attribute{"flags", &GemmCall::flags},
+    Attribute{"halves", &GemmCall::halves},
     Attribute{"headers", &GemmCall::headers},
     Attribute{"key", &GemmCall::key},
     Attribute{"maps", &GemmCall::maps},
@@ -51,7 +53,7 @@ inline constexpr std::tuple kAttributes{
     Attribute{"tile_n", &GemmCall::tile_n},
     Attribute{"transpose_a", &GemmCall::transpose_a},
     Attribute{"transpose_b", &GemmCall::transpose_b},
-    Attribute{"ways", &GemmCall::ways},
+    Attribute{"yield_k_blocks", &GemmCall::yield_k_blocks},
 };
 
 /// The product's sizes, read off operands 0 and 1 and the first result, and the number of thread blocks.

@@ -87,17 +87,17 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
   const uint64_t batch = rank == 3 ? buffer.dims[0] : 1;
   const uint64_t rows = buffer.dims[rank - 2];
   const uint64_t columns = buffer.dims[rank - 1];
-  const uint64_t ways = request.ways;
+  const uint64_t halves = request.halves;
   const uint64_t split = request.split_rows ? rows : columns;
-  if (request.ways < 1 || split % ways != 0) {
+  if (request.halves < 1 || split % halves != 0) {
     fail(std::to_string(split) + (request.split_rows ? " rows" : " columns") + " do not split into " +
-         std::to_string(request.ways));
+         std::to_string(request.halves));
   }
 
   const uint64_t pitch = columns * element_bytes;
-  layout.dims[0] = request.split_rows ? columns : columns / ways;
-  layout.dims[1] = ways;
-  layout.dims[2] = request.split_rows ? rows / ways : rows;
+  layout.dims[0] = request.split_rows ? columns : columns / halves;
+  layout.dims[1] = halves;
+  layout.dims[2] = request.split_rows ? rows / halves : rows;
   layout.dims[3] = batch;
   layout.strides_bytes[0] = request.split_rows ? layout.dims[2] * pitch : layout.dims[0] * element_bytes;
   layout.strides_bytes[1] = pitch;
@@ -145,7 +145,7 @@ struct MapKey {
   void* data;
   int64_t dims[3];
   int32_t dtype, rank;
-  int32_t ways, split_rows, box_columns, box_rows, swizzle_bytes, unused;
+  int32_t halves, split_rows, box_columns, box_rows, swizzle_bytes, unused;
 
   bool operator==(const MapKey&) const = default;
 
@@ -186,7 +186,7 @@ void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& bu
                    {buffer.dims[0], buffer.dims[1], rank == 3 ? buffer.dims[2] : 0},
                    static_cast<int32_t>(buffer.dtype),
                    static_cast<int32_t>(rank),
-                   request.ways,
+                   request.halves,
                    request.split_rows,
                    request.box_columns,
                    request.box_rows,

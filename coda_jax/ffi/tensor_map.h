@@ -19,13 +19,13 @@ struct Buffer {
   std::string ToString() const;  // "bf16[128,256]"
 };
 
-/// One map of the attribute `maps`, six int32 a map. `ways` 2 makes the halves of the columns (or of the rows, where
+/// One map of the attribute `maps`, six int32 a map. `halves` 2 makes the halves of the columns (or of the rows, where
 /// split_rows is 1) an axis of their own, so that a box in one half is clipped at the half's end.
 struct MapRequest {
-  int32_t buffer, ways, split_rows, box_columns, box_rows, swizzle_bytes;
+  int32_t buffer, halves, split_rows, box_columns, box_rows, swizzle_bytes;
 };
 
-/// Arguments of cuTensorMapEncodeTiled, innermost dimension first: columns, ways, rows, batch.
+/// Arguments of cuTensorMapEncodeTiled, innermost dimension first: columns, halves, rows, batch.
 struct MapLayout {
   TensorMapType type;
   uint64_t dims[4];

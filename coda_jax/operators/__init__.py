@@ -11,3 +11,4 @@ from coda_jax.operators.projection import norm_projection as norm_projection
 from coda_jax.operators.qkv_projection import qkv_projection as qkv_projection
 from coda_jax.operators.qkv_projection import rotary as rotary
 from coda_jax.operators.stream import Stream as Stream
+from coda_jax.operators.token_logprobs import token_logprobs as token_logprobs

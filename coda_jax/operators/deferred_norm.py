@@ -176,7 +176,7 @@ def _known_backward(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple
 
 
 def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
-    """Of the rows of x, each (..., 1) float32, the mean None for RMSNorm; their gradients go to x."""
+    """mean and rstd of the rows of x, (..., 1) float32; the mean of an RMSNorm is None. Their gradients go to x."""
     if norm.mean is None:
         return None, norm.rstd()[..., None]
     return _known(norm.x, norm.mean[..., None], norm.sumsq[..., None], norm.epsilon)

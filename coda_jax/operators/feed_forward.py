@@ -16,6 +16,7 @@ from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_o
 from coda_jax.operators.norm_products import Sums, cotangents, multiply, named, of_norm
 from coda_jax.operators.stream import Stream, array, separate_residual
 from coda_jax.primitives.arguments import joined_halves, resolve_dtype
+from coda_jax.primitives.mesh_types import constrained
 
 MLP_NAME = "mlpwi"  # MaxText's
 
@@ -25,6 +26,10 @@ Activation = Callable[[jax.Array], jax.Array]
 @dataclasses.dataclass(frozen=True)
 class gated:
     """activation(gate) * up of z (M, 2F), gate in its first half of the columns and up in its second: SwiGLU of silu.
+
+    Its pullback, which `activation_backward` takes from jax.vjp, for the cotangent dh of the result:
+
+        dgate = activation'(gate) * up * dh,   dup = activation(gate) * dh
 
     Args:
       activation: a function, elementwise, of float32 arrays.
@@ -94,6 +99,7 @@ class _FeedForward:
     adds_other: bool
     dtype: Any
     out_dtype: Any
+    hidden_sharding: Any
     implementation: str
 
     @property
@@ -112,18 +118,19 @@ class _FeedForward:
         keep: bool,
     ) -> Any:
         """y, and for RMSNorm the row sums of its squares; beside them, if asked for, what `backward` takes."""
-        arrays, of_z = norm_products.factors(norm, up, up_bias, self.dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, up, up_bias, self.dtype)
         *kept, hidden = multiply(
+            self._whole_rows(x),
             *arrays,
             epilogue=of_norm(named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep)),
             out_dtypes=[self.dtype] * (1 + keep),
             implementation=self.implementation,
             halves=up.ndim == 3,
         )
-        kept = [checkpoint_name(u, MLP_NAME) for u in kept]
+        kept = [checkpoint_name(self._lies(u), MLP_NAME) for u in kept]
         has_sums = norm.mean is None
         outputs = multiply(
-            hidden,
+            self._lies(hidden),
             down.astype(self.dtype),
             norm.x if self.adds_x else other,
             down_bias,
@@ -141,7 +148,7 @@ class _FeedForward:
         present = Sums.structure(*beside_dz)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
-            dout,
+            self._whole_rows(dout),
             down.astype(self.dtype),
             u,
             *beside_dz,
@@ -151,7 +158,7 @@ class _FeedForward:
             transpose_b=True,
             halves=of_z.w.ndim == 3,
         )
-        t, hidden = (first, second) if of_z.column_sums is None else (second, first)
+        t, hidden = map(self._lies, (first, second) if of_z.column_sums is None else (second, first))
         (ddown,) = multiply(
             hidden,
             dout,
@@ -161,13 +168,28 @@ class _FeedForward:
             k_axes=hidden.ndim - 1,
             like=down,
         )
-        dnorm, dup, dup_bias = norm_products.backward(
-            of_z, t, present.unflatten(sums), dy if self.adds_x else None, implementation=self.implementation
-        )
+        of_rows, dresidual = self._sums(present.unflatten(sums)), dy if self.adds_x else None
+        dnorm, dup, dup_bias = norm_products.backward(of_z, t, of_rows, dresidual, implementation=self.implementation)
         ddown_bias = None
         if down_bias is not None:  # a pass over dy: the product that made it belongs to someone else
             ddown_bias = jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)).astype(down_bias.dtype)
         return dnorm, dup, dup_bias, ddown, ddown_bias, dy if self.adds_other else None
+
+    def _sums(self, sums: Sums) -> Sums:
+        rows = None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1])
+        s, centring = (None if x is None else constrained(x, rows) for x in (sums.s, sums.centring))
+        return sums._replace(s=s, centring=centring)
+
+    def _whole_rows(self, x: jax.Array) -> jax.Array:
+        """x (..., D) with the hidden activation's rows: a mesh axis that cuts F there must not cut rows here."""
+        return constrained(x, None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1], None))
+
+    def _lies(self, x: jax.Array) -> jax.Array:
+        """x (..., F), or (..., 2, F) of a gate, as `hidden_sharding` says."""
+        spec = self.hidden_sharding
+        if spec is None or x.ndim == len(spec):
+            return constrained(x, spec)
+        return constrained(x, jax.P(*spec[:-1], None, spec[-1]))
 
 
 def mlp(
@@ -180,6 +202,7 @@ def mlp(
     activation: Activation = jax.nn.gelu,
     residual: jax.Array | Stream | bool = True,
     dtype: Any = None,
+    hidden_sharding: jax.P | None = None,
     implementation: str = "auto",
 ) -> Stream:
     """x + activation(norm(x) w_up + up_bias) w_down + down_bias, with the row sums of its squares for an RMSNorm.
@@ -208,6 +231,8 @@ def mlp(
       residual: what is added: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
         False for nothing; or another array (..., D) or Stream.
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_up.
+      hidden_sharding: how the hidden activation (..., F) lies over the mesh of `jax.set_mesh`, and so do u and t: a
+        constraint to XLA on automatic axes, a reshard on explicit ones. It takes no part in what is computed.
       implementation: as in `gemm`.
 
     Returns:
@@ -246,6 +271,7 @@ def mlp(
         adds_other=other is not None,
         dtype=resolve_dtype(name, dtype, norm.x, up),
         out_dtype=norm.dtype if other is None else other.dtype,
+        hidden_sharding=hidden_sharding,
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, up, up_bias, w_down, down_bias, other)
@@ -261,6 +287,7 @@ def gated_mlp(
     activation: Activation = jax.nn.silu,
     residual: jax.Array | Stream | bool = True,
     dtype: Any = None,
+    hidden_sharding: jax.P | None = None,
     implementation: str = "auto",
 ) -> Stream:
     """x + (activation(gate) * up) w_down where gate, up are the halves of norm(x) w_gate_up: `mlp` with a gate.
@@ -270,7 +297,15 @@ def gated_mlp(
       w_gate_up: (D, 2F), (D, 2, F) or a pair of (D, F), as `mlp`'s w_up; F a multiple of 8 for the kernel.
       w_down: (F, D).
       activation: a function, elementwise, of float32 arrays.
-      residual, dtype, implementation: as in `mlp`, which says what is returned and raised.
+      residual, dtype, hidden_sharding, implementation: as in `mlp`, which says what is returned and raised.
     """
-    options: dict[str, Any] = {"residual": residual, "dtype": dtype, "implementation": implementation}
-    return mlp(norm, w_gate_up, w_down, activation=gated(activation), **options)
+    return mlp(
+        norm,
+        w_gate_up,
+        w_down,
+        activation=gated(activation),
+        residual=residual,
+        dtype=dtype,
+        hidden_sharding=hidden_sharding,
+        implementation=implementation,
+    )

@@ -1,16 +1,29 @@
-"""Softmax cross-entropy of a projection, a chunk of tokens at a time: its sums over the vocabulary, and its gradient.
+"""The head under a loss and under log-probabilities: what a projection's logits sum up to, a chunk of tokens at a time.
 
-z = h W,  capped: c tanh(z / c)        lse[m] = log(sum_v exp(z[m, v]))        target[m] = z[m, labels[m]]
-loss[m] = lse - (1 - s) target - s mean_v z + zeta lse^2
-dz[m, v] = weights[m] ((1 + 2 zeta lse) exp(z - lse) - (1 - s) [v == labels[m]] - s / V) (1 - (z / c)^2)
-dh = dz W^T;   dW = h^T dz
+z = h W  or, beside a low-rank delta, h W + u B        y = z / T  or, capped,  c tanh(z / c) / T
+
+Of each token's y these are its statistics, with p[v] = exp(y[v] - lse):
+
+    lse = log(sum_v exp(y[v]))        target = y[labels]        total = sum_v y[v]
+    entropy = -sum_v p[v] log(p[v]) = lse - sum_v p[v] y[v]
+
+A loss or a log-probability is elementwise in them, and its derivative JAX's own. That of the statistics is
+
+    dlse/dy[v] = p[v]      dtarget/dy[v] = [v == labels]      dtotal/dy[v] = 1
+    dentropy/dy[v] = -p[v] (log(p[v]) + entropy)
+
+so from their cotangents, which have their names,
+
+    dy[v] = p[v] (dlse - dentropy (y[v] - lse + entropy)) + [v == labels] dtarget + dtotal
+    dz = dy / T (1 - (capped / c)^2)      d(1/T) = sum_v dy[v] capped[v]
+    dh = dz W^T      dW = h^T dz      du = dz B^T      dB = u^T dz
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +31,9 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import ReductionOp, logsumexp
-from coda_jax.epilogue.values import same_size
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.norm_products import multiply
+from coda_jax.operators.token_chunks import Chunk, over_chunks
 from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.partitioned import across
@@ -28,32 +41,79 @@ from coda_jax.primitives.partitioned import across
 Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
 
 
+class Tokens(NamedTuple):
+    """What the head has of each token.
+
+    Attributes:
+      h: of x (M, D), what is projected.
+      inner: u (M, r), beside a low-rank delta.
+      scale: 1 / T (M,) float32; None: 1.
+    """
+
+    h: Hidden
+    inner: jax.Array | None = None
+    scale: jax.Array | None = None
+
+
+class Kernel(NamedTuple):
+    """What the head projects with.
+
+    Attributes:
+      w: W (D, V), or stored (V, D).
+      b: B (r, V), of a low-rank delta.
+    """
+
+    w: jax.Array
+    b: jax.Array | None = None
+
+
+class Statistics(NamedTuple):
+    """Of the logits of each token, float32; also their cotangents.
+
+    Attributes:
+      lse: (M,).
+      target: (M,), or (M, k) of k labels a token.
+      total: (M,), where the head has it.
+      entropy: (M,), where the head has it.
+    """
+
+    lse: Any
+    target: Any
+    total: Any = None
+    entropy: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class LossHead:
-    """What a loss is beside its arrays.
+    """What a head is beside its arrays.
 
     Attributes:
       vocabulary: V, of W as it is given: a device's part where W is cut.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
-      total: the whole V.
+      total_vocabulary: the whole V.
       axes: the manual mesh axes that cut W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
-      label_smoothing, z_loss, soft_cap: s, zeta, c above.
-      dtype: of the products' inputs; the chunk's logits are kept in its `kept_dtype`.
+      soft_cap: c above.
+      has_total, has_entropy: which statistics there are beside lse and target.
+      scale_has_gradient: whether 1 / T is differentiated.
+      all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
+      dtype: of the products' inputs.
       implementation: as in `gemm`.
     """
 
     vocabulary: int
     columns: int
+    total_vocabulary: int
     chunk_bytes: int
     transpose_w: bool
-    label_smoothing: float
-    z_loss: float
-    soft_cap: float | None
     dtype: Any
     implementation: str
-    total: int
+    soft_cap: float | None = None
+    has_total: bool = False
+    has_entropy: bool = False
+    scale_has_gradient: bool = False
+    all_chunks: bool = False
     axes: tuple[str, ...] = ()
 
     def of_part(self, axes: tuple[str, ...], parts: int) -> LossHead:
@@ -63,152 +123,315 @@ class LossHead:
             self, vocabulary=vocabulary, columns=columns_of(vocabulary, self.dtype), axes=(*self.axes, *axes)
         )
 
-    def losses(self, h: Hidden, w: jax.Array, labels: jax.Array) -> jax.Array:
-        """The loss of every token, (M,) float32, from h (M, D) and labels (M,) int32."""
-        w, labels = self._padded(w), self._of_part(labels)
+    def statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
+        """Those of every token; 0 where the mask is false.
 
-        def step(losses: jax.Array, start: Any, size: Any) -> jax.Array:
-            sums = self._sums(self._formed(h, start, size), w, _rows(labels, start, size))
-            return _put(losses, self._loss(*sums), start)
+        Args:
+          tokens, kernel: arrays.
+          labels: (M,) or (M, k) int32.
+          mask: (M,) bool, or None.
+        """
+        w, labels = self._joined(kernel), self._of_part(labels)
 
-        return self._over_chunks(step, _zeros_like(_array(h), h.shape[:1], jnp.float32))
+        def step(found: Statistics, chunk: Chunk) -> Statistics:
+            of_chunk, _ = self._sums(self._formed(tokens, chunk), w, chunk.of(labels), chunk.of(tokens.scale))
+            return jax.tree.map(chunk.put, found, of_chunk)
 
-    def losses_and_gradients(
-        self, h: Hidden, w: jax.Array, labels: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`losses`, and the cotangents of what is projected, in x's dtype, and of w, float32."""
-        w, x, labels = self._padded(w), _array(h), self._of_part(labels)
-        rows, width = x.shape
-        single = self._chunk(rows) is None
-        dw_shape = (self.columns, width) if self.transpose_w else (width, self.columns)
+        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
+        state = self._no_statistics(tokens, kernel, labels)
+        return over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
 
-        def step(state: tuple[jax.Array, jax.Array, Any], start: Any, size: Any) -> tuple[jax.Array, jax.Array, Any]:
-            losses, dh, dw = state
-            formed, given = self._formed(h, start, size), _rows(labels, start, size)
-            *sums, z = self._sums(formed, w, given, keep=True)
-            losses = _put(losses, self._loss(*sums), start)
-            dz = self._dlogits(z, sums[0], sums[1], given, _rows(weights, start, size))
-            (part,) = self._multiply(dz, w, out_dtypes=[x.dtype], transpose_b=not self.transpose_w)
-            a, b = (dz, formed) if self.transpose_w else (formed, dz)
-            if dw is None:
-                (dw,) = self._multiply(a, b, out_dtypes=[jnp.float32], transpose_a=True)
-            else:
-                (dw,) = self._multiply(
-                    a,
-                    b,
-                    dw,
-                    epilogue=accumulate,
-                    out_dtypes=[jnp.float32],
-                    transpose_a=True,
-                    input_output_aliases=((0, 0),),
-                )
-            return losses, _put(dh, part, start), dw
+    def values_and_gradients(
+        self,
+        value: Callable[[Statistics], jax.Array],
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        weights: jax.Array,
+    ) -> tuple[jax.Array, Tokens, Kernel]:
+        """value(statistics) of every token, (M,), and the cotangents of `pullback` of their sum with weights (M,)."""
+        w, labels = self._joined(kernel), self._of_part(labels)
 
-        state = (
-            _zeros_like(x, (rows,), jnp.float32),
-            _zeros_like(x, x.shape, x.dtype),
-            None if single else _zeros_like(x, dw_shape, jnp.float32),
-        )
-        losses, dh, dw = self._over_chunks(step, state)
-        if self.columns > self.vocabulary:
-            dw = dw[: self.vocabulary] if self.transpose_w else dw[:, : self.vocabulary]
-        return losses, lax.psum(dh, self.axes) if self.axes else dh, dw
+        def step(state: tuple[Any, Tokens, Kernel], chunk: Chunk) -> tuple[Any, Tokens, Kernel]:
+            values, dtokens, dkernel = state
+            formed, given, scale = self._formed(tokens, chunk), chunk.of(labels), chunk.of(tokens.scale)
+            found, z = self._sums(formed, w, given, scale, keep=True)
+            made, pullback = jax.vjp(value, found)
+            (cotangents,) = pullback(chunk.of(weights))
+            # The label's own logit is the exact one: its cotangent is often a difference.
+            column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+            target = found.target if scale is None else found.target / scale
+            capped = jnp.where(column == given[:, None], target[:, None], self._capped(z.astype(jnp.float32)))
+            columns = _columns(given, scale, found, cotangents)
+            dz, *dscale = self._dlogits(capped, *columns)
+            gradients = self._products(dz.astype(self.dtype), dscale, formed, w, (dtokens, dkernel), chunk)
+            return chunk.put(values, made), *gradients
+
+        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
+        values = self._no_statistics(tokens, kernel, labels).lse
+        state = (values, *self._no_gradients(tokens, kernel, is_single=size is None))
+        values, dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        return values, dtokens, self._unpadded(dkernel)
+
+    def pullback(
+        self,
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        mask: jax.Array | None,
+        found: Statistics,
+        cotangents: Statistics,
+    ) -> tuple[Tokens, Kernel]:
+        """The cotangents of the tokens and the kernel from the statistics and theirs; the logits are computed again.
+
+        Of tokens that of what is projected is in x's dtype, of the kernel they are float32. Where W is cut those of the
+        tokens are a part of a sum over the devices that have the others.
+        """
+        w, labels = self._joined(kernel), self._of_part(labels)
+        is_one = labels.ndim == 1
+
+        def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
+            formed, given, scale = self._formed(tokens, chunk), chunk.of(labels), chunk.of(tokens.scale)
+            of_chunk, asked = jax.tree.map(chunk.of, found), jax.tree.map(chunk.of_kept, cotangents)
+
+            def loss_cotangent(acc: jax.Array, *columns: Any) -> list[jax.Array]:
+                return self._dlogits(self._capped(acc), *columns)
+
+            dz, *dscale = self._multiply(
+                formed,
+                w,
+                *_columns(given, scale, of_chunk, asked),
+                epilogue=loss_cotangent,
+                out_dtypes=[self.dtype, *[jnp.float32] * self.scale_has_gradient],
+                transpose_b=self.transpose_w,
+            )
+            if not is_one:
+                dz, dscale = self._with_candidates(dz, dscale, given, scale, of_chunk, asked)
+            return self._products(dz, dscale, formed, w, state, chunk)
+
+        size = self._chunk(labels.shape[0], self.dtype)
+        state = self._no_gradients(tokens, kernel, is_single=mask is None and size is None)
+        dtokens, dkernel = over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
+        return dtokens, self._unpadded(dkernel)
 
     def normalize(self, h: Hidden) -> jax.Array:
         """The norm of x in float32; x itself where there is no norm."""
         return dataclasses.replace(h, x=h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
-    def _formed(self, h: Hidden, start: Any, size: Any) -> jax.Array:
-        """What is projected of the chunk's tokens."""
-        if isinstance(h, DeferredNorm):
-            mean = None if h.mean is None else _rows(h.mean, start, size)
-            h = dataclasses.replace(h, x=_rows(h.x, start, size), sumsq=_rows(h.sumsq, start, size), mean=mean)
-        else:
-            h = _rows(h, start, size)
-        return self.normalize(h).astype(self.dtype)
+    # ---- of a chunk
 
-    def _padded(self, w: jax.Array) -> jax.Array:
+    def _formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
+        """What is projected: h, and u beside a low-rank delta."""
+        h: Hidden
+        if isinstance(tokens.h, DeferredNorm):
+            rows = {name: chunk.of(getattr(tokens.h, name)) for name in ("x", "sumsq", "mean")}
+            h = dataclasses.replace(tokens.h, **rows)
+        else:
+            h = chunk.of(tokens.h)
+        formed = [self.normalize(h).astype(self.dtype)]
+        return formed if tokens.inner is None else [*formed, chunk.of(tokens.inner).astype(self.dtype)]
+
+    def _sums(
+        self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, scale: jax.Array | None, *, keep: bool = False
+    ) -> tuple[Statistics, jax.Array]:
+        """The statistics, and with `keep` the product in its `_logits_dtype`.
+
+        The entropy and more labels than one are read from the product, which is kept for them: no sum that an epilogue
+        takes over a tile gives sum_v exp(y - lse) y, whose weights need the log-sum-exp of all tiles.
+        """
+        is_one = labels.ndim == 1
+        keep = keep or self._reads_logits(labels)
+
+        def loss_sums(acc: jax.Array, labels: Any, scale: Any) -> list[jax.Array]:
+            y = _scaled(self._capped(acc), scale)
+            column = lax.broadcasted_iota(jnp.int32, y.shape, 1)
+            among = y if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, y, -jnp.inf)
+            outputs = [logsumexp(among, axis=1)]
+            if labels is not None:
+                outputs.append(jnp.sum(jnp.where(column == labels, y, 0.0), axis=1))
+            if self.has_total:
+                outputs.append(jnp.sum(y, axis=1))  # padding is 0
+            return [*outputs, acc] if keep else outputs
+
+        dtypes = [jnp.float32] * (1 + is_one + self.has_total) + [self._logits_dtype(labels)] * keep
+        lse, *sums = self._multiply(
+            formed,
+            w,
+            labels[:, None] if is_one else None,
+            None if scale is None else scale[:, None],
+            epilogue=loss_sums,
+            out_dtypes=dtypes,
+            transpose_b=self.transpose_w,
+        )
+        z = sums.pop() if keep else lse
+        lse = across(ReductionOp.LOGSUMEXP, lse, self.axes)
+        if not is_one:
+            sums = [self._candidates(z, labels, scale), *sums]
+        target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
+        entropy = self._entropy(z, lse, scale) if self.has_entropy else None
+        return Statistics(lse, target, total[0] if total else None, entropy), z
+
+    def _candidates(self, z: jax.Array, labels: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """The logits of labels (m, k); 0 for those of another part of W."""
+        inside = (labels >= 0) & (labels < self.vocabulary)
+        picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
+        return jnp.where(inside, _scaled(self._capped(picked), None if scale is None else scale[:, None]), 0.0)
+
+    def _entropy(self, z: jax.Array, lse: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """-sum p log(p), in one pass over the chunk; lse is but a shift, so that its own rounding is in no p."""
+        y = _scaled(self._capped(z), None if scale is None else scale[:, None])
+        logp = y - lse[:, None]
+        if self.columns > self.vocabulary:
+            logp = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, logp, -1e4)
+        p = jnp.exp(logp)
+        mass, weighted = (across(ReductionOp.SUM, jnp.sum(x, axis=1), self.axes) for x in (p, p * logp))
+        return jnp.log(mass) - weighted / mass
+
+    def _capped(self, z: jax.Array) -> jax.Array:
+        return z if self.soft_cap is None else self.soft_cap * jnp.tanh(z / self.soft_cap)
+
+    def _through_cap(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
+        return dy if self.soft_cap is None else dy * (1 - jnp.square(capped / self.soft_cap))
+
+    def _dlogits(
+        self,
+        capped: jax.Array,
+        labels: Any,
+        scale: Any,
+        lse: jax.Array,
+        entropy: Any,
+        dlse: jax.Array,
+        dtarget: Any,
+        dtotal: Any,
+        dentropy: Any,
+    ) -> list[jax.Array]:
+        """dz, and the row sums d(1/T) where they are asked for; all but capped are columns (m, 1), or None."""
+        logp = _scaled(capped, scale) - lse
+        dy = jnp.exp(logp) * (dlse if dentropy is None else dlse - dentropy * (logp + entropy))
+        column = lax.broadcasted_iota(jnp.int32, capped.shape, 1)
+        if labels is not None:
+            dy = jnp.where(column == labels, dy + dtarget, dy)
+        if dtotal is not None:
+            dy = dy + dtotal
+        if self.columns > self.vocabulary:
+            dy = jnp.where(column < self.vocabulary, dy, 0.0)
+        dz = _scaled(self._through_cap(dy, capped), scale)
+        return [dz, jnp.sum(dy * capped, axis=1)] if self.scale_has_gradient else [dz]
+
+    def _with_candidates(
+        self,
+        dz: jax.Array,
+        dscale: list[jax.Array],
+        labels: jax.Array,
+        scale: jax.Array | None,
+        found: Statistics,
+        cotangents: Statistics,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """dz and d(1/T) with what the targets of labels (m, k) add to them."""
+        scale = None if scale is None else scale[:, None]
+        capped = found.target if scale is None else found.target / scale
+        inside = (labels >= 0) & (labels < self.vocabulary)
+        added = jnp.where(inside, cotangents.target, 0.0)
+        dscale = [total + jnp.sum(added * capped, axis=1) for total in dscale]
+        added = _scaled(self._through_cap(added, capped), scale)
+        # A label that a token has twice is added to once, so that no order of additions shows in the bits.
+        same = labels[:, :, None] == labels[:, None, :]
+        is_first = ~jnp.any(jnp.tril(same, -1), axis=2)
+        added = jnp.where(is_first, jnp.sum(jnp.where(same, added[:, None, :], 0.0), axis=2), 0.0)
+        rows = lax.broadcasted_iota(jnp.int32, labels.shape, 0)
+        return dz.at[rows, jnp.where(inside, labels, 0)].add(added.astype(dz.dtype)), dscale
+
+    def _products(
+        self,
+        dz: jax.Array,
+        dscale: list[jax.Array],
+        formed: list[jax.Array],
+        w: jax.Array,
+        gradients: tuple[Tokens, Kernel],
+        chunk: Chunk,
+    ) -> tuple[Tokens, Kernel]:
+        """The gradients with those of the chunk: dz W^T in its rows, h^T dz added in place."""
+        dtokens, dkernel = gradients
+        (dh,) = self._multiply([dz], w, out_dtypes=[dtokens.h.dtype], transpose_b=not self.transpose_w)
+        dinner = None
+        if dtokens.inner is not None:
+            dh, dinner = jnp.split(dh, [dtokens.h.shape[-1]], axis=1)
+            dinner = dinner.astype(dtokens.inner.dtype)
+        of_chunk = Tokens(dh, dinner, dscale[0] if dscale else None)
+        dw = self._added(dkernel.w, *((dz, formed[0]) if self.transpose_w else (formed[0], dz)))
+        db = None if dinner is None else self._added(dkernel.b, formed[1], dz)
+        return jax.tree.map(chunk.put, dtokens, of_chunk), Kernel(dw, db)
+
+    def _added(self, total: jax.Array | None, a: jax.Array, b: jax.Array) -> jax.Array:
+        """total + a^T b, float32, in its place; nothing is read where the chunk is the only one."""
+        options: dict[str, Any] = {"out_dtypes": [jnp.float32], "transpose_a": True}
+        if total is not None:
+            options |= {"epilogue": accumulate, "input_output_aliases": ((0, 0),)}
+        (total,) = self._multiply([a], b, *([] if total is None else [total]), **options)
+        return total
+
+    def _multiply(self, a: list[jax.Array], b: jax.Array, *operands: Any, **options: Any) -> list[jax.Array]:
+        joined = a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)
+        return multiply(joined, b, *operands, implementation=self.implementation, **options)
+
+    # ---- of all chunks
+
+    def _chunk(self, rows: Any, dtype: Any) -> int | None:
+        """Tokens of a chunk with logits of this dtype, a multiple of 128, all about one size; None: one chunk."""
+        most = max(self.chunk_bytes // (self.columns * np.dtype(dtype).itemsize) // 128 * 128, 128)
+        if not isinstance(rows, int) or rows <= most:
+            return None
+        return round_up(-(-rows // -(-rows // most)), 128)
+
+    def _reads_logits(self, labels: jax.Array) -> bool:
+        return self.has_entropy or labels.ndim > 1
+
+    def _logits_dtype(self, labels: jax.Array) -> np.dtype:
+        """Of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
+        return np.dtype(jnp.float32) if self._reads_logits(labels) else np.dtype(kept_dtype(self.dtype))
+
+    def _joined(self, kernel: Kernel) -> jax.Array:
+        """[W; B] in the compute dtype, padded."""
+        w = kernel.w.astype(self.dtype)
+        if kernel.b is not None:
+            b = kernel.b.astype(self.dtype)
+            w = jnp.concatenate([w, b.T], axis=1) if self.transpose_w else jnp.concatenate([w, b], axis=0)
         more = self.columns - self.vocabulary
-        w = w.astype(self.dtype)
         return jnp.pad(w, ((0, more), (0, 0)) if self.transpose_w else ((0, 0), (0, more))) if more else w
+
+    def _unpadded(self, dkernel: Kernel) -> Kernel:
+        if self.columns == self.vocabulary:
+            return dkernel
+        dw, db = dkernel
+        dw = dw[: self.vocabulary] if self.transpose_w else dw[:, : self.vocabulary]
+        return Kernel(dw, None if db is None else db[:, : self.vocabulary])
 
     def _of_part(self, labels: jax.Array) -> jax.Array:
         """Labels as columns of this part of W; those of other parts are none of its columns, or padding."""
         return labels - lax.axis_index(self.axes) * self.vocabulary if self.axes else labels
 
-    def _sums(self, h: jax.Array, w: jax.Array, labels: jax.Array, *, keep: bool = False) -> list[jax.Array]:
-        """lse, target, with smoothing the sum over the vocabulary, and with `keep` the rounded h W."""
+    def _no_statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array) -> Statistics:
+        """Zeros that vary over the mesh axes that those of a chunk vary over: not over those that cut W."""
+        axes = varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes)
+        rows, target = (vary(axes, jnp.zeros(shape, jnp.float32))[0] for shape in (labels.shape[:1], labels.shape))
+        return Statistics(rows, target, rows if self.has_total else None, rows if self.has_entropy else None)
 
-        def loss_sums(acc: jax.Array, labels: jax.Array) -> list[jax.Array]:
-            z = self._capped(acc)
-            column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-            among = z if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, z, -jnp.inf)
-            outputs = [logsumexp(among, axis=1), jnp.sum(jnp.where(column == labels, z, 0.0), axis=1)]
-            if self.label_smoothing:
-                outputs.append(jnp.sum(z, axis=1))  # padding is 0
-            return [*outputs, acc] if keep else outputs
+    def _no_gradients(self, tokens: Tokens, kernel: Kernel, *, is_single: bool) -> tuple[Tokens, Kernel]:
+        axes = varying_axes(*jax.tree.leaves((tokens, kernel)))
 
-        dtypes = [jnp.float32] * (2 + bool(self.label_smoothing)) + [kept_dtype(self.dtype)] * keep
-        lse, *sums = self._multiply(
-            h, w, labels[:, None], epilogue=loss_sums, out_dtypes=dtypes, transpose_b=self.transpose_w
-        )
-        kept = [sums.pop()] if keep else []
-        finished = [across(ReductionOp.SUM, x, self.axes) for x in sums]
-        return [across(ReductionOp.LOGSUMEXP, lse, self.axes), *finished, *kept]
+        def zeros(shape: tuple[Any, ...], dtype: Any) -> jax.Array:
+            return vary(axes, jnp.zeros(shape, dtype))[0]
 
-    def _capped(self, z: jax.Array) -> jax.Array:
-        return z if self.soft_cap is None else self.soft_cap * jnp.tanh(z / self.soft_cap)
-
-    def _loss(self, lse: jax.Array, target: jax.Array, *total: jax.Array) -> jax.Array:
-        loss = lse - (1 - self.label_smoothing) * target
-        if self.z_loss:
-            loss += self.z_loss * lse * lse
-        return loss - self.label_smoothing / self.total * total[0] if total else loss
-
-    def _dlogits(
-        self, z: jax.Array, lse: jax.Array, target: jax.Array, labels: jax.Array, weights: jax.Array
-    ) -> jax.Array:
-        """dz of the chunk, rounded. The label's own logit is the exact one: its cotangent is often a difference.
-
-        What depends on the row alone stays out of the pass over the chunk.
-        """
-        lse, target, labels, weights = (y[:, None] for y in (lse, target, labels, weights))
-        scale = weights * (1 + 2 * self.z_loss * lse)
-        smoothing = weights * (self.label_smoothing / self.total)
-
-        def cotangent(capped: jax.Array) -> jax.Array:  # of a logit that is not the label's
-            dz = scale * jnp.exp(capped - lse)
-            return dz - smoothing if self.label_smoothing else dz
-
-        def through_cap(dz: jax.Array, capped: jax.Array) -> jax.Array:
-            return dz if self.soft_cap is None else dz * (1 - jnp.square(capped / self.soft_cap))
-
-        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        capped = self._capped(z.astype(jnp.float32))
-        of_label = through_cap(cotangent(target) - weights * (1 - self.label_smoothing), target)
-        dz = jnp.where(column == labels, of_label, through_cap(cotangent(capped), capped))
-        if self.columns > self.vocabulary:
-            dz = jnp.where(column < self.vocabulary, dz, 0.0)
-        return dz.astype(self.dtype)
-
-    def _multiply(self, *arrays: jax.Array, **options: Any) -> list[jax.Array]:
-        return multiply(*arrays, implementation=self.implementation, **options)
-
-    def _over_chunks(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
-        """step(state, first row, number of rows) for all chunks, the last of which may be shorter."""
-        rows = jax.tree.leaves(state)[0].shape[0]
-        chunk = self._chunk(rows)
-        if chunk is None:
-            return step(state, 0, rows)
-        state = lax.fori_loop(0, rows // chunk, lambda i, state: step(state, i * chunk, chunk), state)
-        return step(state, rows // chunk * chunk, rows % chunk) if rows % chunk else state
-
-    def _chunk(self, rows: Any) -> int | None:
-        """Tokens of a chunk, a multiple of 128, chunks of about one size; None if all tokens are one chunk."""
-        most = max(self.chunk_bytes // (self.columns * kept_dtype(self.dtype).itemsize) // 128 * 128, 128)
-        if not isinstance(rows, int) or rows <= most:
-            return None
-        return round_up(-(-rows // -(-rows // most)), 128)
+        x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
+        dscale = zeros(x.shape[:1], jnp.float32) if self.scale_has_gradient else None
+        dinner = None if tokens.inner is None else zeros(tokens.inner.shape, tokens.inner.dtype)
+        dtokens = Tokens(zeros(x.shape, x.dtype), dinner, dscale)
+        if is_single:
+            return dtokens, Kernel(None, None)  # type: ignore[arg-type]
+        width, columns = x.shape[-1], self.columns
+        dw = zeros((columns, width) if self.transpose_w else (width, columns), jnp.float32)
+        db = None if kernel.b is None else zeros((kernel.b.shape[0], columns), jnp.float32)
+        return dtokens, Kernel(dw, db)
 
 
 def columns_of(vocabulary: int, dtype: Any) -> int:
@@ -224,19 +447,13 @@ def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
     return acc + total
 
 
-def _array(h: Hidden) -> jax.Array:
-    return h.x if isinstance(h, DeferredNorm) else h
+def _scaled(x: jax.Array, scale: Any) -> jax.Array:
+    return x if scale is None else x * scale
 
 
-def _zeros_like(x: jax.Array, shape: tuple[Any, ...], dtype: Any) -> jax.Array:
-    """Zeros that vary over the mesh axes that x varies over, as what a loop puts in their place does."""
-    return vary(varying_axes(x), jnp.zeros(shape, dtype))[0]
-
-
-def _rows(x: jax.Array, start: Any, size: Any) -> jax.Array:
-    return x if same_size(size, x.shape[0]) else lax.dynamic_slice_in_dim(x, start, size)
-
-
-def _put(rows: jax.Array, part: jax.Array, start: Any) -> jax.Array:
-    whole = same_size(part.shape[0], rows.shape[0])
-    return part if whole else lax.dynamic_update_slice_in_dim(rows, part, start, 0)
+def _columns(labels: jax.Array, scale: Any, found: Statistics, cotangents: Statistics) -> list[Any]:
+    """What `_dlogits` takes beside the logits, as columns (m, 1). Of more labels than one a token none."""
+    given = (labels, cotangents.target) if labels.ndim == 1 else (None, None)
+    dentropy, dtotal = cotangents.entropy, cotangents.total
+    rows = (given[0], scale, found.lse, found.entropy, cotangents.lse, given[1], dtotal, dentropy)
+    return [None if x is None else x[:, None] for x in rows]

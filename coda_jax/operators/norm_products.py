@@ -47,18 +47,18 @@ from coda_jax.primitives.reverse_mode import differentiable
 
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:
-    """The arrays that one is joined of; of one array it alone."""
+    """The arrays that x is joined of; one array is its only part."""
     parts: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
     return parts
 
 
 def one_or_parts(arrays: Sequence[Any]) -> Any:
-    """What `parts_of` was given."""
+    """Undoes `parts_of`: one array as it is, several as a tuple."""
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def ends_of(parts: Sequence[jax.Array]) -> list[int]:
-    """Where the columns of all but the last end, as `jnp.split` takes it."""
+    """The column at which each part but the last ends, as `jnp.split` takes it."""
     return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]
 
 
@@ -149,7 +149,7 @@ class NormProduct(NamedTuple):
     shift: jax.Array | None
 
     def of_cotangents(self, dtype: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """What `cotangents` takes beside dz and u: t_scale (..., 1) or (), mean (..., 1), column_sums, shift (N,)."""
+        """`cotangents` takes them after dz and u: t_scale (..., 1) or (), mean (..., 1), column_sums and shift (N,)."""
         mean, rstd = mean_and_rstd(self.norm)
         if dtype == jnp.float16:  # t is cast(dz), and x is multiplied with it when it is normalised
             mean, rstd = None, jnp.ones_like(rstd, shape=())
@@ -157,7 +157,7 @@ class NormProduct(NamedTuple):
 
 
 def factors(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> tuple[tuple[Any, ...], NormProduct]:
-    """What `multiply` takes where its epilogue is `of_norm`, beside what a `NormProduct` keeps.
+    """The arguments of `multiply` for an epilogue that is `of_norm`, and the `NormProduct` to keep.
 
     W', its column sums and the shift are each one reduction in the pass that casts w (D, N) or (D, 2, F).
     """
@@ -187,7 +187,7 @@ def of_norm(epilogue: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _columns(parts: Sequence[jax.Array]) -> jax.Array:
-    """(N,) of what is there for each column of one weight or of several."""
+    """One vector (N,), from a vector for each weight."""
     vectors = [part.reshape(-1) for part in parts]
     return jnp.concatenate(vectors) if len(vectors) > 1 else vectors[0]
 
@@ -210,7 +210,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 class Sums(NamedTuple):
-    """What `backward` takes of dz beside t, float32 sums along rows and columns.
+    """Float32 sums of dz and t along rows and columns, which `backward` takes beside t.
 
     Attributes:
       s: (...,), row sums of dz * u.
@@ -257,7 +257,7 @@ def cotangents(
 
 
 def joined_sums(parts: Sequence[Sums]) -> Sums:
-    """Of all columns, from those of each weight's."""
+    """The sums over all columns, from the sums over each weight's columns."""
     s, centring, mean_t, dshift = ([x for x in of_all if x is not None] for of_all in zip(*parts, strict=True))
     return Sums(
         functools.reduce(operator.add, s),

@@ -16,7 +16,7 @@ from coda_jax.primitives.notes import noted
 
 
 class NotAnArray:
-    """What is no array and has one: flax's own modules and jax.numpy, given it, say so."""
+    """An object that holds an array and is none: flax's own modules and jax.numpy raise an error that says so."""
 
     x: jax.Array
 
@@ -39,7 +39,7 @@ class NotAnArray:
         raise TypeError(f"got a {type(self).__name__} of shape {self.shape} for an array: give its .array()")
 
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
-        """What NumPy and jnp.asarray ask for."""
+        """NumPy and jnp.asarray ask for this."""
         self._refuse()
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ def _described(x: Any) -> str:
 
 
 class _StatisticKey(GetAttrKey):
-    """Where a Stream has no statistic: JAX names this key where it was to have one."""
+    """Stands where a Stream has no statistic: JAX names this key where a statistic was expected."""
 
     def __str__(self) -> str:
         return f".{self.name} (absent: Stream.with_statistic() computes it)"

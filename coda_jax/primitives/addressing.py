@@ -56,7 +56,7 @@ def _unsupported_program(program: Program) -> str | None:
 
 
 def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
-    split = spec.program.splits
+    split = spec.program.halves.of_n
     for name, size, dtype in _rows(a, b, spec):
         if not isinstance(size, int):
             return f"{name}: its rows have the symbolic length {size}"
@@ -71,7 +71,7 @@ def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
 
 def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any]]:
     """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one."""
-    program, columns = spec.program, spec.sizes(a, b).n // spec.program.splits
+    program, columns = spec.program, spec.sizes(a, b).n // spec.program.halves.of_n
     yield "a", a.shape[-1], a.dtype
     yield "b", b.shape[-1] if spec.transpose_b else columns, b.dtype
     for i in program.tile_operands:

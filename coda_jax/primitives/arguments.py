@@ -39,7 +39,7 @@ def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:

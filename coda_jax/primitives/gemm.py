@@ -254,9 +254,9 @@ def _check_aliases(
     traced: Epilogue, dtypes: Sequence[np.dtype], aliases: Sequence[tuple[int, int]], num_operands: int
 ) -> None:
     stores: dict[int, TileStore] = {store.output: store for store in traced.program.stores}
-    if aliases and traced.program.columns:  # a tile at the end of a part has columns of the next one
+    if aliases and traced.program.columns:  # a tile at the end of a slice has columns of the next one
         raise ValueError(
-            f"gemm: input_output_aliases = {dict(aliases)} beside outputs that are parts of the columns; nothing can "
+            f"gemm: input_output_aliases = {dict(aliases)} beside outputs that are slices of the columns; nothing can "
             "be accumulated in place there"
         )
     if len({output for _, output in aliases}) < len(aliases):

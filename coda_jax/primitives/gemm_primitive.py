@@ -14,7 +14,7 @@ from jax._src import dispatch  # prim_requires_devices_during_lowering has no pu
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from coda_jax.epilogue import evaluate, evaluate_tiles, finish, types_of
+from coda_jax.epilogue import evaluate_tiles, finish, types_of
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.shapes import (
     FactorAxes,
@@ -81,24 +81,13 @@ def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bo
 
 
 def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    """The program on the float32 product. Arguments flagged in `spec.batched`, and then results, have a batch axis."""
-    of_matrices = flat_spec(spec)
-
-    def matrix(*arguments: jax.Array) -> list[jax.Array]:
-        a, b, operands = of_matrices.split(arguments)
-        acc = accumulate(
-            a, b, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
-        )
-        outputs = evaluate(spec.program, acc, *operands)
-        return [output.astype(dtype) for output, dtype in zip(outputs, spec.out_dtypes, strict=True)]
-
-    axes = tuple(0 if flag else None for flag in of_matrices.batched)
-    function = jax.vmap(matrix, in_axes=axes) if any(spec.batched) else matrix
-    return shaped_outputs(function(*flat_arguments(arguments, spec)), arguments, spec)
+    """f's flat outputs by XLA. Arguments flagged in `spec.batched`, and then results, have a batch axis."""
+    stores, reductions = xla_tiles(*arguments, spec=spec)
+    return outputs_of([*stores, *reductions], arguments, spec)
 
 
 def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What the kernel computes, by XLA: the program's stores and its reductions, or their parts."""
+    """The kernel's results, computed by XLA: the program's stores and reductions, or their parts."""
     of_matrices = flat_spec(spec)
     a, b, operands = of_matrices.split(flat_arguments(arguments, spec))
     flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
@@ -113,7 +102,7 @@ def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], l
 def tiles_of(
     accs: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same on an accumulator that is there, or on its parts.
+    """`xla_tiles` of an accumulator that is given, or of its parts.
 
     Args:
       accs, operands: with all their axes.
@@ -133,7 +122,7 @@ def tiles_of(
 def _tiles(
     acc: jax.Array, operands: Sequence[jax.Array], factors: FactorAxes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same of matrices and vectors, with the axes that go with the factors'."""
+    """`xla_tiles` of an accumulator and operands that are matrices and vectors; results have the factors' axes."""
     of_matrices = flat_spec(spec)
     flags_a, flags_b, flags = of_matrices.split(of_matrices.batched)
 
@@ -154,7 +143,7 @@ def split_results(results: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[ja
 
 
 def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """f's flat outputs, from the stores and reductions, or their parts: what of `f` is left to XLA."""
+    """f's flat outputs from the stores and reductions, or their parts: XLA finishes the reductions here."""
     program, of_matrices = spec.program, flat_spec(spec)
     results = joined_results(results, spec)
     outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}
@@ -162,7 +151,7 @@ def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spe
         _, _, flags = of_matrices.split(of_matrices.batched)
         function = functools.partial(finish, program)
         if any(spec.batched):
-            (batch,) = {x.shape[0] for x in results}
+            (batch,) = {x.shape[0] for x in results} or {spec.batch(arguments)}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
         of_factors = sum(map(len, argument_parts(spec)[:2]))
         operands = flat_operands(arguments[of_factors:], spec.batched[of_factors:], argument_parts(spec)[2:])

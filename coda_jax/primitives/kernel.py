@@ -14,7 +14,7 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
-from coda_jax.tiles.constants import NUM_SMS
+from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import EpilogueTraffic, keeps_tables, shared_bytes
 
@@ -39,18 +39,19 @@ class _Map:
     """A tensor map: which buffer, its column (or row) sections, the box, the swizzle in bytes."""
 
     buffer: int
-    ways: int
+    halves: int
     split_rows: bool
     box_columns: int
     box_rows: int
     swizzle_bytes: int
 
 
-def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
+def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields: bool = False) -> Kernel:
     """Builds the kernel of a product.
 
     Args:
       types: of a, b and the operands.
+      yields: whether its blocks make way for other kernels, as a program of several devices needs it.
     """
     a, b, operands = spec.split(types)
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
@@ -65,16 +66,23 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig) -> Kernel:
             maps=[number for map_ in _maps(spec, len(operands), config, rows) for number in dataclasses.astuple(map_)],
             pointers=pointers,
             flags=pointers[-1] if config.split_k else -1,
+            yield_k_blocks=yield_k_blocks(config) if yields else 0,
             transpose_a=spec.transpose_a,
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
             tile_n=config.tile_n,
-            ways=program.splits,
+            halves=program.halves.of_n,
             cluster_m=config.cluster_m,
             threads=THREADS,
             smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
         ),
     )
+
+
+def yield_k_blocks(config: KernelConfig) -> int:
+    """The k blocks of a tile that a multiprocessor multiplies in `YIELD_NANOSECONDS`."""
+    of_block = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
+    return round(YIELD_NANOSECONDS / of_block)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
@@ -89,9 +97,9 @@ def _results(
     spec: GemmSpec, batch: tuple[int, ...], m: Any, n: int, config: KernelConfig
 ) -> list[jax.ShapeDtypeStruct]:
     program = spec.program
-    tiles_m, tile_columns = -(-m // config.consumer_m), config.tile_n // program.splits
-    tiles_n = sum(-(-((end or n // program.splits) - first) // tile_columns) for first, end in program.sections)
-    width = {width: program.width(width, n) for width in Width}
+    tiles_m, tile_columns = -(-m // config.consumer_m), config.tile_n // program.halves.of_n
+    tiles_n = sum(-(-((end or n // program.halves.of_n) - first) // tile_columns) for first, end in program.sections)
+    width = {width: program.halves.columns(width, n) for width in Width}
     columns = [store.slice[1] - store.slice[0] if store.slice else width[store.width] for store in program.stores]
     stores = [
         jax.ShapeDtypeStruct((*batch, m, size), dtype) for size, dtype in zip(columns, spec.store_dtypes, strict=True)
@@ -119,21 +127,18 @@ def _maps(spec: GemmSpec, operand_count: int, config: KernelConfig, rows: int) -
     program = spec.program
     rows_of_a = 64 if spec.transpose_a else rows
     if spec.transpose_b:
-        rows_of_b = config.tile_n // max(config.cluster_m, program.splits)
+        rows_of_b = config.tile_n // max(config.cluster_m, program.halves.of_n)
     else:  # a chunk of 64 columns, or a CTA's share of its rows
         rows_of_b = 64 if config.tile_n // 64 % config.cluster_m == 0 else 64 // config.cluster_m
-    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.splits, spec.transpose_b, 64, rows_of_b, 128)]
-
-    def splits(width: Width) -> int:
-        return 1 if program.head else program.ways_of(width)
+    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.halves.of_n, spec.transpose_b, 64, rows_of_b, 128)]
 
     for i in program.tile_operands:
         operand = program.operands[i]
         row_bytes = config.box_n * np.dtype(operand.dtype).itemsize
-        maps.append(_Map(2 + i, splits(operand.width), False, config.box_n, min(64, rows), row_bytes))
+        maps.append(_Map(2 + i, program.halves.apart(operand.width), False, config.box_n, min(64, rows), row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, spec.store_dtypes, strict=True)):
         row_bytes = config.box_n * np.dtype(dtype).itemsize
-        maps.append(_Map(2 + operand_count + i, splits(store.width), False, config.box_n, 16, row_bytes))
+        maps.append(_Map(2 + operand_count + i, program.halves.apart(store.width), False, config.box_n, 16, row_bytes))
     return maps
 
 

@@ -145,13 +145,13 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
 
 
 def tiles(
-    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False
+    *arguments: jax.Array, spec: GemmSpec, strict: bool, anywhere: bool = False, yields: bool = False
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     selection = select([jax.core.ShapedArray(x.shape, x.dtype) for x in types], spec, anywhere=anywhere)
     if selection.config is not None:
-        return kernel_tiles(*arguments, spec=spec, config=selection.config)
+        return kernel_tiles(*arguments, spec=spec, config=selection.config, yields=yields)
     report(spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec)
 
@@ -177,6 +177,14 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
     return getattr(context, "num_devices", 1), getattr(context, "device_assignment", None) is not None
 
 
+def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program runs on several devices, so that there may be collectives beside its kernels."""
+    context: Any = ctx.module_context.axis_context
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in]  # type: ignore[attr-defined]
+    sizes = [mesh.size for mesh in (*meshes, getattr(context, "mesh", None)) if mesh is not None]
+    return max(getattr(context, "num_devices", 1), *sizes) > 1
+
+
 def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:
     anywhere = ctx.module_context.lowering_parameters.for_export
     num_devices, has_devices = devices_of(ctx)
@@ -189,7 +197,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
         report(spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arguments, spec=spec)
     # Now: XLA's partitioner calls back later, and on threads of its own.
-    tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere)
+    tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
     if route.over:
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arguments, spec=spec, tiles=tiles)
@@ -206,21 +214,21 @@ for _primitive in PRIMITIVES:
 
 
 def kernel_tiles(
-    *arguments: jax.Array, spec: GemmSpec, config: KernelConfig
+    *arguments: jax.Array, spec: GemmSpec, config: KernelConfig, yields: bool = False
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The custom call: the program's stores and reductions."""
-    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), flat_spec(spec), config)
+    """The custom call: the program's stores and reductions; `yields` as in `kernel.lower`."""
+    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), flat_spec(spec), config, yields)
     return split_results(shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec), spec)
 
 
 def _matrix_tiles(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The same of matrices and vectors."""
     if not _folds(spec):
-        return _launch(arguments, spec, config)
+        return _launch(arguments, spec, config, yields)
     batch, rows = spec.batch(arguments), arguments[0].shape[1]
-    stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config)
+    stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config, yields)
     stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
     return stores, [x.reshape(batch, rows) for x in reductions]
 
@@ -249,7 +257,7 @@ def _folds(spec: GemmSpec) -> bool:
 
 def _has_rows(operand: Operand) -> bool:
     """Whether it has a row for each of the product."""
-    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.HEAD_TABLE) and not operand.period
+    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.ROPE_TABLE) and not operand.period
 
 
 def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
@@ -283,11 +291,11 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
 
 
 def _launch(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
     program = spec.program
-    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments], spec, config)
+    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments], spec, config, yields=yields)
     ffi.compile_async(lowered.call.source, spec.name)
     position = {store.output: i for i, store in enumerate(program.stores)}
     aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}

@@ -116,6 +116,27 @@ def placed(x: Any, sharding: Any) -> Any:
     return jax.sharding.reshard(x, sharding)
 
 
+def constrained(x: jax.Array, spec: Any) -> jax.Array:
+    """x, lying over the mesh in use as a PartitionSpec says: asked of XLA on automatic axes, moved on explicit ones.
+
+    Manual axes are passed over. Without a mesh, and for None, it is x as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if spec is None or mesh.empty:
+        return x
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def of_kind(kind: AxisType) -> Any:
+        names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+        return jax.P(*(tuple(name for name in of_one if kinds.get(name) is kind) or None for of_one in names))
+
+    if AxisType.Explicit in kinds.values():
+        x = placed(x, jax.sharding.NamedSharding(mesh, of_kind(AxisType.Explicit)))
+    if AxisType.Auto in kinds.values():
+        x = jax.lax.with_sharding_constraint(x, of_kind(AxisType.Auto))
+    return x
+
+
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """Names of a mesh's explicit axes."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -1,4 +1,4 @@
-"""What a function says of itself when it is lowered for a GPU: why a chain of products was lost, say.
+"""Messages that a function gives when it is lowered for a GPU, for instance why a chain of products was lost.
 
 A note is an identity on an array, so that it travels with the program: through jit, grad, vmap and remat, to
 `coda.explain` and to the lowering. There it is warned of once, at the user's line; elsewhere it is nothing. In strict
@@ -29,7 +29,7 @@ class FallbackWarning(UserWarning):
 
 
 class FallbackError(NotImplementedError):
-    """What a `FallbackWarning` says, in strict mode."""
+    """The error that stands for a `FallbackWarning` in strict mode."""
 
 
 def _strict_by_default() -> bool:

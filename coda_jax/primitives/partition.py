@@ -122,9 +122,9 @@ def _column_unit(spec: GemmSpec) -> int:
         return 0
     if program.columns and not (spec.axes.joined == "n" and slices <= set(program.sections)):
         return 0
-    if program.ways == 1 or (spec.axes.halves and not program.head):
+    if program.halves.count == 1 or (spec.axes.halves and not program.halves.head):
         return 1
-    return program.head if program.acc_ways == program.ways else 0
+    return program.halves.head if program.halves.of_acc == program.halves.count else 0
 
 
 def plan(

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Program, ReductionOp, TileStore
+from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.notes import is_strict
@@ -54,7 +54,7 @@ from coda_jax.primitives.spec import GemmSpec
 # (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
 Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
 
-BARE = Program((), 1, (), (), (), 0).with_acc()
+BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:

@@ -41,7 +41,7 @@ PREACTIVATION_NAME = "coda_preactivation"
 
 @dataclasses.dataclass(frozen=True)
 class Options(CallOptions):
-    """What a call says beside its arrays and its epilogue; `residuals` as in `coda.gemm`."""
+    """The options of a product; `residuals` as in `coda.gemm`."""
 
     residuals: str = "preactivation"
 
@@ -100,7 +100,7 @@ def product(
         of_b = jnp.stack(arrays[1], 0 if options.transpose_b else 1)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True))
         return [_with_joined_halves(x, len(rows)) for x in outputs], traced
-    arrays += [[jnp.asarray(x)] for x in captured]  # a Python number that JAX differentiates is captured as it is
+    arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     _check_halves(traced, arrays[1][0], options)
     axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim, options.k_axes, options.halves, traced.program)
@@ -124,7 +124,7 @@ def _parts(x: Parts) -> list[jax.Array]:
 def _are_halves(parts: Sequence[jax.Array], program: Program) -> bool:
     """Whether two arrays are the halves of N that the epilogue works on."""
     same = len(parts) == 2 and same_shape(parts[0].shape, parts[1].shape)
-    return same and program.acc_ways == 2 and not program.head
+    return same and program.halves.of_n == 2
 
 
 def _with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
@@ -184,12 +184,12 @@ def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec:
 def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
     """Raises where columns are several axes, and the epilogue works on halves of them that none of these is."""
     columns = b.shape[: b.ndim - options.k_axes] if options.transpose_b else b.shape[options.k_axes :]
-    program = epilogue.program
-    if program.ways == 1 or len(columns) == 1 or (options.halves and not program.head and program.acc_ways == 2):
+    halves = epilogue.program.halves
+    if halves.count == 1 or len(columns) == 1 or (options.halves and halves.of_n == 2):
         return
     raise ValueError(
         f"gemm: b has columns {columns}, and epilogue '{epilogue.name}' works on "
-        f"{f'heads of {program.head} columns' if program.head else 'halves'}; they must be one axis, or for halves of "
+        f"{f'heads of {halves.head} columns' if halves.head else 'halves'}; they must be one axis, or for halves of "
         "the product (2, N / 2)"
     )
 
@@ -277,8 +277,8 @@ def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtyp
     """The output that is acc itself in `dtype`, if there is one."""
     for store in program.stores:
         leaves = [program.nodes[value] for value in store.values]
-        ways = [leaf["way"] for leaf in leaves if leaf.op == "acc"]
-        is_acc = ways == [*range(program.acc_ways)] and store.width is program.acc_width and store.slice is None
+        stored = [leaf["half"] for leaf in leaves if leaf.op == "acc"]
+        is_acc = stored == [*range(program.halves.of_acc)] and store.width is program.halves.acc and not store.slice
         if is_acc and out_dtypes[store.output] == dtype:
             return store.output
     return None

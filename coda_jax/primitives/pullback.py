@@ -49,14 +49,14 @@ class Pullback:
             return [x.astype(operand.traced_dtype) for x, operand in zip(arguments, operands, strict=True)]
 
         typed = types_of(as_traced, *arguments)
-        outputs = types_of(epilogue.evaluate, acc, *typed)
+        outputs = types_of(epilogue.call, acc, *typed)
         floating_outputs = [i for i, x in enumerate(outputs) if _is_floating(x.dtype)]
         floating = [i for i, x in enumerate(typed) if _is_floating(x.dtype)]
 
         def pull(acc: jax.Array, arguments: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
             def function(acc: jax.Array, *varied: jax.Array) -> list[jax.Array]:
                 given = dict(zip(floating, varied, strict=True))
-                outputs = epilogue.evaluate(acc, *(given.get(i, x) for i, x in enumerate(arguments)))
+                outputs = epilogue.call(acc, *(given.get(i, x) for i, x in enumerate(arguments)))
                 return [outputs[i] for i in floating_outputs]
 
             _, vjp = jax.vjp(function, acc, *(arguments[i] for i in floating))

@@ -31,60 +31,63 @@ row_shards_p.multiple_results = True
 dispatch.prim_requires_devices_during_lowering.add(row_shards_p)
 
 
-class Columns(NamedTuple):
-    """What may be cut beside the rows: an axis of one argument, and of the result that goes with it.
+class Result(NamedTuple):
+    """What a function of rows gives, beside an array with a row for each of its arguments' rows.
 
     Attributes:
-      argument: its number; an array.
-      result: that of its cotangent, or None.
-      axis: of both.
-      function: gives f for a part: of the mesh axes that cut it, and the number of parts.
+      is_sum: whether it is a sum over the rows instead.
+      columns: its axis that is cut where the columns are; -1: none.
+      is_part: whether a device that has some of the columns gives a part of a sum over these.
     """
 
-    argument: int
-    result: int | None
-    axis: int
-    function: Callable[[Axes, int], Callable[..., Any]]
+    is_sum: bool = False
+    columns: int = -1
+    is_part: bool = False
 
 
 def on_row_shards(
-    f: Callable[..., Any], *arguments: Any, rows: Sequence[Any], sums: Sequence[bool], columns: Columns
+    f: Callable[..., Any],
+    *arguments: Any,
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    results: Sequence[Result],
+    of_part: Callable[[Axes, int], Callable[..., Any]],
 ) -> list[jax.Array]:
     """f(*arguments), its results flat, which on automatic mesh axes each device computes of its own rows.
+
+    Mesh axes that do not cut the rows may cut columns: an axis of some arguments that have no rows.
 
     Args:
       f: a function that closes over no array. It may be called on a part of the rows.
       *arguments: pytrees of arrays.
       rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are whole on
-        each device.
-      sums: for each result, whether it is a sum over rows; else its first axis has the rows.
-      columns: what mesh axes that do not cut the rows may cut.
+        each device, but for their columns.
+      columns: for each argument a prefix of it: the axis of the columns, or -1.
+      results: what each is.
+      of_part: gives f for a part of the columns: of the mesh axes that cut them, and the number of parts.
     """
     leaves, tree = jax.tree.flatten(arguments)
     unflatten: Callable[..., Any] = tree.unflatten  # type: ignore[attr-defined]
-    flags = jax.tree.leaves(jax.tree.broadcast(tuple(rows), arguments))
     if not may_be_automatic(*leaves):
         return jax.tree.leaves(f(*arguments))
+    flags, axes = (jax.tree.leaves(jax.tree.broadcast(tuple(of), arguments)) for of in (rows, columns))
 
     def flat(*leaves: jax.Array, cut: tuple[Axes, int] | None = None) -> list[jax.Array]:
-        return jax.tree.leaves((columns.function(*cut) if cut else f)(*unflatten(leaves)))
+        return jax.tree.leaves((of_part(*cut) if cut else f)(*unflatten(leaves)))
 
     # The jaxpr is the function of all rows: what one device runs, and what readers of the program see.
     jaxpr = jax.make_jaxpr(flat)(*leaves)
-    leaf = len(jax.tree.leaves(arguments[: columns.argument]))
-    places = Places(tuple(flags), tuple(sums), leaf, columns.result, columns.axis)
-    results: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
-    return results
+    places = Places(tuple(flags), tuple(axes), tuple(results))
+    made: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
+    return made
 
 
 class Places(NamedTuple):
-    """Which arrays have rows, are sums over them, or have the columns; `Columns` of flat arguments."""
+    """Of flat arguments which have the rows, and the axes of their columns; and what each result is."""
 
     rows: tuple[bool, ...]
-    sums: tuple[bool, ...]
-    argument: int
-    result: int | None
-    axis: int
+    columns: tuple[int, ...]
+    results: tuple[Result, ...]
 
 
 def _whole(*leaves: jax.Array, jaxpr: jex_core.ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -106,20 +109,22 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     call = custom_partitioning(whole)
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        axes, columns = _axes_of(places, arguments, results, mesh.shape)
-        of_columns = PartitionSpec(*[None] * places.axis, columns or None)
-        of_arguments = [PartitionSpec(axes or None) if has_rows else PartitionSpec() for has_rows in places.rows]
-        of_arguments[places.argument] = of_columns
-        of_results = []
-        for i, (x, is_sum) in enumerate(zip(results, places.sums, strict=True)):
-            own = (places.axis, columns) if i == places.result else (0, ())
-            of_results.append(_scattered(x, axes, mesh.shape, *own) if is_sum else PartitionSpec(axes or None))
+        rows, columns = _axes_of(places, arguments, results, mesh.shape)
+        of_arguments = [
+            PartitionSpec(rows or None) if has_rows else _with_columns(axis, columns)
+            for has_rows, axis in zip(places.rows, places.columns, strict=True)
+        ]
+        of_results = [
+            _scattered(x, rows, mesh.shape, of_one.columns, columns) if of_one.is_sum else PartitionSpec(rows or None)
+            for x, of_one in zip(results, places.results, strict=True)
+        ]
         cut = (columns, math.prod(mesh.shape[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # all axes are manual here
-                made = zip(f(*leaves, cut=cut), places.sums, of_results, strict=True)
-            return [_summed(x, axes, spec) if is_sum else x for x, is_sum, spec in made]
+                made = zip(f(*leaves, cut=cut), places.results, of_results, strict=True)
+            summed = [(_summed(x, rows, spec) if of_one.is_sum else x, of_one) for x, of_one, spec in made]
+            return [lax.psum(x, columns) if of_one.is_part and columns else x for x, of_one in summed]
 
         def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
             return [NamedSharding(mesh, spec) for spec in specs]
@@ -142,11 +147,15 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
 def _axes_of(places: Places, arguments: Sequence[Any], results: Sequence[Any], sizes: Any) -> tuple[Axes, Axes]:
     """The mesh axes that cut the rows, of the first array that has them cut; and those that cut the columns."""
     with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
-    with_rows += [x for x, is_sum in zip(results, places.sums, strict=True) if not is_sum]
+    with_rows += [x for x, of_one in zip(results, places.results, strict=True) if not of_one.is_sum]
     rows = next((axes for x in with_rows if (axes := _dividing(_cut(x)[0], x.shape[0], sizes))), ())
-    whole = arguments[places.argument]
-    others = tuple(axis for axis in _cut(whole)[places.axis] if axis not in rows)
-    return rows, _dividing(others, whole.shape[places.axis], sizes)
+    whole, axis = next((x, axis) for x, axis in zip(arguments, places.columns, strict=True) if axis >= 0)
+    others = tuple(name for name in _cut(whole)[axis] if name not in rows)
+    return rows, _dividing(others, whole.shape[axis], sizes)
+
+
+def _with_columns(axis: int, columns: Axes) -> PartitionSpec:
+    return PartitionSpec(*[None] * axis, columns or None) if axis >= 0 else PartitionSpec()
 
 
 def _cut(x: Any) -> tuple[Axes, ...]:
@@ -166,7 +175,7 @@ def _scattered(x: Any, axes: Axes, sizes: Any, column_axis: int, columns: Axes) 
     """How a sum over `axes` lies: cut by those of them that are to cut it, and its columns by theirs."""
     wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in _cut(x)]
     cuts = [_dividing(cut, size, sizes) for cut, size in zip(wanted, x.shape, strict=True)]
-    if columns:
+    if columns and column_axis >= 0:
         cuts[column_axis] = columns
     return PartitionSpec(*(cut or None for cut in cuts))
 
@@ -184,7 +193,7 @@ def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> 
     """The rows go together, and so do the columns; what else arrays have stays whole; a sum may lie as is wanted."""
     whole: list[str] = []
 
-    def mapping(rank: int, has_rows: bool, column_axis: int | None = None) -> ArrayMapping:
+    def mapping(rank: int, has_rows: bool, column_axis: int = -1) -> ArrayMapping:
         names = ["rows"] * has_rows
         for axis in range(has_rows, rank):
             if axis == column_axis:
@@ -194,19 +203,16 @@ def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> 
                 names.append(whole[-1])
         return ArrayMapping(*names)
 
-    def free(i: int, rank: int) -> ArrayMapping:
+    def free(i: int, rank: int, column_axis: int) -> ArrayMapping:
         names = [f"free_{i}_{axis}" for axis in range(rank)]
-        if i == places.result:
-            names[places.axis] = "columns"
+        if column_axis >= 0:
+            names[column_axis] = "columns"
         return ArrayMapping(*names)
 
-    arguments = tuple(
-        mapping(rank, flag, places.axis if i == places.argument else None)
-        for i, (rank, flag) in enumerate(zip(ranks, places.rows, strict=True))
-    )
+    arguments = tuple(map(mapping, ranks, places.rows, places.columns))
     results = tuple(
-        free(i, rank) if is_sum else mapping(rank, True)
-        for i, (rank, is_sum) in enumerate(zip(result_ranks, places.sums, strict=True))
+        free(i, rank, of_one.columns) if of_one.is_sum else mapping(rank, True)
+        for i, (rank, of_one) in enumerate(zip(result_ranks, places.results, strict=True))
     )
     return SdyShardingRule(arguments, results, need_replication_factors=tuple(whole))
 

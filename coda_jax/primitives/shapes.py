@@ -40,18 +40,18 @@ WHOLE = Group("")
 
 
 def argument_groups(spec: GemmSpec) -> list[Groups]:
-    """Of the primitive's arguments, without a batch axis."""
+    """Axes of each argument of the primitive, without a batch axis."""
     return [groups for of_one in argument_parts(spec) for groups in of_one]
 
 
 def result_groups(spec: GemmSpec) -> list[Groups]:
-    """Of the stores' parts and then the reductions'."""
+    """Axes of each result of the primitive: the stores' parts, then the reductions'."""
     return [groups for of_one in _result_parts(spec) for groups in of_one]
 
 
 def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
-    """The same for a, b and each operand: of its parts, or of the one array that it is."""
-    m, n, k = Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.acc_width)), Group("k", spec.axes.k)
+    """Axes of a, b and each operand, for each of its parts."""
+    m, n, k = Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc)), Group("k", spec.axes.k)
     a: Groups = (k, m) if spec.transpose_a else (m, k)
     b: Groups = (n, k) if spec.transpose_b else (k, n)
     whole = [a, b, *(_operand_groups(spec, operand) for operand in spec.program.operands)]
@@ -59,8 +59,8 @@ def argument_parts(spec: GemmSpec) -> list[list[Groups]]:
 
 
 def product_parts(spec: GemmSpec) -> list[Groups]:
-    """Of acc."""
-    return _parts((Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.acc_width))), spec)
+    """Axes of acc, for each of its parts."""
+    return _parts((Group("m", spec.axes.m), Group("n", _columns(spec, spec.program.halves.acc))), spec)
 
 
 def _operand_groups(spec: GemmSpec, operand: Operand) -> Groups:
@@ -72,7 +72,7 @@ def _operand_groups(spec: GemmSpec, operand: Operand) -> Groups:
             return (m, WHOLE)
         case Kind.TILE:
             return (m, Group("n", _columns(spec, operand.width)))
-        case Kind.HEAD_TABLE:
+        case Kind.ROPE_TABLE:
             return (WHOLE if operand.period else m, WHOLE)
     return ()  # scalars, and vectors of a head
 
@@ -106,7 +106,7 @@ def reductions_of(spec: GemmSpec) -> list[Reduction]:
 
 def _columns(spec: GemmSpec, width: Width) -> int:
     """How many axes the columns of an array of this width are."""
-    return 2 if spec.axes.halves and spec.program.ways_of(width) == 2 else spec.axes.n
+    return 2 if spec.axes.halves and spec.program.halves.of(width) == 2 else spec.axes.n
 
 
 def _parts(groups: Groups, spec: GemmSpec) -> list[Groups]:
@@ -286,7 +286,7 @@ def flat_outputs(outputs: Sequence[jax.Array], ranks: Sequence[int], spec: GemmS
 
 
 def _output_groups(spec: GemmSpec, ranks: Sequence[int]) -> list[Groups]:
-    """Of f's flat outputs, which f gives so many axes."""
+    """Axes of each of f's flat outputs, which have these numbers of axes where f makes them."""
     each = zip(spec.program.stores, _result_parts(spec), strict=False)
     tiles = {store.output: of_one[0] for store, of_one in each}
     made: list[Groups] = []

@@ -1,4 +1,4 @@
-"""What a product is beside its arrays: the one parameter of the primitive."""
+"""The one parameter of the primitive: all that defines a product except its arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class ArrayAxes(NamedTuple):
-    """What the dimensions of a product are in its arrays: (B, T) may make up M, and several arrays N.
+    """How the dimensions of a product lie in its arrays: M may be two axes (B, T), and N several arrays.
 
     Attributes:
       m, n, k: how many axes; n those of the columns of one half, where halves lie apart.
@@ -34,14 +34,14 @@ class ArrayAxes(NamedTuple):
 
     @classmethod
     def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
-        """Of factors with so many axes; an epilogue that does not work on halves of N leaves none apart."""
-        halves = halves and program.ways == 2 and not program.head
+        """From the numbers of the factors' axes; halves stay apart only for an epilogue that works on halves of N."""
+        halves = halves and program.halves.count == 2 and not program.halves.head
         columns = b_rank - k_axes
-        return cls(a_rank - k_axes, columns - (halves and program.acc_ways == 2), k_axes, halves)
+        return cls(a_rank - k_axes, columns - (halves and program.halves.of_acc == 2), k_axes, halves)
 
 
 class Sizes(NamedTuple):
-    """Of a product, without its batch."""
+    """Sizes of a product, without its batch."""
 
     m: Any
     n: Any
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CallOptions:
-    """What a call says beside its arrays and its epilogue, and the primitive has to know.
+    """The options of a call that the primitive keeps.
 
     Attributes:
       transpose_a: whether a is (K, M) instead of (M, K).
@@ -130,7 +130,7 @@ class GemmSpec(CallOptions):
         return a, b, operands
 
     def sizes(self, a: Any, b: Any) -> Sizes:
-        """Of the product of these factors, arrays or types, with a batch axis or without."""
+        """Sizes of the product of these factors, arrays or types, with a batch axis or without."""
         k, m = a.shape[-2:] if self.transpose_a else a.shape[:-3:-1]
         return Sizes(m, b.shape[-2] if self.transpose_b else b.shape[-1], k)
 

@@ -90,7 +90,7 @@ def tiles_for(
     given: GemmConfig | None,
     constants: Constants,
 ) -> list[TileShape]:
-    """What may be chosen where `given` leaves it open, as `best_first` orders it.
+    """The configurations that complete `given`, in the order of `best_first`.
 
     A tile of 128 x 192 is the last resort of an epilogue to which it leaves too little. After all others come those
     whose cost is not known: of a tile that has not been timed on a device, of a cooperative tile with an epilogue whose
@@ -142,13 +142,13 @@ def _takes(
     tile_m, tile_n = size
     if (given.tile_m or tile_m, given.tile_n or tile_n) != size:
         return False
-    if program.head and not _has_heads(tile_n, program.head):
+    if program.halves.head and not _has_heads(tile_n, program.halves.head):
         return False
     if size == (64, 64) and not given.tile_n and not _is_for_few_rows(shape, program, traffic):
         return False
-    if size == (64, 192) and not (given.tile_m and given.tile_n) and program.head != 192:
+    if size == (64, 192) and not (given.tile_m and given.tile_n) and program.halves.head != 192:
         return False
-    return shape.transpose_b or tile_n // program.splits % 64 == 0
+    return shape.transpose_b or tile_n // program.halves.of_n % 64 == 0
 
 
 def takes_heads(columns: int) -> bool:
@@ -180,24 +180,24 @@ def _spills_with_wide_heads(program: Program) -> bool:
     4 to 8 % less with 16384 (an H200).
     """
     reduces = program.head_levels or any(one.axis is Axis.COLUMN for one in program.reductions)
-    return program.head == 192 and bool(program.interleaved or reduces)
+    return program.halves.head == 192 and bool(program.halves.interleaved or reduces)
 
 
 def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traffic: EpilogueTraffic) -> bool:
     if tile.size != (128, 192):
         return False
-    # Most heads spill half a kilobyte to four, log-sum-exps beside parts along k 200 bytes. There is shared memory for
-    # rows of half a cache line only, which cost a float32 array that is added to in place a third of a product with
-    # k = 2048, and 1 to 3 % with 16384.
+    # Heads mostly spill 0.5 to 4 KB here, log-sum-exps with split-K 200 bytes. Shared memory has room for boxes of half
+    # a cache line only: adding to a float32 array in place then costs a third of a product with k = 2048, and 1 to 3 %
+    # with k = 16384.
     adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and shape.k < _HIDES_NARROW_ROWS
-    spills = program.head > 0 or (tile.split_k and has_logsumexp(program))
+    spills = program.halves.head > 0 or (tile.split_k and has_logsumexp(program))
     return spills or adds_float32 or len(program.sections) > 1
 
 
 def _configs(
     tile: TileShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int
 ) -> Iterator[KernelConfig]:
-    """Of this tile with what is given, the best first, whether they fit into shared memory or not.
+    """The configurations of this tile that keep what is given, best first, whether they fit into shared memory or not.
 
     Each has as few column passes as the instruction cache allows, or the most if it holds none.
     """
@@ -219,11 +219,11 @@ def _configs(
 
 
 def _possible_passes(program: Program, tile: TileShape, box_n: int) -> list[int]:
-    """Of `GemmConfig.column_passes`, ascending; none where a tile's columns, or half a head, are no whole boxes."""
-    boxes, rest = divmod(tile.tile_n // program.entries(program.acc_width), box_n)
-    if rest or program.head // 2 % box_n:
+    """Possible `column_passes`, ascending; none where a tile's columns, or half a head, are no whole boxes."""
+    boxes, rest = divmod(tile.tile_n // program.halves.runs(program.halves.acc), box_n)
+    if rest or program.halves.head // 2 % box_n:
         return []
-    together = program.head // program.entries(program.acc_width) // box_n or 1  # boxes of one head
+    together = program.halves.head // program.halves.runs(program.halves.acc) // box_n or 1  # boxes of one head
     return [passes for passes in range(1, boxes + 1) if boxes % passes == 0 and boxes // passes % together == 0]
 
 
@@ -233,7 +233,7 @@ def _uncached_instructions(program: Program, tile: TileShape, passes: int) -> fl
     A kernel that does takes 1.5 to 4 times as long. Column passes cost up to 3 % of a product with k = 2048 in
     128 x 192, and 5 % in 128 x 128.
     """
-    places = tile.consumer_m * tile.tile_n // 128 // program.acc_ways  # of a thread
+    places = tile.consumer_m * tile.tile_n // 128 // program.halves.of_acc  # of a thread
     return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - _CACHED_INSTRUCTIONS)
 
 
@@ -248,14 +248,14 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k: i
     products end (back through a norm, k = 16384: 1 to 2 % instead of 3.5 with one slot of 32 columns). More than 8
     stages only where the tiles are so small that 8 have not enough of b on its way from memory.
     """
-    is_wide = program.ways == 1 and has_few_nodes(program)
+    is_wide = program.halves.count == 1 and has_few_nodes(program)
     if tile.is_cooperative and is_wide and traffic.load_bytes:
         whole_lines = [(64, 64, 3, 2)] if traffic.widest_bytes == 2 else []
         yield from itertools.product((3,), [*whole_lines, *((32, 32, slots, 2) for slots in (4, 3, 2))])
     elif tile.is_cooperative and is_wide and traffic.widest_bytes == 2:
         yield from itertools.product((4, 3), [(64, 64, 1, 2)])
     narrow = [(16, 16, 2, 2), (16, 16, 2, 1)]
-    if not program.head:
+    if not program.halves.head:
         narrow = [(32, 16, 2, 1), *narrow]
     wide = [(32, 32, 2, 2), (32, 32, 2, 1), (32, 32, 1, 1)]
     if has_long_epilogue(program, traffic):
@@ -267,7 +267,7 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k: i
     elif is_wide:
         if traffic.load_bytes and traffic.widest_bytes == 2:
             wide = [(64, 64, 1, 1), *wide]
-    elif not (program.head and program.head % 64 == 0 and not program.reductions):
+    elif not (program.halves.head and program.halves.head % 64 == 0 and not program.reductions):
         wide = []
     most = MAX_STAGES if tile.size == (64, 64) else 8
     yield from itertools.product(range(most, 1, -1), [*wide, *narrow])
@@ -281,8 +281,8 @@ def _check_boxes(given: GemmConfig, program: Program, traffic: EpilogueTraffic) 
             f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
             f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
-    if program.head and program.head // 2 % box_n:
-        raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.head} columns")
+    if program.halves.head and program.halves.head // 2 % box_n:
+        raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.halves.head} columns")
     if box_n % (given.subtile_n or _LEAST_BOX):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
 
@@ -294,8 +294,8 @@ def _misfit(tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraff
             f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
             + (f" tile_m = {given.tile_m}" if given.tile_m else "")
             + (f" tile_n = {given.tile_n}" if given.tile_n else "")
-            + (f" whole heads of {program.head} columns" if program.head else "")
-            + (" 64 columns of each half of a b that is not transposed" if program.splits == 2 else "")
+            + (f" whole heads of {program.halves.head} columns" if program.halves.head else "")
+            + (" 64 columns of each half of a b that is not transposed" if program.halves.of_n == 2 else "")
         )
     possible = set[int]()
     for tile in tiles:
@@ -306,7 +306,7 @@ def _misfit(tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraff
     if given.column_passes and given.column_passes not in possible:
         return (
             f"GemmConfig: column_passes = {given.column_passes}; it must be one of {sorted(possible)}, "
-            f"groups of whole boxes{' and whole heads' if program.head else ''}, with {given}"
+            f"groups of whole boxes{' and whole heads' if program.halves.head else ''}, with {given}"
         )
     return (
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "

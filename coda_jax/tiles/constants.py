@@ -16,6 +16,10 @@ from collections.abc import Mapping
 NUM_SMS = 132  # of an H100 or H200 with SXM
 # The unit of `Constants` where all multiprocessors together give 700 TFLOP/s, as they do at the power limit.
 UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
+# In a program of several devices, how long a thread block works before another one takes its multiprocessor. While NCCL
+# holds some multiprocessors the blocks that belong there wait; were all blocks resident, each with its share of the
+# product from the start, they would begin when the others end, and a collective would be hidden under nothing.
+YIELD_NANOSECONDS = 300_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +160,12 @@ def by_time(constants: Constants) -> Constants:
 
 
 def constants_for(device: str | None) -> Constants:
-    """Those of this kind of device; an H200's for others, and where it is not known."""
+    """The constants of this kind of device; an H200's for other kinds, and where the kind is not known."""
     return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
 
 
 def tiles_by() -> str:
-    """What tiles are chosen by, "energy_delay" or "time".
+    """The measure by which tiles are chosen, "energy_delay" or "time".
 
     Raises:
       RuntimeError: ``CODA_JAX_TILES_BY`` is something else.

@@ -102,7 +102,7 @@ def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: 
 
 
 def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
-    """Of a 128 x 128 tile's area."""
+    """Time that the epilogue adds to an area of 128 x 128."""
     if not tile.is_cooperative:
         return of.load * traffic.load_bytes + of.store * traffic.store_bytes
     epilogue = of.cooperative_load * traffic.load_bytes + of.cooperative_arithmetic * traffic.arithmetic
@@ -111,7 +111,7 @@ def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
 
 
 def _megabytes(shape: GemmShape) -> float:
-    """Of a and b, which are read from memory once at least."""
+    """Megabytes of a and b, which are read from memory at least once."""
     m, batch = _rows_and_batch(shape)
     return 2e-6 * batch * (m + shape.n) * shape.k
 

@@ -149,7 +149,7 @@ def shipped_path(device: str) -> pathlib.Path:
 
 
 def entry(config: KernelConfig, *, epilogue: str, us: float, cost_model_us: float) -> dict[str, Any]:
-    """What a table says about a product."""
+    """A table's entry for a product."""
     times = {"us": round(us, 2), "cost_model_us": round(cost_model_us, 2)}
     return {"config": dataclasses.asdict(config), "epilogue": epilogue, **times}
 

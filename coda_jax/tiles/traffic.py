@@ -15,8 +15,8 @@ from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, KernelConfig
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
-# What an operation takes of a cooperative tile's time, of those that were timed there; a logistic has two slow
-# instructions. How many instructions each is: `Operation.instructions`.
+# The time that each operation takes in a cooperative tile, as far as measured there; a logistic has two slow
+# instructions. `Operation.instructions` has the number of instructions instead.
 _TIMED = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
     "le", "gt", "ge", "and", "or", "xor", "not", "select_n", "convert_element_type",
@@ -26,7 +26,13 @@ _TIMED_WITH_HEADS = _TIMED | {"head_sum": 1, "div": 4, "rsqrt": 4}
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueTraffic:
-    """Bytes of an epilogue's tiles for one element of a way, loaded and stored; entries of what lies over columns."""
+    """What an epilogue moves.
+
+    Attributes:
+      load_bytes, store_bytes: of its tiles, for one column of each run that the program works on together.
+      widest_bytes: of an element of a tile.
+      column_reductions, vectors_over_columns: how many; two halves count twice, but even and odd columns once.
+    """
 
     load_bytes: int
     store_bytes: int
@@ -37,18 +43,18 @@ class EpilogueTraffic:
     @classmethod
     def of(cls, program: Program, out_dtypes: Sequence[np.dtype]) -> EpilogueTraffic:
         loads = [
-            np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.entry_ways(i)
+            np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.loaded_runs(i)
         ]
         stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
         of_section = [
-            sum(stores[i] * program.entries(program.stores[i].width) for i in program.stores_of(section))
+            sum(stores[i] * program.halves.runs(program.stores[i].width) for i in program.stores_of(section))
             for section in program.sections
         ]
         columns = sum(
-            program.entries(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
+            program.halves.runs(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         over_columns = (Kind.ROW_VECTOR, Kind.HEAD_VECTOR)
-        vectors = sum(len(program.entry_ways(i)) for i, one in enumerate(program.operands) if one.kind in over_columns)
+        vectors = sum(len(program.loaded_runs(i)) for i, one in enumerate(program.operands) if one.kind in over_columns)
         return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, vectors)
 
 
@@ -73,15 +79,15 @@ class ElementTraffic(NamedTuple):
 
 
 def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffic:
-    """What the cost model wants to know of an epilogue."""
-    entries = program.entries(program.acc_width)
+    """The cost model's numbers for an epilogue."""
+    runs = program.halves.runs(program.halves.acc)
     return ElementTraffic(
-        load_bytes=traffic.load_bytes / entries,
-        store_bytes=traffic.store_bytes / entries,
-        column_reductions=traffic.column_reductions / entries,
+        load_bytes=traffic.load_bytes / runs,
+        store_bytes=traffic.store_bytes / runs,
+        column_reductions=traffic.column_reductions / runs,
         is_long=has_long_epilogue(program, traffic),
         arithmetic=_arithmetic(program),
-        has_heads=program.head > 0,
+        has_heads=program.halves.head > 0,
     )
 
 
@@ -91,26 +97,26 @@ def _arithmetic(program: Program) -> float:
     Timed have been the operations of `_TIMED`, in programs that store tiles; with heads only programs whose tables
     cooperative tiles keep.
     """
-    takes = _TIMED_WITH_HEADS if program.head else _TIMED
+    takes = _TIMED_WITH_HEADS if program.halves.head else _TIMED
     if not program.stores or has_logsumexp(program):
         return math.inf
-    if program.head and not all(keeps_tables(program, size) for size in COOPERATIVE_TILES):
+    if program.halves.head and not all(keeps_tables(program, size) for size in COOPERATIVE_TILES):
         return math.inf
     reduced = [value for reduction in program.reductions for value in reduction.values]
     of_sections = []
     for section in program.sections:
         stored = [value for i in program.stores_of(section) for value in program.stores[i].values]
         of_sections.append([takes.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])])
-    is_light = not program.head and has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
-    return 0.0 if is_light else max(map(sum, of_sections)) / program.acc_ways
+    is_light = not program.halves.head and has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
+    return 0.0 if is_light else max(map(sum, of_sections)) / program.halves.of_acc
 
 
 def has_few_nodes(program: Program) -> bool:
-    return len(program.nodes) <= _LIGHT_NODES * program.entries(program.acc_width)
+    return len(program.nodes) <= _LIGHT_NODES * program.halves.runs(program.halves.acc)
 
 
 def has_long_epilogue(program: Program, traffic: EpilogueTraffic) -> bool:
-    return program.ways == 2 and traffic.load_bytes > 0 and not program.head
+    return program.halves.count == 2 and traffic.load_bytes > 0 and not program.halves.head
 
 
 def has_logsumexp(program: Program) -> bool:
@@ -123,7 +129,7 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
     store_rings = 4 * config.store_slots * 16 * config.box_n * traffic.store_bytes
     # Column reductions of four warps; vectors of a tile and of the next.
-    columns = config.tile_n // program.entries(program.acc_width)
+    columns = config.tile_n // program.halves.runs(program.halves.acc)
     over_columns = (traffic.column_reductions * 4 + traffic.vectors_over_columns * 2) * columns * 4
     epilogue = _round_up(load_ring + store_rings + over_columns, 1024)
     barriers = 16 * config.stages + CONSUMERS * 16 * (config.load_slots if traffic.load_bytes else 1)
@@ -131,7 +137,7 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
 
 
 def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
-    """Whether registers keep a tile's words of head tables from before its products on, beside the accumulator.
+    """Whether registers keep a tile's words of rope tables from before its products on, beside the accumulator.
 
     In cooperative tiles, if there is room: there nothing hides the loads of each head, 2 to 7 % of a product. In
     others, where the other consumer's products do, loading ahead costs 1 to 3 %.
@@ -143,10 +149,10 @@ def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
     tables = sum(
         len(program.loads(i)) * (4 // np.dtype(one.dtype).itemsize)
         for i, one in enumerate(program.operands)
-        if one.kind is Kind.HEAD_TABLE
+        if one.kind is Kind.ROPE_TABLE
     )
-    # Of a block's 64 rows a thread has two, of eight columns of each half of a head two.
-    return tables > 0 and blocks * (tile_n // 2 + tables * program.head // 4) <= _KEPT_REGISTERS
+    # A thread has two of a block's 64 rows, and two of every eight columns of each half of a head.
+    return tables > 0 and blocks * (tile_n // 2 + tables * program.halves.head // 4) <= _KEPT_REGISTERS
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_layers.checkpoints.placement import Index, Shardings, block_of
 from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, fill
 from flax_layers.models.llama import Llama, LlamaConfig
 
@@ -24,6 +26,7 @@ def from_maxtext(
     *,
     query_scaled: bool | None = None,
     rotary: Rotary | None = None,
+    shardings: Shardings = None,
     **options: Any,
 ) -> Llama:
     """A model with the parameters of a MaxText decoder, of its blocks "llama2" (all Llamas) and "qwen3".
@@ -32,21 +35,26 @@ def from_maxtext(
     normalize_embedding_logits=False there, as its Qwen3 configs have it. Its Llama 3.1 rotary embedding is
     RopeScaling(factor=8.0).
 
+    `load_maxtext_folder` reads the arrays from a folder of orbax's.
+
     Args:
       params: nested dictionaries, {"decoder": ..., "token_embedder": ...}, as a checkpoint has them under
-        params/params. Layers are `layers`, stacked along axis 1 (param_scan_axis), or `layers_0`, `layers_1`, ...;
-        query, key and value kernels (D, [layers,] heads, Dh), out (heads, [layers,] Dh, D).
+        params/params, of arrays: NumPy's, jax's, on a mesh too, or any with a shape whose slices NumPy takes. Layers
+        are `layers`, stacked along axis 1 (param_scan_axis), or `layers_0`, `layers_1`, ...; query, key and value
+        kernels (D, [layers,] heads, Dh), out (heads, [layers,] Dh, D).
       config: sizes; those of the arrays must agree.
       query_scaled: whether the query's kernel has the attention's 1 / sqrt(Dh) in it, as all but models with QK-norms
         have it; default not config.qk_norm.
       rotary: which columns of a head its rotary embedding turns together: "halves", i and i + Dh / 2, as here and in
         Hugging Face's models, or "interleaved", 2 i and 2 i + 1, as with rope_type "llama3.1". Default: interleaved
         if the config has a rope_scaling.
+      shardings: where the parameters lie, as in `from_hf`.
       **options: of `Llama`: dtype, param_dtype, scan_layers, remat and remat_layers.
 
     Raises:
-      ValueError: arrays that are missing or unknown, a shape that does not agree with `config`, or query_scaled of a
-        model with QK-norms, which undo any factor.
+      ValueError: arrays that are missing or unknown, a shape that does not agree with `config`, shardings that do not
+        divide a parameter or are not those of all parameters, or query_scaled of a model with QK-norms, which undo any
+        factor.
 
     Source: MaxText's attentions.py, embeddings.py and decoders.py.
     """
@@ -56,7 +64,8 @@ def from_maxtext(
         "tie_word_embeddings is MaxText's logits_via_embedding, qk_norm its use_qk_norm; experts, fused and quantised "
     )
     check(table, arrays, hint + "kernels are not supported")
-    model: Llama = fill(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), table, arrays)
+    abstract = nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0)))
+    model: Llama = fill(abstract, table, arrays, shardings)
     return model
 
 
@@ -94,18 +103,35 @@ def to_maxtext(
     return nested
 
 
-def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, np.ndarray]:
-    """Name -> array, stacked ones as views of the layers'."""
-    found: dict[str, np.ndarray] = {}
-    for name, x in flatten_dict(params, sep=".").items():
-        array = np.asarray(x)
+@dataclasses.dataclass(frozen=True)
+class _Slices:
+    """An array whose slices are in the host's memory, or one layer of an array that has those along axis 1."""
+
+    array: Any
+    layer: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *rest = self.array.shape
+        return (rows, *rest[self.layer is not None :])
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        if self.layer is None:
+            return block_of(self.array, index)
+        return block_of(self.array, (index[0], slice(self.layer, self.layer + 1), *index[1:])).squeeze(1)
+
+
+def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, _Slices]:
+    """Name -> array, those of stacked layers a layer each."""
+    found: dict[str, _Slices] = {}
+    for name, array in flatten_dict(params, sep=".").items():
         if not name.startswith(_STACKED):
-            found[name] = array
+            found[name] = _Slices(array)
             continue
-        if array.shape[1:2] != (layers,):
-            raise ValueError(f"{name} has shape {array.shape}, whose axis 1 is not the config's {layers} layers")
+        if tuple(array.shape[1:2]) != (layers,):
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, whose axis 1 is not the config's {layers} layers")
         rest = name.removeprefix(_STACKED)
-        found |= {f"{_LAYER}{i}.{rest}": array[:, i] for i in range(layers)}
+        found |= {f"{_LAYER}{i}.{rest}": _Slices(array, i) for i in range(layers)}
     return found
 
 

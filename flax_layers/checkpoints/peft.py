@@ -18,13 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_layers.checkpoints.hf_names import entries
-from flax_layers.checkpoints.hugging_face import safetensors_module
+from flax_layers.checkpoints.placement import on_host, wait_for_all_processes
+from flax_layers.checkpoints.safetensors_files import safetensors_module
 from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
 from flax_layers.lora import put_lora
 from flax_layers.models.gpt2 import GPT2, GPT2Config
@@ -63,7 +65,7 @@ def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]
         if found is None:
             continue
         written.add(path)
-        a, b = (np.asarray(x)[index] for x in found)
+        a, b = (np.asarray(on_host(x, None if index is ... else index)) for x in found)
         columns = np.split(b, np.cumsum([_columns(part) for part in entry.parts])[:-1], axis=-1)
         for part, of_part in zip(entry.parts, columns, strict=True):
             name = _module(part)
@@ -127,6 +129,7 @@ def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str |
     """Writes the adapters of a model as a folder that `peft.PeftModel.from_pretrained` and `load_peft_folder` read.
 
     Files are written whole and then moved there, the arrays first. lora_alpha is the rank: `lora_b` has its factor.
+    Where adapters lie on the devices of several processes, all of these call this, and the first one writes.
 
     Args:
       model: as in `to_peft`.
@@ -141,7 +144,12 @@ def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str |
     settings, arrays = to_peft(model)
     settings = {"base_model_name_or_path": base_model, **settings}
 
-    path = Path(path).resolve()
+    if jax.process_index() == 0:
+        _write_folder(Path(path).resolve(), settings, arrays, safetensors)
+    wait_for_all_processes("save_peft_folder")
+
+
+def _write_folder(path: Path, settings: dict[str, Any], arrays: dict[str, np.ndarray], safetensors: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
     made = path / f".{uuid.uuid4().hex}"  # on the file system where they are to lie
     made.mkdir()

@@ -9,11 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-Path = tuple[str | int, ...]
+from flax_layers.checkpoints.placement import Index, Path, Shardings, by_path, on_host, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +33,26 @@ class Part:
     interleaved: bool = False
     factor: float = 1.0
 
-    def read(self, array: np.ndarray) -> np.ndarray:
-        """Ours; not copied where nothing but the shape differs."""
+    def read(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
+        """A block of ours; of the checkpoint's array no more is read than the whole heads that the block lies in.
+
+        Args:
+          array: the checkpoint's, of any kind whose slices NumPy takes.
+          row_count: of ours, 1 of a vector.
+          rows, columns: of the block, with start and stop.
+        """
+        if self.transposed:
+            return _times(np.asarray(array[columns, rows]).T, self.factor)
+        axis = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == row_count)
+        of_rows, rows = _cover(self.shape[:axis], rows)
+        of_columns, columns = _cover(self.shape[axis:], columns, whole_head=self.interleaved)
+        block = np.asarray(array[(*of_rows, *of_columns)])
         if self.interleaved:
-            array = np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
-        return _times(array.T if self.transposed else array, self.factor)
+            block = np.concatenate([block[..., 0::2], block[..., 1::2]], axis=-1)
+        return _times(block.reshape(math.prod(block.shape[:axis]), -1)[rows, columns], self.factor)
 
     def write(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of `read`; ours may have any shape."""
+        """The checkpoint's array; ours may have any shape."""
         array = _times(array.reshape(self.shape[::-1] if self.transposed else self.shape), 1 / self.factor)
         if self.interleaved:
             array = np.stack(np.split(array, 2, axis=-1), axis=-1).reshape(self.shape)
@@ -60,12 +71,27 @@ class Entry:
     path: Path
     parts: tuple[Part, ...]
 
-    def join(self, arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter, in its shape."""
-        columns = [part.read(x) for part, x in zip(self.parts, arrays, strict=True)]
-        if len(columns) > 1:
-            columns = [np.concatenate([x.reshape(*_rows(shape), -1) for x in columns], axis=-1)]
-        return columns[0].reshape(shape)
+    def read(self, arrays: Mapping[str, Any], shape: tuple[int, ...], index: Index, out: np.ndarray) -> None:
+        """Reads a block of the parameter into `out`.
+
+        Args:
+          arrays: of the checkpoint.
+          shape: the parameter's.
+          index: where the block is, with start and stop on each axis.
+          out: of the block's shape and the parameter's dtype.
+        """
+        row_count = math.prod(_rows(shape))
+        rows = index[0] if _rows(shape) else slice(0, 1)
+        out, done = out.reshape(rows.stop - rows.start, -1), 0
+        for start, stop in _intervals(shape[len(_rows(shape)) :], index[len(_rows(shape)) :]):
+            first = 0
+            for part in self.parts:
+                width = math.prod(part.shape) // row_count
+                columns = slice(max(start - first, 0), min(stop - first, width))
+                if (count := columns.stop - columns.start) > 0:
+                    out[:, done : done + count] = part.read(arrays[part.name], row_count, rows, columns)
+                    done += count
+                first += width
 
     def split(self, parameter: np.ndarray) -> list[np.ndarray]:
         """The arrays of the checkpoint, not copied where nothing but the shape differs."""
@@ -87,48 +113,80 @@ def check(table: Sequence[Entry], arrays: Mapping[str, Any], hint: str) -> None:
             raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}; the config makes it {shape}")
 
 
-def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any]) -> Any:
+def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], shardings: Shardings = None) -> Any:
     """The model with the arrays for parameters, in its own dtypes.
 
     Args:
       model: as nnx.eval_shape makes it. Its layers may be stacked for a scan.
       table: all its parameters.
-      arrays: what the table names. Beside them one parameter at a time is in the host's memory.
+      arrays: what the table names. Beside the model the host's memory holds what a device has of one parameter, or one
+        parameter without shardings.
+      shardings: where the parameters are to lie, see `flax_layers.checkpoints.placement`.
     """
     graphdef, state = nnx.split(model)
     shapes = nnx.to_pure_dict(state)
     entries_at: dict[Path, list[tuple[Any, Entry]]] = defaultdict(list)
     for entry in as_stored(table, shapes):
-        path, index = place(shapes, entry.path)
-        entries_at[path].append((index, entry))
+        path, layer = place(shapes, entry.path)
+        entries_at[path].append((layer, entry))
+    sharding_at = by_path(shardings, {path: at(shapes, path) for path in entries_at})
     params: dict[Any, Any] = {}
     for path, entries in entries_at.items():
         leaf = at(shapes, path)
-        parameter = np.empty(leaf.shape, leaf.dtype)
-        for index, entry in entries:
-            of_layer = parameter[index]
-            of_layer[...] = entry.join([np.asarray(arrays[part.name]) for part in entry.parts], of_layer.shape)
-        _put(params, path, jnp.asarray(parameter))
+
+        def read(index: Index, leaf: Any = leaf, entries: list[tuple[Any, Entry]] = entries) -> np.ndarray:
+            block = np.empty([axis.stop - axis.start for axis in index], leaf.dtype)
+            for layer, entry in entries:
+                if layer is ...:
+                    entry.read(arrays, leaf.shape, index, block)
+                elif index[0].start <= layer < index[0].stop:
+                    entry.read(arrays, leaf.shape[1:], index[1:], block[layer - index[0].start])
+            return block
+
+        _put(params, path, placed(read, leaf.shape, sharding_at[path]))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
 
 
-def arrays_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator[tuple[Part, np.ndarray]]:
+def arrays_of(
+    model: nnx.Module | nnx.State, table: Sequence[Entry], *, only_first_process: bool = False
+) -> Iterator[tuple[Part, np.ndarray]]:
     """The arrays of a checkpoint, one after another, in the parameters' own dtypes.
+
+    Parameters that lie on a mesh are gathered one at a time, of stacked layers one layer at a time. Where a mesh has
+    several processes, all of them call this together.
 
     Args:
       model: a model, or a state with its structure. Its layers may be stacked for a scan.
       table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
+      only_first_process: whether the other processes only help: nothing is yielded there.
     """
+    params = parameters_of(model)
+    for entry in as_stored(table, params):
+        path, layer = place(params, entry.path)
+        layer = None if layer is ... else layer
+        array = on_host(at(params, path), layer, only_first_process=only_first_process)
+        if array is not None:
+            yield from zip(entry.parts, entry.split(array), strict=True)
+
+
+def types_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator[tuple[Part, np.dtype]]:
+    """What `arrays_of` yields, and the dtype of each; nothing is gathered."""
+    params = parameters_of(model)
+    for entry in as_stored(table, params):
+        dtype = at(params, place(params, entry.path)[0]).dtype
+        yield from ((part, dtype) for part in entry.parts)
+
+
+def parameters_of(model: nnx.Module | nnx.State) -> Any:
+    """Nested dictionaries of a model's parameters; a ValueError if adapters are among them."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
     if adapted := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[-1] == "lora_a"]:
         raise ValueError(
             f"{'.'.join(map(str, adapted[0][:-1]))} is an adapter, which this checkpoint has no place for: merge_lora "
             "or remove_lora first; save_peft_folder writes adapters alone"
         )
-    for entry in as_stored(table, params):
-        path, index = place(params, entry.path)
-        yield from zip(entry.parts, entry.split(np.asarray(at(params, path))[index]), strict=True)
+    return params
 
 
 def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
@@ -155,6 +213,40 @@ def place(params: Any, path: Path) -> tuple[Path, Any]:
 def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The first axis of a kernel; none of a vector, which is all columns."""
     return shape[:1] if len(shape) > 1 else ()
+
+
+def _cover(axes: tuple[int, ...], wanted: slice, *, whole_head: bool = False) -> tuple[Index, slice]:
+    """What to read of axes that are one axis of ours, and where the wanted part of ours is in it.
+
+    Args:
+      axes: their sizes.
+      wanted: of ours, with start and stop.
+      whole_head: whether the last axis is read whole.
+    """
+    if not axes:
+        return (), wanted
+    first, *rest = axes
+    size = math.prod(rest)
+    start, stop = (0, first) if whole_head and not rest else (wanted.start // size, -(-wanted.stop // size))
+    index = (slice(start, stop), *(slice(0, n) for n in rest))
+    return index, slice(wanted.start - start * size, wanted.stop - start * size)
+
+
+def _intervals(axes: tuple[int, ...], index: Index) -> Iterator[tuple[int, int]]:
+    """Start and stop of what a block has of axes that lie in one row, as long as they can be."""
+    start = stop = 0
+    for outer in itertools.product(*(range(axis.start, axis.stop) for axis in index[:-1])):
+        offset = 0
+        for i, size in zip(outer, axes[:-1], strict=True):
+            offset = offset * size + i
+        offset *= axes[-1]
+        if offset + index[-1].start != stop:
+            if stop > start:
+                yield start, stop
+            start = offset + index[-1].start
+        stop = offset + index[-1].stop
+    if stop > start:
+        yield start, stop
 
 
 def _times(array: np.ndarray, factor: float) -> np.ndarray:

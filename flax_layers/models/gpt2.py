@@ -22,6 +22,7 @@ from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import LayerNorm
+from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,7 @@ class GPT2(LanguageModel):
 
     Args:
       config: sizes.
+      rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
@@ -103,11 +105,13 @@ class GPT2(LanguageModel):
         self,
         config: GPT2Config,
         *,
+        rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        self.rules = normalized(rules)
         init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
@@ -125,9 +129,10 @@ class GPT2(LanguageModel):
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
         """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
-        x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
-        x, longer = decode_layers(self.layers, x, cache, lengths)
-        return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
+        with axis_rules(self.rules):
+            x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
+            x, longer = decode_layers(self.layers, x, cache, lengths)
+            return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
 
     def _features(
         self,
@@ -142,7 +147,7 @@ class GPT2(LanguageModel):
         x = self._embedded(tokens, positions)
         for layer in self.layers:
             x = layer(x, mask=mask, segment_ids=segment_ids)
-        return self.norm(x)
+        return self.norm(constrain(x, *STREAM, beside=("vocab",)))
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Tokens and positions; over explicit mesh axes that cut the tokens, the positions' columns are gathered."""

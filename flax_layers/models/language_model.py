@@ -11,6 +11,7 @@ from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.lm_head import LMHead, logits_of, loss_of
 from flax_layers.packing import labels_within_segments, segment_positions
+from flax_layers.sharding import MeshAxes, axis_rules
 
 Positions = jax.Array | Literal["restart"] | None
 
@@ -20,12 +21,14 @@ class LanguageModel(nnx.Module):
 
     Attributes:
       max_length: the name of the config's field that bounds the number of tokens.
+      rules: how parameters and activations lie on a mesh, see `flax_layers.sharding`; None: as those in force say.
     """
 
     max_length: ClassVar[str]
     config: Any
     head: LMHead
     layers: Any
+    rules: tuple[tuple[str, MeshAxes], ...] | None = None
 
     def _features(
         self,
@@ -69,9 +72,9 @@ class LanguageModel(nnx.Module):
           ValueError: more tokens than the config allows, or "restart" without segment_ids.
         """
         self._check_length(tokens.shape[-1])
-        return logits_of(
-            self.head, self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids), self._embedding()
-        )
+        with axis_rules(self.rules):
+            features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+            return logits_of(self.head, features, self._embedding())
 
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens a row.
@@ -111,8 +114,9 @@ class LanguageModel(nnx.Module):
         self._check_length(tokens.shape[-1])
         if segment_ids is not None and not across_segments:
             labels = labels_within_segments(labels, segment_ids, options.get("ignore_index", -100))
-        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-        return loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+        with axis_rules(self.rules):
+            features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+            return loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)[0]
 
 
 def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array | None:

@@ -22,6 +22,7 @@ from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
 from flax_layers.rope_scaling import RopeScaling
+from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Llama(LanguageModel):
       remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
+      rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
@@ -164,11 +166,13 @@ class Llama(LanguageModel):
         separate_qkv: bool = False,
         remat: Remat = None,
         remat_layers: int | None = None,
+        rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        self.rules = normalized(rules)
         policy_of(remat)  # refuses what is unknown, now
         self.remat = remat if remat is None or isinstance(remat, str) or callable(remat) else tuple(remat)
         if remat_layers is not None:
@@ -235,7 +239,7 @@ class Llama(LanguageModel):
         stream = Stream.of(self.embed(tokens))
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         stream = run_layers(self.layers, stream, remat=self.remat, remat_layers=self.remat_layers, **options)
-        return self.norm(stream)
+        return self.norm(constrain(stream, *STREAM, beside=("vocab",)))
 
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
@@ -254,8 +258,9 @@ class Llama(LanguageModel):
           ValueError: more tokens than the cache's capacity. Under jit it is not known how many it holds: there those
             past its capacity are dropped.
         """
-        stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
-        return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
+        with axis_rules(self.rules):
+            stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
+            return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
 
     def _layers(self) -> Any:
         """The layers one by one, also where they are stacked."""

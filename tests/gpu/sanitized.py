@@ -46,7 +46,7 @@ def main() -> None:
     run("identity", 264, 264, 2056, config=coda.GemmConfig(split_k=True), about="with split-K ")
     for name in ("residual_sumsq", "column_sum", "qk_norm_rotary"):
         shared = coda.GemmConfig(tile_m=128, tile_n=256)
-        run(name, 264, 264, 2056, config=shared, about="in a tile that two warpgroups share ")
+        run(name, 264, 264, 2056, config=shared, about="in a cooperative tile ")
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary_64"):
         run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, column_passes=2), about="in two passes ")
 

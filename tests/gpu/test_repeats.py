@@ -129,7 +129,7 @@ FAULTS = {
         )
     ),
     "read a tile operand before it has arrived": Fault(READ_TOO_EARLY),
-    "read a tile operand before it has arrived, in a shared tile": Fault(
+    "read a tile operand before it has arrived, in a cooperative tile": Fault(
         READ_TOO_EARLY, config=GemmConfig(tile_m=128, tile_n=256)
     ),
     "overwrite a result that is still being stored": Fault(

@@ -1,0 +1,296 @@
+"""`python -m benchmarks.sharded_step`: a Llama's training step on all GPUs of this host, fused and plain.
+
+Value and gradient of the loss of a Llama-3-1B under plain `jit`, parameters and tokens sharded by data parallelism,
+FSDP, tensor parallelism and, on four GPUs or more, FSDP with tensor parallelism; and on one GPU. The variants of one
+scheme have the same shardings and run interleaved; their losses and gradients are compared before anything is timed.
+Times are the wall clock's of steps back to back, medians. Efficiency is the time of the same variant on one GPU, for as
+many tokens a GPU, over the time here. A profile of one step says how long the first GPU computed, how long its
+collectives ran, and how much of that no computation hid. Writes benchmarks/results/<device>_sharded_step.csv.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import results, timing
+from benchmarks.train_step import Measured, check, compile_all
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant
+
+DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COLUMN_PARALLEL = {"query", "key", "value", "qkv", "gate_up", "q", "k", "v", "gate", "up", "head"}
+ROW_PARALLEL = {"out", "down", "embed"}
+
+
+class Scheme(NamedTuple):
+    """How a step is spread: sizes of the mesh's axes, and whether parameters are cut by "data" too."""
+
+    name: str
+    data: int
+    model: int
+    shards_parameters: bool
+
+    def spec(self, path: Any, rank: int, stacked: bool) -> PartitionSpec:
+        """Of a parameter: its columns or its rows are cut by "model", the other axis by "data"."""
+        names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
+        entries: list[str | None] = [None] * rank
+        rows, columns = int(stacked and "layers" in names), rank - 1
+        of_model, of_data = (columns, rows) if names & COLUMN_PARALLEL else (rows, columns)
+        if names & (COLUMN_PARALLEL | ROW_PARALLEL):
+            if self.model > 1:
+                entries[of_model] = "model"
+            if self.shards_parameters:
+                entries[of_data] = "data"
+        return PartitionSpec(*entries)
+
+
+def schemes(count: int) -> list[Scheme]:
+    """On one device and on `count`."""
+    found = [Scheme("one", 1, 1, False)]
+    if count > 1:
+        found += [Scheme("dp", count, 1, False), Scheme("fsdp", count, 1, True), Scheme("tp", 1, count, False)]
+    if count > 2 and count % 2 == 0:
+        found.append(Scheme("fsdp_tp", count // 2, 2, True))
+    return found
+
+
+class _Placed:
+    """`Parameters` of which every form lies on a mesh as a scheme says."""
+
+    def __init__(self, parameters: Parameters, scheme: Scheme, mesh: Mesh):
+        self._parameters, self._scheme, self._mesh = parameters, scheme, mesh
+        self.config, self.dtype, self.param_dtype = parameters.config, parameters.dtype, parameters.param_dtype
+        self.separate_qkv, self.plain_gradient = parameters.separate_qkv, parameters.plain_gradient
+
+    @functools.cache  # noqa: B019, it lives as long as the placed arrays are needed
+    def of(self, variant: Variant) -> Any:
+        def place(path: Any, x: jax.Array) -> jax.Array:
+            spec = self._scheme.spec(path, x.ndim, variant.scan)
+            return jax.device_put(x, NamedSharding(self._mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(place, self._parameters.of(variant))
+
+
+def _shardings(parameters: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, parameters)
+
+
+def interleaved(measured: Sequence[Measured], rounds: int, burst: int) -> dict[str, float]:
+    """Milliseconds of a step by the wall clock, `burst` of them back to back; the first round is not measured."""
+    found: dict[str, list[float]] = {one.name: [] for one in measured}
+    for _ in range(rounds + 1):
+        for one in random.sample(list(measured), len(measured)):
+            start = time.perf_counter()
+            for _ in range(burst):
+                result = one.call()
+            jax.block_until_ready(result)
+            found[one.name].append((time.perf_counter() - start) / burst * 1e3)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
+
+
+class Overlap(NamedTuple):
+    """Of one step on the first device, milliseconds.
+
+    Attributes:
+      compute: in which a kernel other than a collective ran.
+      collective: in which a collective ran.
+      exposed: in which a collective ran and nothing else did.
+      span: from the first kernel's start to the last one's end.
+    """
+
+    compute: float
+    collective: float
+    exposed: float
+    span: float
+
+
+def overlap(call: Callable[[], Any]) -> Overlap | None:
+    """What one call computes and moves on the first GPU, by the profiler; None where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = options.host_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(call())
+        path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
+        profile = jax.profiler.ProfileData.from_file(path)
+    moving, computing = [], []
+    for plane in profile.planes:
+        if plane.name.startswith("/device:GPU:0"):
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        of_kind = moving if "nccl" in event.name.lower() else computing
+                        of_kind.append((event.start_ns, event.start_ns + event.duration_ns))
+    return overlap_of(computing, moving)
+
+
+Interval = tuple[float, float]
+
+
+def overlap_of(computing: Sequence[Interval], moving: Sequence[Interval]) -> Overlap:
+    """The same of intervals of nanoseconds."""
+    everything = [*computing, *moving]
+    span = max((end for _, end in everything), default=0.0) - min((start for start, _ in everything), default=0.0)
+    compute, collective = covered(computing), covered(moving)
+    exposed = covered(everything) - compute
+    return Overlap(*(ns / 1e6 for ns in (compute, collective, exposed, span)))
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Counts by kind in a compiled program."""
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str, Any]]:
+    """A row for each variant."""
+    config = TINY if options.tiny else LLAMA_3_1B
+    config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
+    # Query, key and value have kernels of their own where heads are cut.
+    whole = Parameters(config, jnp.bfloat16, jnp.dtype(options.param_dtype), separate_qkv=scheme.model > 1)
+    devices = jax.devices()[: scheme.data * scheme.model]
+    mesh = jax.make_mesh((scheme.data, scheme.model), ("data", "model"), (AxisType.Auto,) * 2, devices=devices)
+    shape = (options.batch * scheme.data, 24 if options.tiny else options.length)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), rows)
+    labels = jax.device_put(jnp.roll(tokens, -1, axis=1), rows)
+    parameters: Any = _Placed(whole, scheme, mesh)
+
+    with jax.set_mesh(mesh):
+        measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)
+        check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
+        good = [one for one in measured if not one.failure]
+        times = interleaved(good, options.repeats, options.burst) if good else {}
+        profiles = {one.name: overlap(one.call) for one in good}
+    found = []
+    for one in measured:
+        text = one.compiled.as_text()
+        row: dict[str, Any] = {"scheme": scheme.name, "devices": len(devices), "variant": one.name}
+        row |= {"batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
+        row |= {"kernels": text.count('custom_call_target="coda_gemm"'), "collectives": collectives(text)}
+        row |= {f"{name}_gib": round(size, 3) for name, size in one.memory_gib().items()}
+        row |= {"loss": one.loss, "gradient_distance": one.distance, "compile_s": round(one.compile_seconds, 1)}
+        row["failure"] = one.failure
+        if one.name in times:
+            ms = times[one.name]
+            row |= {"ms": ms, "tokens_per_second_a_device": shape[0] * shape[1] / len(devices) / ms * 1e3}
+            if profile := profiles[one.name]:
+                row |= {f"{name}_ms": value for name, value in profile._asdict().items()}
+        found.append(row)
+    return found
+
+
+def with_efficiency(rows: Sequence[dict[str, Any]]) -> None:
+    """Adds to each row its throughput a device beside that of the same variant on one."""
+    rate = "tokens_per_second_a_device"
+    alone = {row["variant"]: row[rate] for row in rows if row["devices"] == 1 and rate in row}
+    for row in rows:
+        if rate in row and row["variant"] in alone:
+            row["efficiency"] = row[rate] / alone[row["variant"]]
+
+
+# Title, column of the file, format.
+SHOWN = [
+    ("scheme", "scheme", "<8"),
+    ("n", "devices", ">3"),
+    ("variant", "variant", "<16"),
+    ("ms", "ms", ">9.1f"),
+    ("tokens/s", "tokens_per_second_a_device", ">10.0f"),
+    ("eff.", "efficiency", ">7.3f"),
+    ("compute", "compute_ms", ">9.1f"),
+    ("moved", "collective_ms", ">9.1f"),
+    ("exposed", "exposed_ms", ">9.1f"),
+    ("temp", "temporaries_gib", ">8.2f"),
+    ("peak", "peak_gib", ">8.2f"),
+    ("own", "kernels", ">5"),
+    ("loss", "loss", ">9.4f"),
+    ("grad", "gradient_distance", ">8.4f"),
+    ("s", "compile_s", ">7.1f"),
+]
+
+
+def heading() -> str:
+    return " ".join(f"{title:{format.split('.')[0]}}" for title, _, format in SHOWN)
+
+
+def show(row: Mapping[str, Any]) -> str:
+    cells = (f"{row.get(name, float('nan')):{format}}" for _, name, format in SHOWN)
+    return f"{' '.join(cells)}  {row['collectives']} {row['failure']}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if a variant's results are wrong."""
+    parser = results.parser("benchmarks.sharded_step", __doc__)
+    parser.add_argument("--variants", default=",".join(DEFAULTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--schemes", help="some of one, dp, fsdp, tp, fsdp_tp; default all that the GPUs allow")
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--burst", type=int, default=3, help="steps back to back in a round (default 3)")
+    parser.add_argument("--batch", type=int, default=2, help="rows of tokens for each part of the data axis")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
+    options = parser.parse_args(arguments)
+    names = options.variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
+    possible = {scheme.name: scheme for scheme in schemes(len(jax.devices()))}
+    asked = options.schemes.split(",") if options.schemes else list(possible)
+    if unknown := [name for name in asked if name not in possible]:
+        parser.error(f"--schemes: {unknown[0]} is none of {', '.join(possible)} on {len(jax.devices())} devices")
+
+    print(f"{heading()}   [{timing.clock()}]", flush=True)
+    found: list[dict[str, Any]] = []
+    for name in asked:
+        rows = measure(possible[name], names, options)
+        found += rows
+        with_efficiency(found)
+        for row in rows:
+            print(show(row), flush=True)
+    print(f"[{timing.clock()}]")
+    columns = list(dict.fromkeys(name for row in found for name in row))
+    flags = {"xla_flags": os.environ.get("XLA_FLAGS", ""), "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS", "")}
+    results.write("_sharded_step", columns, found, folder=options.out, commit=options.commit, **flags)
+    return int(any(row["failure"].startswith("wrong") for row in found))
+
+
+def use_whole_gpus() -> None:
+    """Settings that must be made before JAX starts its GPUs: memory, and collectives beside computation."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag in ("latency_hiding_scheduler", "pipelined_all_gather", "pipelined_reduce_scatter"):
+        if flag not in flags:
+            flags += f" --xla_gpu_enable_{flag}=true"
+    os.environ["XLA_FLAGS"] = flags
+
+
+if __name__ == "__main__":
+    use_whole_gpus()
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""A head's statistics as differentiable functions of arrays on any mesh.
+
+`statistics` computes the logits again in its backward pass. `weighted_sum`, whose cotangent is a number, forms the
+gradients in its forward pass, while a chunk's logits are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.operators.loss_head import Kernel, LossHead, Statistics, Tokens
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes
+from coda_jax.primitives.reverse_mode import differentiable
+from coda_jax.primitives.row_shards import Result, on_row_shards
+
+Value = Callable[[Statistics], jax.Array]  # of each token, elementwise
+
+
+def statistics(
+    head: LossHead, name: str, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None = None
+) -> Statistics:
+    """`LossHead.statistics` with its derivative, named as the operator."""
+    made: Statistics = _on_explicit_shards(partial(_statistics, name=name), head, tokens, kernel, labels, mask)
+    return made
+
+
+def weighted_sum(
+    head: LossHead,
+    name: str,
+    value: Value,
+    tokens: Tokens,
+    kernel: Kernel,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    """sum(weights * value(statistics)); its gradients are formed in the forward pass."""
+    f = partial(_weighted_sum, name=name, value=value)
+    return jnp.sum(_on_explicit_shards(f, head, tokens, kernel, labels, weights))
+
+
+# ---- on one device's part of explicit axes
+
+
+def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
+    def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
+        each: Any = Result()
+        results = Statistics(each, each, each if head.has_total else None, each if head.has_entropy else None)
+        found: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
+        return found
+
+    def forward(*arguments: Any) -> tuple[Statistics, Any]:
+        found = _statistics(head, *arguments, name=name)
+        return found, (arguments, found)
+
+    def backward(kept: Any, cotangents: Statistics) -> tuple[Any, ...]:
+        (tokens, kernel, labels, mask), found = kept
+        pullback = _pullback if mask is None else _masked_pullback
+        dtokens, dkernel = pullback(head, tokens, kernel, labels, mask, found, cotangents, name=name)
+        return *_of_arguments(head, tokens, kernel, dtokens, dkernel), None, None
+
+    made: Statistics = differentiable(name, run, forward, backward)(*arguments)
+    return made
+
+
+def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
+    gradients: tuple[Tokens, Kernel] = _on_devices(head, "pullback", arguments, _gradients(head, *arguments[:2]))
+    return gradients
+
+
+def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
+    """`_pullback`, whose own derivative is that of a loop over all chunks: of another JAX knows no reverse mode."""
+    whole = dataclasses.replace(head, all_chunks=True)
+
+    def run(*arguments: Any) -> tuple[Tokens, Kernel]:
+        return _pullback(head, *arguments, name=name)
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        return run(*arguments), arguments
+
+    def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
+        tokens, kernel, labels, mask, found, given = arguments
+
+        def of_floats(tokens: Tokens, kernel: Kernel, found: Statistics, given: Statistics) -> Any:
+            return _pullback(whole, tokens, kernel, labels, mask, found, given, name=name)
+
+        _, pullback = jax.vjp(of_floats, tokens, kernel, found, given)
+        dtokens, dkernel, dfound, dgiven = pullback(cotangents)
+        return dtokens, dkernel, None, None, dfound, dgiven
+
+    made: tuple[Tokens, Kernel] = differentiable(name, run, forward, backward)(*arguments)
+    return made
+
+
+def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> jax.Array:
+    """(1,), of a device's tokens."""
+
+    def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(weights * value(_statistics(head, tokens, kernel, labels, None, name=name)), keepdims=True)
+
+    def forward(*arguments: Any) -> tuple[jax.Array, Any]:
+        tokens, kernel, _, weights = arguments
+        results = (Result(), _gradients(head, tokens, kernel))
+        values, gradients = _on_devices(head, "values_and_gradients", arguments, results, value)
+        return jnp.sum(weights * values, keepdims=True), (tokens, kernel, values, gradients)
+
+    def backward(kept: Any, dsum: jax.Array) -> tuple[Any, ...]:
+        tokens, kernel, values, (dtokens, dkernel) = kept
+        dtokens, dkernel = jax.tree.map(lambda x: jnp.expand_dims(dsum, range(1, x.ndim)) * x, (dtokens, dkernel))
+        return *_of_arguments(head, tokens, kernel, dtokens, dkernel), None, dsum * values
+
+    made: jax.Array = differentiable(name, run, forward, backward)(*arguments)
+    return made
+
+
+def _of_arguments(
+    head: LossHead, tokens: Tokens, kernel: Kernel, dtokens: Any, dkernel: Kernel
+) -> tuple[Tokens, Kernel]:
+    """The arguments' cotangents, from that of what is projected and those of the kernel, float32."""
+    formed, through_norm = jax.vjp(head.normalize, tokens.h)
+    (dh,) = through_norm(dtokens.h.astype(formed.dtype))
+    dinner = None if tokens.inner is None else dtokens.inner.astype(tokens.inner.dtype)
+    no_scale = None if tokens.scale is None else jnp.zeros_like(tokens.scale)
+    dscale = no_scale if dtokens.scale is None else dtokens.scale
+    return Tokens(dh, dinner, dscale), jax.tree.map(lambda x, of_x: of_x.astype(x.dtype), kernel, dkernel)
+
+
+# ---- on the devices of a mesh
+
+
+def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results: Any, *first: Any) -> Any:
+    """head.method(*first, *arguments), `results` saying what each array of its result is, by each device of a mesh."""
+    tokens, kernel, *others = arguments
+    cast = jax.tree.map(lambda x: x.astype(head.dtype), kernel)  # here: what is gathered has the compute dtype
+    of_results, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
+
+    def of(head: LossHead) -> Callable[..., Any]:
+        return partial(getattr(head, method), *first)
+
+    made = on_row_shards(
+        of(head),
+        *(tokens, cast, *others),
+        rows=(_row_flags(tokens), False, *(True for _ in others)),
+        columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
+        results=of_results,
+        of_part=lambda *cut: of(head.of_part(*cut)),
+    )
+    return jax.tree.unflatten(structure, made)
+
+
+def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
+    """What each of the gradients is: of the tokens a device has a part of a sum where it has a part of W."""
+    part: Any = Result(is_part=True)
+    of_w, of_b = (None if axis is None else Result(True, axis) for axis in _vocabulary_axes(head, kernel))
+    dinner = None if tokens.inner is None else part
+    dkernel: Any = Kernel(of_w, of_b)  # type: ignore[arg-type]
+    return Tokens(part, dinner, part if head.scale_has_gradient else None), dkernel
+
+
+def _vocabulary_axes(head: LossHead, kernel: Kernel) -> tuple[Any, Any]:
+    return 0 if head.transpose_w else 1, None if kernel.b is None else 1
+
+
+def _row_flags(tokens: Tokens) -> Any:
+    """Whether each array has a row for each token."""
+    flags: Any = jax.tree.map(lambda _: True, tokens)
+    if isinstance(flags.h, DeferredNorm):
+        of_bias: Any = None if flags.h.bias is None else False
+        none: Any = False
+        flags = flags._replace(h=dataclasses.replace(flags.h, scale=none, bias=of_bias))
+    return flags
+
+
+def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:
+    """f(head, tokens, kernel, *others), on each device's part where explicit mesh axes cut tokens or the vocabulary.
+
+    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything.
+    """
+    x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
+    of_w, of_b = _vocabulary_axes(head, kernel)
+    rows, wanted = explicit_cuts(x)[0], explicit_cuts(kernel.w)[of_w]
+    columns = tuple(axis for axis in wanted if axis not in rows)
+    mesh = jax.typeof(kernel.w if columns else x).sharding.mesh
+    parts = math.prod(size for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name in columns)
+    part = head.of_part(columns, parts) if columns else head
+
+    def run(*arguments: Any) -> Any:
+        axes = varying_axes(*jax.tree.leaves(arguments)) - set(columns)
+        tokens, *others = jax.tree.map(lambda x: vary(axes, x)[0], arguments)
+        # Each device has a part of the sum that is a token's cotangent: to go back through this is to sum them.
+        tokens = jax.tree.map(lambda x: vary(axes | set(columns), x)[0], tokens)
+        return f(part, tokens, *others)
+
+    arguments = (tokens, kernel, *others)
+    if not rows and not columns:
+        return run(*arguments)
+    by_rows, by_columns = jax.P(rows or None), [jax.P(*[None] * axis, columns or None) for axis in (of_w, of_b or 0)]
+    specs = (
+        jax.tree.map(lambda has_rows: by_rows if has_rows else jax.P(), _row_flags(tokens)),
+        jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
+        *(None if x is None else by_rows for x in others),
+    )
+
+    def placed(x: jax.Array, spec: jax.P) -> jax.Array:
+        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+
+    on_shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_rows, axis_names=set(explicit_axes(mesh)))
+    return on_shards(*jax.tree.map(placed, arguments, specs))

@@ -1,0 +1,94 @@
+"""A loop over chunks of tokens: all of them, or those that a mask keeps, which are brought together first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from coda_jax.epilogue.values import same_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some of the rows of arrays.
+
+    Attributes:
+      start, size: of the chunk among the rows, or among the kept ones.
+      rows: where there is a mask, the kept ones' numbers in their order, and behind them numbers beyond the last row.
+    """
+
+    start: Any
+    size: Any
+    rows: jax.Array | None = None
+
+    def of(self, x: Any) -> Any:
+        """The chunk's rows of x, or None of None; behind the last kept row the first one again, which is finite."""
+        if x is None:
+            return None
+        if self.rows is None:
+            return x if same_size(self.size, x.shape[0]) else lax.dynamic_slice_in_dim(x, self.start, self.size)
+        rows = self._own()
+        return jnp.take(x, jnp.where(rows < x.shape[0], rows, self.rows[0]), axis=0, mode="clip")
+
+    def of_kept(self, x: Any) -> Any:
+        """The same, but behind the last kept row 0."""
+        if x is None or self.rows is None:
+            return self.of(x)
+        return jnp.take(x, self._own(), axis=0, mode="fill", fill_value=0)
+
+    def put(self, rows: jax.Array, part: jax.Array) -> jax.Array:
+        """The rows of an array with the chunk's in their places."""
+        if self.rows is not None:
+            return rows.at[self._own()].set(part, mode="drop", unique_indices=True, indices_are_sorted=True)
+        whole = same_size(part.shape[0], rows.shape[0])
+        return part if whole else lax.dynamic_update_slice_in_dim(rows, part, self.start, 0)
+
+    def _own(self) -> jax.Array:
+        assert self.rows is not None
+        whole = same_size(self.size, self.rows.shape[0])
+        return self.rows if whole else lax.dynamic_slice_in_dim(self.rows, self.start, self.size)
+
+
+def over_chunks(
+    step: Callable[[Any, Chunk], Any],
+    state: Any,
+    rows: Any,
+    size: int | None,
+    mask: jax.Array | None = None,
+    *,
+    all_chunks: bool = False,
+) -> Any:
+    """step(state, chunk) for the chunks of so many rows.
+
+    Args:
+      step: gives the next state.
+      rows: their number.
+      size: of a chunk; the last one may be shorter, but with a mask. None: all rows are one.
+      mask: (rows,) bool: which are kept. There are as many steps as chunks of kept rows, perhaps none.
+      all_chunks: as many steps as without a mask, which JAX can differentiate.
+    """
+    if mask is not None:
+        size = rows if size is None else size
+        steps = -(-rows // size)
+        kept = kept_rows(mask, steps * size)
+        count = steps if all_chunks else (jnp.sum(mask, dtype=jnp.int32) + (size - 1)) // size
+        return lax.fori_loop(0, count, lambda i, state: step(state, Chunk(i * size, size, kept)), state)
+    if size is None:
+        return step(state, Chunk(0, rows))
+    state = lax.fori_loop(0, rows // size, lambda i, state: step(state, Chunk(i * size, size)), state)
+    return step(state, Chunk(rows // size * size, rows % size)) if rows % size else state
+
+
+def kept_rows(mask: jax.Array, size: Any) -> jax.Array:
+    """(size,) int32: the numbers of the rows that a mask (rows,) keeps, and behind them rows, rows + 1, ..."""
+    rows = mask.shape[0]
+    places = jnp.cumsum(mask, dtype=jnp.int32) - 1
+    beyond = rows + lax.iota(jnp.int32, size)
+    # Of those that are not kept the places are beyond the last, each its own.
+    places = jnp.where(mask, places, size + lax.iota(jnp.int32, rows))
+    return beyond.at[places].set(lax.iota(jnp.int32, rows), mode="drop", unique_indices=True)

@@ -1,0 +1,168 @@
+"""Parameters onto the devices of a mesh and back, one at a time: no host needs the memory for a whole model.
+
+Each device's part of a parameter is read by itself and is on the device before the next one is read. What says where
+parameters lie is one of
+
+    None                                 the default device, as without a mesh
+    a jax.sharding.Sharding              for all of them
+    f(path, leaf) -> Sharding            path ("layers", 0, "mlp", "gate_up"), leaf a jax.ShapeDtypeStruct
+    an nnx.State, or nested dictionaries of the model's structure, whose leaves are Shardings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+Path: TypeAlias = tuple[str | int, ...]
+Index: TypeAlias = tuple[slice, ...]  # a slice with start and stop for each axis
+ShardingOf: TypeAlias = Callable[[Path, jax.ShapeDtypeStruct], Sharding]
+Shardings: TypeAlias = Sharding | ShardingOf | Mapping[Any, Any] | nnx.State | None
+
+
+def by_path(shardings: Shardings, leaves: Mapping[Path, Any]) -> dict[Path, Sharding | None]:
+    """The sharding of each parameter.
+
+    Args:
+      shardings: in one of the forms above.
+      leaves: path -> what has the parameter's shape and dtype.
+
+    Raises:
+      ValueError: a parameter without a sharding or a sharding without a parameter, or one that does not divide it.
+      TypeError: what is no sharding.
+    """
+    if shardings is None:
+        return dict.fromkeys(leaves)
+    found: dict[Path, Any]
+    if isinstance(shardings, Sharding):
+        found = dict.fromkeys(leaves, shardings)
+    elif isinstance(shardings, nnx.State | Mapping):
+        found = _flat(nnx.to_pure_dict(shardings) if isinstance(shardings, nnx.State) else shardings)
+        for path in sorted(leaves.keys() ^ found.keys(), key=_dotted):
+            what = "no parameter" if path in found else "no sharding"
+            raise ValueError(f"shardings: there is {what} {_dotted(path)}")
+    else:
+        found = {path: shardings(path, jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in leaves.items()}
+    for path, leaf in leaves.items():
+        sharding = found[path]
+        if not isinstance(sharding, Sharding):
+            raise TypeError(f"shardings: {sharding!r} of {_dotted(path)} is not a jax.sharding.Sharding")
+        try:
+            if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(leaf.shape):
+                raise ValueError(f"{sharding.spec} has more axes")
+            sharding.shard_shape(leaf.shape)
+        except ValueError as error:
+            raise ValueError(f"shardings: {_dotted(path)} {leaf.shape} cannot be cut so: {error}") from None
+    return found
+
+
+def placed(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding: Sharding | None) -> jax.Array:
+    """The array of this shape, whose blocks `read` reads; each process reads those of its own devices."""
+    if sharding is None:
+        return jnp.asarray(read(_bounds((slice(None),) * len(shape), shape)))
+    devices_at: dict[str, list[jax.Device]] = {}  # by the index, which Python 3.11 cannot hash
+    index_at: dict[str, Index] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = _bounds(index or (), shape)
+        devices_at.setdefault(str(bounds), []).append(device)
+        index_at[str(bounds)] = bounds
+    parts: list[jax.Array] = []
+    for key, devices in devices_at.items():
+        block = read(index_at[key])
+        copies = [
+            jax.device_put(block, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)) for device in devices
+        ]
+        parts += jax.block_until_ready(copies)  # else blocks that are still copied pile up
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def on_host(array: Any, layer: int | None = None, *, only_first_process: bool = False) -> np.ndarray | None:
+    """The array, or array[layer], in the host's memory, of which JAX keeps no copy.
+
+    Args:
+      array: of any sharding. Where it has devices of other processes, all processes call this together.
+      layer: an index of the first axis.
+      only_first_process: whether the processes but the first only help: they get None.
+    """
+    wanted = not (only_first_process and jax.process_index())
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        gathered = _gathered(array, layer).addressable_data(0)
+        return np.asarray(gathered) if wanted else None
+    if not wanted:
+        return None
+    if layer is None:
+        return block_of(array, _bounds((slice(None),) * array.ndim, array.shape))
+    rest = _bounds((slice(None),) * (array.ndim - 1), array.shape[1:])
+    return block_of(array, (slice(layer, layer + 1), *rest))[0]
+
+
+def block_of(array: Any, index: Index) -> np.ndarray:
+    """array[index] in the host's memory; of a jax.Array from the parts of its devices, without a collective.
+
+    Raises:
+      ValueError: an array with parts on other processes' devices.
+    """
+    if not isinstance(array, jax.Array):
+        return np.asarray(array[index])
+    if not array.is_fully_addressable:
+        raise ValueError(f"an array {array.shape} lies on other processes' devices too: it cannot be read here")
+    block = np.empty([axis.stop - axis.start for axis in index], array.dtype)
+    for shard in array.addressable_shards:
+        bounds = _bounds(shard.index, array.shape)
+        overlap = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, bounds, strict=True)]
+        if shard.replica_id or any(axis.stop <= axis.start for axis in overlap):
+            continue
+        if overlap == list(bounds):  # a new jax.Array, for each keeps what NumPy has once read of it
+            part = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+        else:
+            part = shard.data[_within(overlap, bounds)]
+        block[_within(overlap, index)] = np.asarray(part)
+    return block
+
+
+def wait_for_all_processes(what: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def _gathered(array: jax.Array, layer: int | None) -> jax.Array:
+    """The array, or array[layer], on each device."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(f"only arrays with a NamedSharding can be gathered from several processes, not {sharding}")
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    if layer is None or (sharding.spec and sharding.spec[0] is not None):
+        whole = jax.jit(lambda x: x, out_shardings=everywhere)(array)
+        return whole if layer is None else whole[layer]
+    one = jax.jit(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False), out_shardings=everywhere)
+    return one(array, layer)
+
+
+def _within(part: Iterable[slice], whole: Index) -> Index:
+    """Where a part is in what it is a part of."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, whole, strict=True))
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    """The index with start and stop on each axis."""
+    return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(index, shape, strict=True))
+
+
+def _flat(tree: Mapping[Any, Any], path: Path = ()) -> dict[Path, Any]:
+    found: dict[Path, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, (*path, key)) if isinstance(value, Mapping) else {(*path, key): value}
+    return found
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

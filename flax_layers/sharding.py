@@ -1,0 +1,279 @@
+"""How a model lies on a mesh: names of axes, rules that give mesh axes to names, and what follows from both.
+
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        model = sharding.create(lambda: Llama(config, rules=sharding.FSDP_TENSOR, rngs=nnx.Rngs(0)))
+        tokens = jax.device_put(tokens, sharding.array_sharding(mesh, model.rules, "batch", "length"))
+
+**Names.** Every axis of a parameter and of an activation has a name: `flax_layers.axis_names` lists them. Names depend
+on the model alone, so that a plan for a mesh is a small dictionary beside it, and changing it changes no model code.
+
+**Rules** say which mesh axes cut the axes of a name, as flax's logical axis rules do: {"embed": "fsdp"}, or several
+mesh axes, the major one first. What no rule names is not cut. A mesh axis cuts an array once: where two of an array's
+names ask for it, the name that comes first in the rules has it. So {"batch": "fsdp", "embed": "fsdp"} cuts the
+residual stream (batch, length, embed) by its batch and a kernel (embed, mlp) by its rows, and with "length": "tensor"
+behind "mlp": "tensor" the residual stream is cut by its length, the hidden activation (batch, length, mlp) by mlp. Mesh
+axes that the mesh does not have are passed over: one set of rules serves a node and a cluster.
+
+**Where rules act.** `Llama(config, rules=...)` keeps them, and hands them to all that it is made of while it is traced.
+They may also be those of a `with nnx.logical_axis_rules(...)` around what is traced, inside the jitted function: for
+blocks without a model, and for models of your own, whose arrays `constrain` names. Without rules, and without a mesh
+(`jax.set_mesh`), nothing is constrained and nothing else changes.
+
+    parameters    `create` makes each device's part on that device; `parameter_specs` gives the PartitionSpec of each,
+                  also of gradients and optimizer states; in the backward pass gradients lie as their parameters
+    activations   constrained are the residual stream between sub-layers, query, key, value and context, the hidden
+                  activation of the feed-forward layers inside its chain, what the head multiplies; and the cotangents
+                  of all of these. Constraints are XLA's on automatic mesh axes and reshards on explicit ones
+
+Constraints make the textbook plan come out. Left alone, XLA's propagation may carry an embedding's cut of D into the
+residual stream, or the batch's into a hidden activation that tensor parallelism wants cut by F; either costs an
+all-to-all, or a gather of activations, in every layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import spmd
+from jax.sharding import NamedSharding, PartitionSpec
+
+from coda_jax.extend import array, constrained
+from flax_layers.axis_names import Axes, axes_of_parameter
+
+MeshAxes = str | tuple[str, ...] | None
+Rules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
+Plan = dict[str, MeshAxes]
+
+# The textbook plans, over mesh axes "data", "fsdp" and "tensor", any of which a mesh may lack.
+DATA: Plan = {"batch": "data"}
+FSDP: Plan = {"batch": ("data", "fsdp"), "embed": "fsdp"}
+TENSOR: Plan = {"batch": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+FSDP_TENSOR: Plan = {**TENSOR, **FSDP}
+SEQUENCE: Plan = {**TENSOR, "length": "tensor"}
+FSDP_SEQUENCE: Plan = {**FSDP_TENSOR, "length": "tensor"}
+
+STREAM: Axes = ("batch", "length", "embed")  # the residual stream
+
+T = TypeVar("T")
+
+
+def normalized(rules: Rules | None) -> tuple[tuple[str, MeshAxes], ...] | None:
+    """The rules as flax has them, a tuple of pairs, which may be hashed.
+
+    Raises:
+      ValueError: what is no rule.
+    """
+    if rules is None:
+        return None
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    found = []
+    for pair in pairs:
+        name, axes = pair
+        axes = tuple(axes) if isinstance(axes, list) else axes
+        are_names = isinstance(axes, str | tuple | None) and all(isinstance(axis, str) for axis in _names(axes))
+        if not isinstance(name, str) or not are_names:
+            raise ValueError(f"rules give names of axes the names of mesh axes; got {name!r}: {axes!r}")
+        found.append((name, axes))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def axis_rules(rules: Rules | None) -> Iterator[None]:
+    """`nnx.logical_axis_rules` of these; of None those that are in force stay."""
+    pairs = normalized(rules)
+    with contextlib.nullcontext() if pairs is None else spmd.logical_axis_rules(pairs):
+        yield
+
+
+def spec_of(
+    axes: Axes, rules: Rules | None = None, *, mesh: Any = None, shape: Sequence[Any] | None = None
+) -> PartitionSpec:
+    """How an array lies whose axes have these names.
+
+    Args:
+      axes: names, or None for an axis that is not cut.
+      rules: default those in force.
+      mesh: whose axes are meant; default that of `jax.set_mesh`, and without one all that the rules name.
+      shape: of the array: mesh axes that do not divide an axis evenly do not cut it; None of an axis whose size is
+        not known.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    sizes = None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    cuts: dict[str, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for name, mesh_axes in normalized(rules) or spmd.get_logical_axis_rules():
+        if name in axes and not cuts.get(name):
+            cut: tuple[str, ...] = ()
+            for axis in _names(mesh_axes):
+                if axis in taken or (sizes is not None and axis not in sizes):
+                    continue
+                size = None if shape is None else shape[axes.index(name)]
+                if size is not None and sizes is not None and not _divides((*cut, axis), size, sizes):
+                    break
+                cut += (axis,)
+            cuts[name] = cut
+            taken.update(cut)
+    entries = (cuts.get(name or "", ()) for name in axes)
+    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in entries))
+
+
+def constrain(x: T, *axes: str | None, beside: Axes = ()) -> T:
+    """x, which lies as the rules in force say of axes with these names, and so does its cotangent.
+
+    Args:
+      x: an array, or a `Stream`. One with fewer axes lacks the first ones, whose mesh axes then cut nothing.
+      *axes: names.
+      beside: names of what x is multiplied with or looked up by: a mesh axis that would cut an array with all of these
+        axes by one of them does not cut x.
+    """
+    spec = activation_spec(jnp.shape(array(x)), *axes, beside=beside)
+    result: T = jax.tree.map(lambda leaf: constrained(leaf, None if spec is None else spec[: leaf.ndim]), x)
+    return result
+
+
+def constrain_parameters(module: T) -> T:
+    """The module with its parameters as `constrain` gives them, by their names: their gradients lie as they do.
+
+    Under rules it is a copy: what the module writes into variables of its own is lost.
+    """
+    if not _in_force():
+        return module
+    split: Any = nnx.split(module, nnx.Param, ...)
+    graphdef, params, rest = split
+
+    def one(path: Any, x: jax.Array) -> jax.Array:
+        axes = axes_of_parameter([_key(key) for key in path], x.ndim)
+        return x if axes is None else constrain(x, *axes)
+
+    made: T = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(one, params), rest)
+    return made
+
+
+def activation_spec(shape: Sequence[Any], *axes: str | None, beside: Axes = ()) -> PartitionSpec | None:
+    """How `constrain` lays an array of this shape; None where no rules are in force, or no mesh is."""
+    if not _in_force():
+        return None
+    lacking = (None,) * (len(beside) + len(axes) - len(shape))
+    entries = tuple(spec_of((*beside, *axes), shape=(*lacking, *shape)))
+    return PartitionSpec(*entries[len(lacking) :])
+
+
+def array_sharding(mesh: Any, rules: Rules | None, *axes: str | None) -> NamedSharding:
+    """Of an array whose axes have these names, as tokens ("batch", "length")."""
+    return NamedSharding(mesh, spec_of(axes, rules or (), mesh=mesh))
+
+
+def parameter_specs(
+    model: Any, rules: Rules | None = None, *, mesh: Any = None, axes: Mapping[str, Axes] | None = None
+) -> Any:
+    """The PartitionSpec of every array of a model, or of what has its structure.
+
+    Args:
+      model: a module, abstract as of `nnx.eval_shape` or not; or a pytree whose keys end as a model's do: an nnx.State,
+        gradients, an optimizer's state, linen's variables.
+      rules: default the model's own, then those in force.
+      mesh: default that of `jax.set_mesh`.
+      axes: names of parameters of your own by the end of their path, {"router.kernel": ("embed", None)}; see
+        `flax_layers.axis_names`.
+
+    Returns:
+      The structure of `nnx.state(model)`, or of the pytree.
+
+    Raises:
+      ValueError: a parameter of two or more axes without names, or one that its mesh axes do not divide evenly.
+    """
+    tree = nnx.state(model) if isinstance(model, nnx.Module) else model
+    rules = getattr(model, "rules", None) if rules is None else rules
+    rules = spmd.get_logical_axis_rules() if rules is None else rules
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        keys = tuple(_key(key) for key in path)
+        names = axes_of_parameter(keys, x.ndim, axes)
+        if names is None:
+            if x.ndim < 2:
+                return PartitionSpec()  # counts, keys, what an optimizer has of rows alone
+            end = ".".join(_dotted(keys).split(".")[-2:])
+            raise ValueError(f"{_dotted(keys)} of shape {x.shape} has no names of axes: give axes={{{end!r}: (...)}}")
+        found = spec_of(names, rules, mesh=mesh)
+        _check_divides(_dotted(keys), x.shape, names, found, mesh)
+        return found
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def parameter_shardings(model: Any, mesh: Any, rules: Rules | None = None, **options: Any) -> Any:
+    """The NamedSharding of every array; arguments as in `parameter_specs`."""
+    specs = parameter_specs(model, rules, mesh=mesh, **options)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def create(make: Callable[[], T], rules: Rules | None = None, *, mesh: Any = None, **options: Any) -> T:
+    """make(), whose arrays are made where they are to lie: no device ever holds more than its parts.
+
+    The values are those of make() itself.
+
+    Args:
+      make: returns a module, and reads no array that it is not given.
+      rules: default the module's own, then those in force.
+      mesh: default that of `jax.set_mesh`.
+      **options: of `parameter_specs`.
+
+    Raises:
+      ValueError: no mesh, or as in `parameter_specs`.
+    """
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError("create wants a mesh: give mesh=, or call it under jax.set_mesh(mesh)")
+    # Types would say of explicit axes that what is drawn lies whole on every device.
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    with jax.set_mesh(automatic):
+        abstract: Any = nnx.eval_shape(make)
+        graphdef, _ = nnx.split(abstract)
+        shardings = parameter_shardings(abstract, automatic, rules, **options)
+        state = jax.jit(lambda: nnx.state(make()), out_shardings=shardings)()
+    state = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), state)
+    made: T = nnx.merge(graphdef, state)
+    return made
+
+
+def _in_force() -> bool:
+    return bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
+
+
+def _names(axes: MeshAxes) -> tuple[Any, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _divides(axes: Sequence[str], size: Any, sizes: Mapping[str, int]) -> bool:
+    return isinstance(size, int) and size % math.prod(sizes[axis] for axis in axes) == 0
+
+
+def _check_divides(name: str, shape: Sequence[int], axes: Axes, spec: PartitionSpec, mesh: Any) -> None:
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    for axis, size, cut in zip(axes, shape, spec, strict=True):
+        if sizes and cut is not None and not _divides(_names(cut), size, sizes):
+            by = " x ".join(f"{one}={sizes[one]}" for one in _names(cut))
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, whose axis {axis!r} of {size} mesh axes {by} do not divide evenly: "
+                f"change its size, or give {axis!r} other mesh axes or None in the rules"
+            )
+
+
+def _key(key: Any) -> str | int:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            found: str | int = getattr(key, attribute)
+            return found
+    return str(key)
+
+
+def _dotted(keys: Sequence[str | int]) -> str:
+    return ".".join(str(key) for key in (keys[:-1] if keys and keys[-1] == "value" else keys))
