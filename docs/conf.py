@@ -69,7 +69,7 @@ def counted(app: Any, exception: Exception | None) -> None:
     """Ends with how many blocks were executed."""
     if exception is None:
         found = app.env.found_docs
-        counts = [len(pages.blocks_of(Path(app.env.doc2path(name)).read_text(), name)) for name in found]
+        counts = [len(pages.blocks_of(Path(app.env.doc2path(name)).read_text())) for name in found]
         print(f"{sum(counts)} blocks executed on {sum(map(bool, counts))} of {len(counts)} pages")
 
 

@@ -70,7 +70,7 @@ def test_every_page_is_in_the_index_and_has_blocks_that_compile():
     for path in (ROOT / "docs").glob("*.md"):
         is_listed = any(fnmatch.fnmatch(path.stem, pattern) for pattern in ["index", *listed])
         assert is_listed, f"{path.name} is in no toctree"
-        for code in pages.blocks_of(path.read_text(), path.stem):
+        for code in pages.blocks_of(path.read_text()):
             compile(code, path.name, "exec")
 
 
