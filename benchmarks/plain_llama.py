@@ -14,8 +14,25 @@ import jax
 import jax.numpy as jnp
 
 from flax_layers import LlamaConfig
+from flax_layers.sharding import STREAM, constrain
 
 Params = dict[str, Any]
+
+# Names of the parameters' axes, for `flax_layers.sharding`. Arrays are constrained only where its rules are in force.
+AXES: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", "embed"),
+    "head": ("embed", "vocab"),
+    "q": ("embed", "heads"),
+    "k": ("embed", "kv_heads"),
+    "v": ("embed", "kv_heads"),
+    "out": ("heads", "embed"),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "attention_norm": ("norm",),
+    "mlp_norm": ("norm",),
+    "norm": ("norm",),
+}
 
 
 def from_fused(fused: Mapping[str, Any], config: LlamaConfig) -> Params:
@@ -74,7 +91,7 @@ def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
     """x + MLP(norm(x))."""
     y = rms_norm(x, p["mlp_norm"], epsilon)
     gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
-    return x + (jax.nn.silu(y @ gate) * (y @ up)) @ down
+    return constrain(x + constrain(jax.nn.silu(y @ gate) * (y @ up), "batch", None, "mlp") @ down, *STREAM)
 
 
 def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
@@ -91,10 +108,12 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
 
 
 def layer(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> jax.Array:
-    q, k, v = qkv(x, p, cos, sin, config)
+    names = ("heads", "kv_heads", "kv_heads")
+    heads = zip(qkv(x, p, cos, sin, config), names, strict=True)
+    q, k, v = (constrain(y, "batch", None, name, None) for y, name in heads)
     implementation = "cudnn" if jax.default_backend() == "gpu" and x.dtype != jnp.float32 else "xla"
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    x = x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype)
+    x = constrain(x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype), *STREAM)
     return mlp(x, p, config.rms_norm_eps)
 
 
@@ -119,7 +138,7 @@ def loss(
     one = functools.partial(layer, cos=cos, sin=sin, config=config)
     if remat:
         one = jax.checkpoint(one)
-    x = params["embed"][tokens].astype(dtype)
+    x = constrain(params["embed"][tokens].astype(dtype), *STREAM)
     if isinstance(params["layers"], list):
         for p in params["layers"]:
             x = one(x, p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ VARIANTS = {
     "coda": "flax_layers",
     "coda_scan": "flax_layers, scan over layers",
     "coda_recompute": 'flax_layers, `remat="save_attention"`',
+    "coda_scan_recompute": 'flax_layers, scan, `remat="save_attention"`',
     "coda_recompute_3": 'flax_layers, `remat="save_attention", remat_layers=3`',
     "xla": "plain JAX, unrolled",
     "xla_scan": "plain JAX, scan over layers",
@@ -282,3 +284,46 @@ def loss_curve(rows: Sequence[Row]) -> str:
     for title, column in (("mean gap", "mean_gap"), ("largest gap", "largest_gap")):
         lines.append([title, *(f"{number(rows[0], f'{name}_{column}'):.4f}" for name in names[:2]), ""])
     return text + table(["step", "fused, bfloat16", "plain, bfloat16", "plain, float32"], lines)
+
+
+def sharded_step(rows: Sequence[Row]) -> str:
+    text = (
+        "Value and gradient of the loss of a Llama-3-1B, 2 x 8192 tokens for each part of the batch, bfloat16, wall "
+        "clock. *Efficiency*: tokens a second and GPU beside those of the same variant on one GPU. *Exposed*: time of "
+        "the first GPU in which a collective runs and nothing else does. Variants of a scheme are interleaved and have "
+        "the same shardings and constraints.\n\n"
+    )
+    columns = ["scheme", "GPUs", "", "ms", "efficiency", "collectives, ms", "exposed, ms", "temporaries, GiB", "calls"]
+    lines = [
+        [
+            row["scheme"],
+            row["devices"],
+            VARIANTS.get(row["variant"], row["variant"]),
+            f"{number(row, 'ms'):.1f}" if row["ms"] else row["failure"],
+            f"{number(row, 'efficiency'):.3f}" if row["efficiency"] else "",
+            f"{number(row, 'collective_ms'):.1f}" if row["collective_ms"] else "",
+            f"{number(row, 'exposed_ms'):.1f}" if row["exposed_ms"] else "",
+            f"{number(row, 'temporaries_gib'):.2f}",
+            ", ".join(f"{kind} {count}" for kind, count in ast.literal_eval(row["collectives"]).items()),
+        ]
+        for row in rows
+    ]
+    return text + table(columns, lines)
+
+
+def overlap(rows: Sequence[Row]) -> str:
+    text = (
+        "The gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU, beside a gather of a layer's "
+        "weights (436 MB) or a float32 reduce-scatter of their gradients, wall clock. *Yields*: `YIELD_NANOSECONDS` "
+        "of `coda_jax/tiles/constants.py`, 0 for thread blocks that stay to the end. *Over the longer*: the time over "
+        "that of the longer one alone.\n\n"
+    )
+    lines = []
+    for row in rows:
+        product, _, move = row["program"].partition(" and ")
+        name, _, nanoseconds = product.partition(" ")
+        names = {"coda": "coda_jax", "xla": "XLA", "gather": "", "scatter": ""}
+        beside = move or (name if name in ("gather", "scatter") else "")
+        ms, ratio = f"{number(row, 'ms'):.2f}", f"{number(row, 'over_longer'):.2f}" if move else ""
+        lines.append([row["nccl_max_ctas"].replace("0", "default", 1), names[name], nanoseconds, beside, ms, ratio])
+    return text + table(["NCCL_MAX_CTAS", "product", "yields, ns", "collective", "ms", "over the longer"], lines)

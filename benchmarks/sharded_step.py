@@ -1,18 +1,19 @@
 """`python -m benchmarks.sharded_step`: a Llama's training step on all GPUs of this host, fused and plain.
 
 Value and gradient of the loss of a Llama-3-1B under plain `jit`, parameters and tokens sharded by data parallelism,
-FSDP, tensor parallelism and, on four GPUs or more, FSDP with tensor parallelism; and on one GPU. The variants of one
-scheme have the same shardings and run interleaved; their losses and gradients are compared before anything is timed.
-Times are the wall clock's of steps back to back, medians. Efficiency is the time of the same variant on one GPU, for as
-many tokens a GPU, over the time here. A profile of one step says how long the first GPU computed, how long its
-collectives ran, and how much of that no computation hid. Writes benchmarks/results/<device>_sharded_step.csv.
+FSDP, tensor parallelism without and with sequence parallelism and, on four GPUs or more, FSDP with tensor parallelism;
+and on one GPU. The variants of one scheme have the same shardings and constraints, and run interleaved; their losses
+and gradients are compared before anything is timed. Times are the wall clock's of steps back to back, medians.
+Efficiency is the throughput a GPU beside that of the same variant on one GPU. A profile of one step says how long the
+first GPU computed, how long its collectives ran, and how much of that no computation hid. Writes
+benchmarks/results/<device>_sharded_step.csv.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import glob
+import math
 import os
 import random
 import re
@@ -25,65 +26,74 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from benchmarks import results, timing
+from benchmarks import plain_llama, results, timing
 from benchmarks.train_step import Measured, check, compile_all
 from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant
+from flax_layers import sharding
 
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-COLUMN_PARALLEL = {"query", "key", "value", "qkv", "gate_up", "q", "k", "v", "gate", "up", "head"}
-ROW_PARALLEL = {"out", "down", "embed"}
 
 
 class Scheme(NamedTuple):
-    """How a step is spread: sizes of the mesh's axes, and whether parameters are cut by "data" too."""
+    """How a step is spread: sizes of the mesh's axes, and the rules of `flax_layers.sharding`."""
 
     name: str
-    data: int
-    model: int
-    shards_parameters: bool
+    sizes: dict[str, int]
+    rules: sharding.Plan
 
-    def spec(self, path: Any, rank: int, stacked: bool) -> PartitionSpec:
-        """Of a parameter: its columns or its rows are cut by "model", the other axis by "data"."""
-        names = {key.key for key in path if isinstance(key, jax.tree_util.DictKey)}
-        entries: list[str | None] = [None] * rank
-        rows, columns = int(stacked and "layers" in names), rank - 1
-        of_model, of_data = (columns, rows) if names & COLUMN_PARALLEL else (rows, columns)
-        if names & (COLUMN_PARALLEL | ROW_PARALLEL):
-            if self.model > 1:
-                entries[of_model] = "model"
-            if self.shards_parameters:
-                entries[of_data] = "data"
-        return PartitionSpec(*entries)
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def mesh(self, kind: AxisType = AxisType.Auto) -> Mesh:
+        """Of the first devices."""
+        axes = tuple(self.sizes)
+        return jax.make_mesh(
+            tuple(self.sizes.values()), axes, (kind,) * len(axes), devices=jax.devices()[: self.devices]
+        )
+
+    def placed(self, parameters: Any, mesh: Mesh) -> Any:
+        """The parameters of a fused or a plain Llama, as the rules say."""
+        shardings = sharding.parameter_shardings(parameters, mesh, self.rules, axes=plain_llama.AXES)
+        return jax.tree.map(jax.device_put, parameters, shardings)
+
+    def tokens(self, mesh: Mesh, *, cuts_length: bool = True) -> NamedSharding:
+        """How tokens lie."""
+        return sharding.array_sharding(mesh, self.rules, "batch", "length" if cuts_length else None)
 
 
 def schemes(count: int) -> list[Scheme]:
     """On one device and on `count`."""
-    found = [Scheme("one", 1, 1, False)]
+    found = [Scheme("one", {"data": 1}, {})]
     if count > 1:
-        found += [Scheme("dp", count, 1, False), Scheme("fsdp", count, 1, True), Scheme("tp", 1, count, False)]
+        found += [
+            Scheme("dp", {"data": count}, sharding.DATA),
+            Scheme("fsdp", {"fsdp": count}, sharding.FSDP),
+            Scheme("tp", {"tensor": count}, sharding.TENSOR),
+            Scheme("sp", {"tensor": count}, sharding.SEQUENCE),
+        ]
     if count > 2 and count % 2 == 0:
-        found.append(Scheme("fsdp_tp", count // 2, 2, True))
+        found.append(Scheme("fsdp_tp", {"fsdp": count // 2, "tensor": 2}, sharding.FSDP_TENSOR))
     return found
 
 
-class _Placed:
-    """`Parameters` of which every form lies on a mesh as a scheme says."""
+class _Placed(Parameters):
+    """Of which every form lies on a mesh as a scheme says."""
 
-    def __init__(self, parameters: Parameters, scheme: Scheme, mesh: Mesh):
-        self._parameters, self._scheme, self._mesh = parameters, scheme, mesh
-        self.config, self.dtype, self.param_dtype = parameters.config, parameters.dtype, parameters.param_dtype
-        self.separate_qkv, self.plain_gradient = parameters.separate_qkv, parameters.plain_gradient
+    def __init__(self, *arguments: Any, scheme: Scheme, mesh: Mesh):
+        # Query, key and value have kernels of their own where heads are cut.
+        super().__init__(*arguments, separate_qkv="tensor" in scheme.sizes, rules=scheme.rules or None)
+        self._scheme, self._mesh = scheme, mesh
+        self._placed: dict[Any, Any] = {}
 
-    @functools.cache  # noqa: B019, it lives as long as the placed arrays are needed
     def of(self, variant: Variant) -> Any:
-        def place(path: Any, x: jax.Array) -> jax.Array:
-            spec = self._scheme.spec(path, x.ndim, variant.scan)
-            return jax.device_put(x, NamedSharding(self._mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(place, self._parameters.of(variant))
+        key = (variant.fused, variant.scan)
+        if key not in self._placed:
+            self._placed[key] = self._scheme.placed(super().of(variant), self._mesh)
+        return self._placed[key]
 
 
 def _shardings(parameters: Any) -> Any:
@@ -173,15 +183,11 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     """A row for each variant."""
     config = TINY if options.tiny else LLAMA_3_1B
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
-    # Query, key and value have kernels of their own where heads are cut.
-    whole = Parameters(config, jnp.bfloat16, jnp.dtype(options.param_dtype), separate_qkv=scheme.model > 1)
-    devices = jax.devices()[: scheme.data * scheme.model]
-    mesh = jax.make_mesh((scheme.data, scheme.model), ("data", "model"), (AxisType.Auto,) * 2, devices=devices)
-    shape = (options.batch * scheme.data, 24 if options.tiny else options.length)
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), rows)
-    labels = jax.device_put(jnp.roll(tokens, -1, axis=1), rows)
-    parameters: Any = _Placed(whole, scheme, mesh)
+    mesh = scheme.mesh()
+    shape = (options.batch * scheme.devices // scheme.sizes.get("tensor", 1), 24 if options.tiny else options.length)
+    tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), scheme.tokens(mesh))
+    labels = jax.device_put(jnp.roll(tokens, -1, axis=1), scheme.tokens(mesh))
+    parameters = _Placed(config, jnp.bfloat16, jnp.dtype(options.param_dtype), scheme=scheme, mesh=mesh)
 
     with jax.set_mesh(mesh):
         measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)
@@ -192,7 +198,7 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     found = []
     for one in measured:
         text = one.compiled.as_text()
-        row: dict[str, Any] = {"scheme": scheme.name, "devices": len(devices), "variant": one.name}
+        row: dict[str, Any] = {"scheme": scheme.name, "devices": scheme.devices, "variant": one.name}
         row |= {"batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
         row |= {"kernels": text.count('custom_call_target="coda_gemm"'), "collectives": collectives(text)}
         row |= {f"{name}_gib": round(size, 3) for name, size in one.memory_gib().items()}
@@ -200,7 +206,7 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
         row["failure"] = one.failure
         if one.name in times:
             ms = times[one.name]
-            row |= {"ms": ms, "tokens_per_second_a_device": shape[0] * shape[1] / len(devices) / ms * 1e3}
+            row |= {"ms": ms, "tokens_per_second_a_device": shape[0] * shape[1] / scheme.devices / ms * 1e3}
             if profile := profiles[one.name]:
                 row |= {f"{name}_ms": value for name, value in profile._asdict().items()}
         found.append(row)
@@ -249,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a variant's results are wrong."""
     parser = results.parser("benchmarks.sharded_step", __doc__)
     parser.add_argument("--variants", default=",".join(DEFAULTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--schemes", help="some of one, dp, fsdp, tp, fsdp_tp; default all that the GPUs allow")
+    parser.add_argument("--schemes", help="some of one, dp, fsdp, tp, sp, fsdp_tp; default all that the GPUs allow")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--burst", type=int, default=3, help="steps back to back in a round (default 3)")
     parser.add_argument("--batch", type=int, default=2, help="rows of tokens for each part of the data axis")

@@ -13,6 +13,7 @@ from flax import nnx
 from benchmarks import plain_llama
 from flax_layers import Llama, LlamaConfig
 from flax_layers.layer_stack import stack
+from flax_layers.sharding import Rules, axis_rules
 
 LLAMA_3_1B = LlamaConfig(
     vocab_size=128256,
@@ -74,10 +75,20 @@ class Parameters:
       dtype: compute dtype.
       param_dtype: of the parameters.
       separate_qkv: of the fused model.
+      rules: how arrays lie on a mesh, of `flax_layers.sharding`.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: Any, param_dtype: Any, *, separate_qkv: bool = False):
-        self.config, self.dtype, self.param_dtype, self.separate_qkv = config, dtype, param_dtype, separate_qkv
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: Any,
+        param_dtype: Any,
+        *,
+        separate_qkv: bool = False,
+        rules: Rules | None = None,
+    ):
+        self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
+        self.separate_qkv, self.rules = separate_qkv, rules
         # The generator that XLA compiles in no time: a program for each shape of parameters otherwise takes a second.
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
         self.model = Llama(config, separate_qkv=separate_qkv, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -129,6 +140,7 @@ def step(name: str, variant: Variant, parameters: Parameters, *, gradient_shardi
             "remat": variant.remat,
             "remat_layers": variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
             "separate_qkv": parameters.separate_qkv,
+            "rules": parameters.rules,
             "dtype": dtype,
             "param_dtype": parameters.param_dtype,
         }
@@ -140,7 +152,8 @@ def step(name: str, variant: Variant, parameters: Parameters, *, gradient_shardi
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             remat = variant.remat is not None
-            return plain_llama.loss(params, tokens, labels, config=config, dtype=dtype, remat=remat)
+            with axis_rules(parameters.rules):
+                return plain_llama.loss(params, tokens, labels, config=config, dtype=dtype, remat=remat)
 
     loss.__name__ = name  # timing.executions tells variants apart by it
     function = jax.value_and_grad(loss)

@@ -82,16 +82,17 @@ def test_sharded_step(tmp_path, quick_to_compile):
     assert int(fsdp["devices"]) == 4 and int(fsdp["batch"]) == 4 * int(one["batch"])
 
 
-def test_schemes_cut_parameters():
-    """Columns or rows by "model", the other axis by "data"; norms lie everywhere; a stack's own axis is not cut."""
-    key = jax.tree_util.DictKey
-    both = sharded_step.Scheme("both", 2, 2, True)
-    names = {"q": ("data", "model"), "down": ("model", "data"), "embed": ("model", "data"), "norm": (None, None)}
-    for name, cuts in names.items():
-        assert tuple(both.spec([key("layers"), key(name)], 2, False)) == cuts
-        assert tuple(both.spec([key("layers"), key(name)], 3, True)) == (None, *cuts)
-    assert tuple(both.spec([key("mlp"), key("gate_up")], 3, False)) == ("data", None, "model")
-    assert [one.name for one in sharded_step.schemes(2)] == ["one", "dp", "fsdp", "tp"]
+def test_schemes_cut_plain_parameters():
+    """As those of the fused model; the axis of stacked layers is not cut."""
+    assert [one.name for one in sharded_step.schemes(2)] == ["one", "dp", "fsdp", "tp", "sp"]
+    (both,) = (one for one in sharded_step.schemes(4) if one.name == "fsdp_tp")
+    cuts = {"q": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "norm": (None, None)}
+    for lead in ((), (3,)):
+        arrays = {name: jnp.zeros((*lead, 8) if name == "norm" else (*lead, 8, 8)) for name in cuts}
+        placed = both.placed({"layers": arrays}, both.mesh())["layers"]
+        for name, cut in cuts.items():
+            spec = tuple(placed[name].sharding.spec)
+            assert spec == ((None,) * len(lead) + cut if name != "norm" else ((None,) * len(spec)))
 
 
 def test_what_a_collective_leaves_exposed():

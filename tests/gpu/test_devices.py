@@ -188,14 +188,18 @@ CONFIG = LlamaConfig(
 )
 
 
-@KINDS
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
-@pytest.mark.parametrize("scheme", ["dp", "fsdp", "tp"])
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [(scheme, AxisType.Auto) for scheme in ("dp", "fsdp", "tp", "sp")]
+    + [(scheme, AxisType.Explicit) for scheme in ("dp", "fsdp", "tp")],
+    ids=str,
+)
 def test_models_under_plain_jit(scheme, scan, kind):
     """Loss and gradients of one device; each product is a kernel, of which scanned layers have one set."""
     scheme = next(one for one in schemes(len(DEVICES)) if one.name == scheme)
     options = {"scan_layers": True, "remat": "save_attention"} if scan else {}
-    model = Llama(CONFIG, separate_qkv=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
+    model = Llama(CONFIG, rules=scheme.rules, separate_qkv=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
     graph, params = nnx.split(model, nnx.Param)
     tokens = jax.random.randint(jax.random.key(1), (4 * len(DEVICES), 257), 0, CONFIG.vocab_size)
 
@@ -204,14 +208,9 @@ def test_models_under_plain_jit(scheme, scan, kind):
 
     step = jax.jit(jax.value_and_grad(loss))
     want = jax.device_get(step(params, tokens))
-    mesh = jax.make_mesh((scheme.data, scheme.model), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = scheme.mesh(kind)
     with jax.set_mesh(mesh):
-
-        def place(path, x):
-            return jax.device_put(x, NamedSharding(mesh, scheme.spec(path, x.ndim, scan)))
-
-        placed = jax.tree_util.tree_map_with_path(place, params)
-        rows = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        placed, rows = scheme.placed(params, mesh), jax.device_put(tokens, scheme.tokens(mesh, cuts_length=False))
         compiled = step.lower(placed, rows).compile()
         got = compiled(placed, rows)
     assert own_calls(compiled) >= (13 + 3 if scan else 2 * 12 + 3)
