@@ -1,5 +1,6 @@
 """What builds the documentation: pages as notebooks, docstrings as reStructuredText, the table of operators."""
 
+import csv
 import fnmatch
 import re
 import sys
@@ -12,7 +13,7 @@ if not (ROOT / "docs").exists():
     pytest.skip("the documents are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "docs"))
 
-from tools import api, device_outputs, docstrings, operators, pages  # noqa: E402
+from tools import api, device_outputs, docstrings, expected, links, operators, pages  # noqa: E402
 
 PAGE = """# A page
 
@@ -69,7 +70,7 @@ def test_every_page_is_in_the_index_and_has_blocks_that_compile():
     for path in (ROOT / "docs").glob("*.md"):
         is_listed = any(fnmatch.fnmatch(path.stem, pattern) for pattern in ["index", *listed])
         assert is_listed, f"{path.name} is in no toctree"
-        for code in pages.blocks_of(path.read_text(), path.stem):
+        for code in pages.blocks_of(path.read_text()):
             compile(code, path.name, "exec")
 
 
@@ -129,3 +130,23 @@ def test_a_page_of_parts_begins_with_its_setup(monkeypatch):
     assert notebook.count("x = 1") == 1
     assert notebook.index("# Part") < notebook.index("x = 1") < notebook.index("\nx\n")
     assert ":tags: [remove-cell]\nx = 1" in notebook
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b.html#x">1</a><a href="#top">2</a><img src="c.png">')
+    (tmp_path / "b.html").write_text('<a href="a.html#gone">3</a><a href="https://example.org">4</a>')
+    broken, inside, outside = links.check(tmp_path)
+    assert broken == ["a.html: b.html#x", "a.html: c.png", "b.html: a.html#gone"]
+    assert (inside, outside) == (4, 1)
+
+
+@pytest.mark.parametrize("chip", ["nvidia_h200", "nvidia_h100_80gb_hbm3"])
+def test_the_cost_model_expects_what_was_measured_of_a_layer(chip):
+    """Within 10 %, on both chips, of Llama-3-1B's and 8B's."""
+    with (ROOT / "benchmarks" / "results" / f"{chip}_layer.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["pass"] == "forward, backward" and row["variant"] == "coda"]
+    sizes = {"2048": (2048, 8192, 32, 8, 64), "4096": (4096, 14336, 32, 8, 128)}
+    assert {row["width"] for row in rows} == sizes.keys()
+    for row in rows:
+        ms = expected.layer_ms(*sizes[row["width"]], tokens=16384, device=row["device"])
+        assert ms == pytest.approx(float(row["ms"]), rel=0.1)

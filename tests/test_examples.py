@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-SHORT = ("custom_epilogue", "finetune", "fsdp", "lora", "new_architecture", "packing", "profile_step")
+SHORT = ("custom_epilogue", "finetune", "fsdp", "grpo", "lora", "new_architecture", "packing", "profile_step")
 
 
 def example(name):
@@ -46,6 +46,12 @@ def test_fsdp():
     assert jax.device_count() > 1
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_grpo():
+    means = example("grpo")["main"](12)
+    assert means[0] < 0.7 and means[-1] > 0.9
 
 
 @pytest.mark.slow

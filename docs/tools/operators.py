@@ -132,6 +132,12 @@ OPERATORS = (
         notes="Shown for a single chunk of tokens. A training step works on chunks of about 2048 and forms the "
         "gradients in the forward pass, so that it keeps those of x and w and no logits.",
     ),
+    Operator(
+        "token_logprobs",
+        "coda.token_logprobs(coda.rms_norm(x, scale), w, labels)",
+        "x (M, D); scale (D); w (D, V); labels (M) int32",
+        notes="Shown for a single chunk of tokens.",
+    ),
 )
 
 

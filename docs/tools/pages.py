@@ -34,7 +34,6 @@ _WHOLE = re.compile(r"^<!-- whole: (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?![a-z]+://|#)([^)\s#]+)", re.MULTILINE)
 _OUTSIDE = re.compile(r"\]\((?:\.\./)+([A-Z]+\.md|benchmarks/REPORT\.md)(#[\w-]+)?\)")
 
-SHOWN = frozenset(("explain",))  # pages whose blocks are not executed
 
 # Documents outside this folder, and the pages that include them.
 PAGES = {
@@ -51,10 +50,8 @@ def cell(code: str, tags: str = "") -> str:
     return f"```{{code-cell}} python\n{f':tags: [{tags}]' if tags else ''}\n{code}```"
 
 
-def blocks_of(text: str, name: str = "") -> list[str]:
-    """The code of all cells of the page `name`, shown or not, in order."""
-    if name in SHOWN:
-        return []
+def blocks_of(text: str) -> list[str]:
+    """The code of all cells of a page, shown or not, in order."""
     found = [(match.start(), match[1]) for match in _HIDDEN.finditer(text)]
     found += [(match.start(), match[2]) for match in _BLOCK.finditer(text)]
     return [code for _, code in sorted(found)]
@@ -74,7 +71,7 @@ def to_notebook(text: str, name: str = "", made: Mapping[str, Callable[..., str]
     made = made or {}
     if whole := _WHOLE.search(text):
         text = document(whole[1], shift=0)
-    has_cells = bool(blocks_of(text, name))
+    has_cells = bool(blocks_of(text))
     text = _MADE.sub(lambda match: made[match[1]](*filter(None, match.groups()[1:])), text)
     if has_cells:
         if name in SETUPS:
