@@ -261,12 +261,14 @@ def loss_head(rows: Sequence[Row]) -> str:
         "The mean loss of M tokens of D features over V labels, bfloat16; with gradients three products are counted. "
         "*Plain*: an array of all logits.\n\n"
     )
-    names = {"coda": "`linear_cross_entropy`", "xla": "plain JAX"}
+    ours = {"loss": "`linear_cross_entropy`", "logprobs": "`token_logprobs`", "entropy": "`token_logprobs`, entropies"}
+    of_xla = {"loss": "plain JAX", "logprobs": "plain JAX, log-probabilities", "entropy": "plain JAX, with entropies"}
+    names = {"coda": ours, "xla": of_xla}
     lines = [
         [
             " x ".join(row[size] for size in ("tokens", "width", "vocabulary")),
             "yes" if row["gradient"] == "True" else "",
-            names[row["variant"]],
+            names[row["variant"]][row.get("operator", "loss")],
             f"{number(row, 'ms'):.2f}",
             f"{number(row, 'tflops'):.0f}",
             f"{number(row, 'temporaries_gib'):.2f}",

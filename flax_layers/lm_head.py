@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coda_jax import DeferredNorm, Stream, linear_cross_entropy
+from coda_jax import DeferredNorm, Stream, linear_cross_entropy, token_logprobs
 from coda_jax.extend import array
 from flax_layers.linear import LowRank, default_kernel_init, project
 from flax_layers.sharding import constrain
@@ -97,6 +97,37 @@ class LMHead(nnx.Module):
             **options,
         )
 
+    def token_logprobs(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        labels: jax.Array,
+        *,
+        embedding: jax.Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Log-probabilities of labels (...), or k of them a token (..., k), without an array of all logits.
+
+        Args:
+          x: (..., D).
+          labels: integers; -100 gives 0.
+          embedding: as in `__call__`.
+          **options: of `coda_jax.token_logprobs`: temperature, entropy, mask, ignore_index, soft_cap, chunk_bytes.
+
+        Returns:
+          float32, of the shape of labels; with `entropy` a pair of them and of the entropies (...).
+
+        Raises:
+          ValueError: as `__call__`, or a shape or option that `coda_jax.token_logprobs` refuses.
+        """
+        return token_logprobs(
+            x if isinstance(x, DeferredNorm) else array(x),
+            self._weight(embedding),
+            labels,
+            transpose_w=self.kernel is None,
+            dtype=self.dtype,
+            **options,
+        )
+
     def _weight(self, embedding: jax.Array | None) -> jax.Array:
         """The module's kernel (D, V), or a tied one's embedding (V, D)."""
         if self.kernel is None:
@@ -139,6 +170,12 @@ class _AdaptedHead(NamedTuple):
             raise ValueError(f"a {type(head).__name__} with a bias stands in the place of a head: give use_bias=False")
         return cls(adapter.kernel, False, adapter)
 
+    def options(self) -> dict[str, Any]:
+        """What the operators over a vocabulary take of it."""
+        lora = self.low_rank.lora
+        delta = lora.lora_a[...], lora.lora_b[...]
+        return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}
+
 
 def logits_of(head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None) -> jax.Array:
     """Logits (..., V) of an LMHead or of an adapter in its place; arguments as in `LMHead.__call__`."""
@@ -154,19 +191,19 @@ def logits_of(head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Ar
 def loss_of(
     head: Any, x: jax.Array | DeferredNorm, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`LMHead.loss`, also of an adapter in its place: [x, x a] is projected by [w; b], one product a chunk still.
-
-    The norm is formed before, an array (..., D + r).
-    """
+    """`LMHead.loss`, also of an adapter in its place."""
     adapted = _AdaptedHead.of(head, embedding)
     if adapted is None:
         found: tuple[jax.Array, jax.Array] = head.loss(x, labels, embedding=embedding, **options)
         return found
-    w, transposed, low_rank = adapted
-    x = x.array() if isinstance(x, DeferredNorm) else x
-    dtype = low_rank.dtype or jnp.result_type(x, w)
-    b = low_rank.lora.lora_b[...]
-    x = jnp.concatenate([x.astype(dtype), low_rank.inner(x).astype(dtype)], axis=-1)
-    rows = [w.astype(dtype), (b.T if transposed else b).astype(dtype)]
-    w = jnp.concatenate(rows, axis=1 if transposed else 0)
-    return linear_cross_entropy(x, w, labels, transpose_w=transposed, dtype=dtype, **options)
+    return linear_cross_entropy(x, labels=labels, **adapted.options(), **options)
+
+
+def token_logprobs_of(
+    head: Any, x: jax.Array | DeferredNorm, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
+) -> Any:
+    """`LMHead.token_logprobs`, also of an adapter in its place."""
+    adapted = _AdaptedHead.of(head, embedding)
+    if adapted is None:
+        return head.token_logprobs(x, labels, embedding=embedding, **options)
+    return token_logprobs(x, labels=labels, **adapted.options(), **options)

@@ -277,8 +277,11 @@ def test_loss_head(tmp_path, quick_to_compile):
     assert loss_head.main(["--tiny", "--rounds=1", f"--out={tmp_path}", "--commit=none"]) == 0
     with next(tmp_path.glob("*_loss_head.csv")).open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["variant"] for row in rows] == ["coda", "xla"]
-    assert "256 x 32 x 200" in report_tables.loss_head(rows)
+    assert [(row["operator"], row["variant"]) for row in rows] == list(
+        itertools.product(("loss", "entropy", "entropy"), ("coda", "xla"))
+    )
+    shown = report_tables.loss_head(rows)
+    assert "256 x 32 x 200" in shown and "`token_logprobs`, entropies" in shown
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
-from coda_jax.operators.loss_head import Kernel, LossHead, Tokens, columns_of
+from coda_jax.operators.head_arrays import Kernel, Tokens
+from coda_jax.operators.loss_head import LossHead
 from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.projection import norm_projection
+from coda_jax.operators.token_chunks import columns_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
 
 LowRank = tuple[jax.Array, jax.Array]  # A (D, r), B (r, V)
@@ -48,7 +50,6 @@ def head_arguments(
     head = LossHead(
         vocabulary=vocabulary,
         columns=columns,
-        total_vocabulary=vocabulary,
         chunk_bytes=chunk_bytes,
         transpose_w=transpose_w,
         dtype=dtype,

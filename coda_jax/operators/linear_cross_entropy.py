@@ -18,7 +18,7 @@ from coda_jax.operators.head_arguments import (
     head_options,
     known_labels,
 )
-from coda_jax.operators.loss_head import Statistics
+from coda_jax.operators.head_arrays import Statistics
 from coda_jax.operators.loss_statistics import statistics, weighted_sum
 from coda_jax.primitives.arguments import check_floats
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,55 +32,12 @@ from jax import lax
 
 from coda_jax.epilogue import ReductionOp, logsumexp
 from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
 from coda_jax.operators.norm_products import multiply
-from coda_jax.operators.token_chunks import Chunk, over_chunks
+from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.partitioned import across
-
-Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
-
-
-class Tokens(NamedTuple):
-    """What the head has of each token.
-
-    Attributes:
-      h: of x (M, D), what is projected.
-      inner: u (M, r), beside a low-rank delta.
-      scale: 1 / T (M,) float32; None: 1.
-    """
-
-    h: Hidden
-    inner: jax.Array | None = None
-    scale: jax.Array | None = None
-
-
-class Kernel(NamedTuple):
-    """What the head projects with.
-
-    Attributes:
-      w: W (D, V), or stored (V, D).
-      b: B (r, V), of a low-rank delta.
-    """
-
-    w: jax.Array
-    b: jax.Array | None = None
-
-
-class Statistics(NamedTuple):
-    """Of the logits of each token, float32; also their cotangents.
-
-    Attributes:
-      lse: (M,).
-      target: (M,), or (M, k) of k labels a token.
-      total: (M,), where the head has it.
-      entropy: (M,), where the head has it.
-    """
-
-    lse: Any
-    target: Any
-    total: Any = None
-    entropy: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +47,6 @@ class LossHead:
     Attributes:
       vocabulary: V, of W as it is given: a device's part where W is cut.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
-      total_vocabulary: the whole V.
       axes: the manual mesh axes that cut W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
@@ -104,7 +60,6 @@ class LossHead:
 
     vocabulary: int
     columns: int
-    total_vocabulary: int
     chunk_bytes: int
     transpose_w: bool
     dtype: Any
@@ -188,7 +143,6 @@ class LossHead:
         tokens are a part of a sum over the devices that have the others.
         """
         w, labels = self._joined(kernel), self._of_part(labels)
-        is_one = labels.ndim == 1
 
         def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
             formed, given, scale = self._formed(tokens, chunk), chunk.of(labels), chunk.of(tokens.scale)
@@ -205,7 +159,7 @@ class LossHead:
                 out_dtypes=[self.dtype, *[jnp.float32] * self.scale_has_gradient],
                 transpose_b=self.transpose_w,
             )
-            if not is_one:
+            if labels.ndim > 1:
                 dz, dscale = self._with_candidates(dz, dscale, given, scale, of_chunk, asked)
             return self._products(dz, dscale, formed, w, state, chunk)
 
@@ -377,11 +331,7 @@ class LossHead:
     # ---- of all chunks
 
     def _chunk(self, rows: Any, dtype: Any) -> int | None:
-        """Tokens of a chunk with logits of this dtype, a multiple of 128, all about one size; None: one chunk."""
-        most = max(self.chunk_bytes // (self.columns * np.dtype(dtype).itemsize) // 128 * 128, 128)
-        if not isinstance(rows, int) or rows <= most:
-            return None
-        return round_up(-(-rows // -(-rows // most)), 128)
+        return chunk_size(rows, self.columns * np.dtype(dtype).itemsize, self.chunk_bytes)
 
     def _reads_logits(self, labels: jax.Array) -> bool:
         return self.has_entropy or labels.ndim > 1
@@ -432,15 +382,6 @@ class LossHead:
         dw = zeros((columns, width) if self.transpose_w else (width, columns), jnp.float32)
         db = None if kernel.b is None else zeros((kernel.b.shape[0], columns), jnp.float32)
         return dtokens, Kernel(dw, db)
-
-
-def columns_of(vocabulary: int, dtype: Any) -> int:
-    """Columns of the logits: the vocabulary, or a multiple of 128 where rows of it cannot be addressed."""
-    return vocabulary if np.dtype(dtype).itemsize > 2 or vocabulary % 8 == 0 else round_up(vocabulary, 128)
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.operators.loss_head import Kernel, LossHead, Statistics, Tokens
+from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
+from coda_jax.operators.loss_head import LossHead
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.primitives.row_shards import Result, on_row_shards

@@ -1,4 +1,4 @@
-"""A loop over chunks of tokens: all of them, or those that a mask keeps, which are brought together first."""
+"""A loop over chunks of tokens: all of them, or those that a mask keeps, which are brought together; their size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.values import same_size
@@ -82,6 +83,23 @@ def over_chunks(
         return step(state, Chunk(0, rows))
     state = lax.fori_loop(0, rows // size, lambda i, state: step(state, Chunk(i * size, size)), state)
     return step(state, Chunk(rows // size * size, rows % size)) if rows % size else state
+
+
+def chunk_size(rows: Any, row_bytes: int, chunk_bytes: int) -> int | None:
+    """Rows of a chunk, a multiple of 128, all about one size; None: one chunk."""
+    most = max(chunk_bytes // row_bytes // 128 * 128, 128)
+    if not isinstance(rows, int) or rows <= most:
+        return None
+    return _round_up(-(-rows // -(-rows // most)), 128)
+
+
+def columns_of(vocabulary: int, dtype: Any) -> int:
+    """Columns of the logits: the vocabulary, or a multiple of 128 where rows of it cannot be addressed."""
+    return vocabulary if np.dtype(dtype).itemsize > 2 or vocabulary % 8 == 0 else _round_up(vocabulary, 128)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def kept_rows(mask: jax.Array, size: Any) -> jax.Array:

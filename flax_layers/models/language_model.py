@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.lm_head import LMHead, logits_of, loss_of
+from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
 from flax_layers.packing import labels_within_segments, segment_positions
 from flax_layers.sharding import MeshAxes, axis_rules
 
@@ -117,6 +118,45 @@ class LanguageModel(nnx.Module):
         with axis_rules(self.rules):
             features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
             return loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+
+    def token_logprobs(
+        self,
+        tokens: jax.Array,
+        labels: jax.Array,
+        *,
+        positions: Positions = None,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        across_segments: bool = False,
+        token_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Log-probabilities of labels after each token, float32, of whose logits no whole array exists.
+
+        Args:
+          tokens: (B, T) or (T,).
+          labels: of the same shape, what follows each token, or with an axis of k candidates more; -100 gives 0.
+          positions, mask, segment_ids, across_segments: as in `loss`.
+          token_mask: of tokens' shape, bool: where it is False the result is 0, and the head works on the other tokens
+            alone.
+          **options: as in `LMHead.token_logprobs`: temperature, entropy, ignore_index, soft_cap, chunk_bytes.
+
+        Returns:
+          Of the shape of labels; with `entropy` a pair of them and of the entropies, of tokens' shape.
+
+        Raises:
+          ValueError: more tokens than the config allows, or labels or a mask of another shape.
+        """
+        self._check_length(tokens.shape[-1])
+        if segment_ids is not None and not across_segments:
+            ignored = options.get("ignore_index", -100)
+            if labels.ndim > segment_ids.ndim:
+                ends = labels_within_segments(jnp.zeros_like(segment_ids), segment_ids, 1)
+                labels = jnp.where(ends[..., None] == 1, jnp.asarray(ignored, labels.dtype), labels)
+            else:
+                labels = labels_within_segments(labels, segment_ids, ignored)
+        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+        return token_logprobs_of(self.head, features, labels, mask=token_mask, embedding=self._embedding(), **options)
 
 
 def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array | None:

@@ -1,0 +1,53 @@
+"""The arrays that the loss head takes and gives; each type also stands for their cotangents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from coda_jax.operators.deferred_norm import DeferredNorm
+
+Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
+
+
+class Tokens(NamedTuple):
+    """What the head has of each token.
+
+    Attributes:
+      h: of x (M, D), what is projected.
+      inner: u (M, r), beside a low-rank delta.
+      scale: 1 / T (M,) float32; None: 1.
+    """
+
+    h: Hidden
+    inner: jax.Array | None = None
+    scale: jax.Array | None = None
+
+
+class Kernel(NamedTuple):
+    """What the head projects with.
+
+    Attributes:
+      w: W (D, V), or stored (V, D).
+      b: B (r, V), of a low-rank delta.
+    """
+
+    w: jax.Array
+    b: jax.Array | None = None
+
+
+class Statistics(NamedTuple):
+    """Of the logits of each token, float32; also their cotangents.
+
+    Attributes:
+      lse: (M,).
+      target: (M,), or (M, k) of k labels a token.
+      total: (M,), where the head has it.
+      entropy: (M,), where the head has it.
+    """
+
+    lse: Any
+    target: Any
+    total: Any = None
+    entropy: Any = None
