@@ -170,9 +170,28 @@ def test_sizes_that_the_devices_do_not_divide():
     def multiply(a, b):
         return coda.gemm(jax.lax.with_sharding_constraint(a, P("data")), b, epilogue=jnp.tanh)
 
-    got, parts, _ = run(multiply, (a, B), (P(), P()))
+    got, parts, found = run(multiply, (a, B), (P(), P()))
     assert_close(got, jnp.tanh(a @ B), rtol=1e-5)
-    assert parts == [("tanh", (63, K), (K, N))]
+    assert parts == [("tanh", (63, K), (K, N))] and set(found) == {"all-gather"}  # of a, which the user cuts unevenly
+    # What is cut beside it stays so: nothing of full size is gathered.
+    got, parts, found = run(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), (a, B), (P(), P(None, "model")))
+    assert parts == [("tanh", (63, K), (K, N // 2))] and not found
+
+
+def test_a_gradient_where_rows_are_two_axes_that_are_cut():
+    """Recomputed, the derivative is an epilogue of each device's part: only the weight's gradient is summed."""
+
+    def loss(a, b, x):
+        return jnp.sum(jnp.sin(coda.gemm(a, b, x, epilogue=jnp.multiply, residuals="recompute")))
+
+    arguments = A.reshape(4, -1, K), B, X.reshape(4, -1, N)
+    specs = P("data", "model"), P(), P("data", "model")
+    mesh = mesh_of(AxisType.Auto)
+    gradients = tuple(NamedSharding(mesh, spec) for spec in specs)
+    got, parts, found = run(jax.grad(loss, (0, 1, 2)), arguments, specs, out_shardings=gradients)
+    assert_close(got, jax.jit(jax.grad(loss, (0, 1, 2)))(*arguments), rtol=1e-4)
+    assert {part_of_a for _, part_of_a, _ in parts} <= {(2, M // 8, K), (2, M // 8, N)}
+    assert found == {"all-reduce": 1}
 
 
 def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():

@@ -34,6 +34,10 @@ def loss(a, b, x):
     return jnp.sum(jnp.sin(y)) + jnp.sum(squares) / 8
 
 
+def tanh(a, b):
+    return coda.gemm(a, b, epilogue=jnp.tanh)
+
+
 def in_region(f, manual, in_specs):
     """f, a sum over rows, in a shard_map over these axes of the mesh in use; it cuts the arguments so."""
     if not manual:
@@ -87,6 +91,24 @@ def test_products(kinds, manual, specs, part_of_a, part_of_b):
         assert set(found) <= {"all-reduce", "collective-permute"}
 
 
+@pytest.mark.parametrize("axes", [("data", "model"), ("model",)], ids=str)
+def test_explicit_axes_that_are_automatic_for_a_while(axes):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(EXPLICIT,) * 2)
+    result = P("data", "model")
+
+    def multiply(a, b):
+        return jax.sharding.auto_axes(tanh, axes=axes, out_sharding=result)(a, b)
+
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((A, P("data")), (B, P(None, "model")))]
+        compiled = jax.jit(multiply).lower(*placed).compile()
+        got = compiled(*placed)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, result), 2)
+    assert_close(jax.device_get(got), tanh(A, B), rtol=1e-5)
+    assert [tuple(x.shape for x in types[:2]) for _, types, _ in records] == [((M // 2, K), (K, N // 4))]
+    assert not collectives(compiled)
+
+
 VOCABULARY, WIDTH = 96, 32
 HIDDEN = jnp.asarray(RNG.standard_normal((16, 64, WIDTH)), jnp.float32)
 HEAD = jnp.asarray(RNG.standard_normal((WIDTH, VOCABULARY)), jnp.float32)
@@ -120,10 +142,6 @@ def test_loss(manual, specs, rows, moved):
 
 def lowered(f, *arguments):
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def tanh(a, b):
-    return coda.gemm(a, b, epilogue=jnp.tanh)
 
 
 def in_shard_map(axes):

@@ -138,7 +138,7 @@ def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Me
         group = AbstractMesh(*_sizes_and_names(over, manual))
         try:
             return over, [_cuts(x, group) for x in arrays]
-        except (KeyError, ValueError, NotImplementedError):  # it needs parts of an axis
+        except (KeyError, ValueError, StopIteration, NotImplementedError):  # it needs parts of an axis
             continue
     shardings = ", ".join(str(x.sharding) for x in arrays)
     raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} lay arrays as {shardings}")
