@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from flax_layers import sharding
+
+RULES = sharding.FSDP_TENSOR
 AXES = {
     "data": "windows of a batch",
     "fsdp": "windows and, at rest, parameters",
@@ -35,32 +38,35 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh of all devices of all processes.
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of these devices, by default all of all processes.
 
     Raises:
       ValueError: the sizes' product is not the number of devices.
     """
+    devices = jax.devices() if devices is None else devices
     count = math.prod(sizes.values())
-    if count != jax.device_count():
+    if count != len(devices):
         text = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"{text}: the sizes multiply to {count}, and there are {jax.device_count()} devices "
+            f"{text}: the sizes multiply to {count}, and there are {len(devices)} devices "
             f"(processes: {jax.process_count()})"
         )
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def state_shardings(tree: Any, mesh: Mesh | None) -> Any:
     """Where each array of a training state lies; gradients and an optimizer's moments lie as their parameters do.
 
-    Kernels are cut by "fsdp" along one side and by "tensor" along the other, `out` and `down` by rows, all others by
-    columns; norms, biases and counts lie on every device, and so does a side that the devices do not divide evenly.
+    Kernels are cut by "fsdp" along one side and by "tensor" along the other; norms and counts lie on every device.
+
+    Raises:
+      ValueError: a parameter that the mesh does not divide evenly.
     """
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda x: device, tree)
-    return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _spec(path, x, mesh)), tree)
+    return sharding.parameter_shardings(tree, mesh, RULES)
 
 
 def batch_sharding(mesh: Mesh, windows: int) -> NamedSharding:
@@ -136,18 +142,3 @@ def in_first_process(action: Callable[[], None], error: type[Exception]) -> None
             raised = caught
     if greatest(raised is not None):
         raise raised or error("the first process says why not")
-
-
-def _spec(path: Any, x: Any, mesh: Mesh) -> P:
-    names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-    if x.ndim < 2:
-        return P()
-    by_rows = any(name in ("out", "down", "embed") for name in names)
-    wanted = [None] * x.ndim
-    wanted[0], wanted[-1] = ("tensor", "fsdp") if by_rows else ("fsdp", "tensor")
-    return P(
-        *(
-            axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(wanted, x.shape, strict=True)
-        )
-    )

@@ -206,7 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     finished = checkpoints.latest_step == settings.steps
     with Interrupt() as interrupt:
-        trainer = Trainer(settings, train, options.mesh)
+        try:
+            trainer = Trainer(settings, train, options.mesh)
+        except ValueError as error:
+            say(f"train_lm: --mesh: {error}", file=sys.stderr)
+            return 2
         say(
             f"{trainer.num_params / 1e6:.2f}M parameters on {places(options.mesh)}, compute in "
             f"{settings.dtype}; {len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"

@@ -93,6 +93,7 @@ class Trainer:
         return Llama(
             self._config,
             separate_qkv=settings.separate_qkv,
+            rules=None if self.mesh is None else device_mesh.RULES,
             dtype=jnp.dtype(settings.dtype),
             rngs=nnx.Rngs(settings.seed),
         )

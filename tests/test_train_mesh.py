@@ -1,5 +1,6 @@
 """examples/train_lm.py on meshes: the losses of one device, checkpoints from mesh to mesh, several processes."""
 
+import functools
 import re
 import signal
 import socket
@@ -27,8 +28,17 @@ SETTINGS = Settings(
 TEXT = np.random.default_rng(0).integers(97, 123, 5000).astype(np.uint8)
 
 
+DEVICES, make_mesh = jax.devices()[:4], device_mesh.make_mesh
+
+
+@pytest.fixture(autouse=True)
+def four_devices(monkeypatch):
+    """Are all that this process's meshes are made of."""
+    monkeypatch.setattr(device_mesh, "make_mesh", functools.partial(make_mesh, devices=DEVICES))
+
+
 def trainer_on(sizes, **changes):
-    mesh = None if sizes is None else device_mesh.make_mesh(device_mesh.mesh_sizes(sizes))
+    mesh = None if sizes is None else make_mesh(device_mesh.mesh_sizes(sizes), DEVICES)
     return Trainer(Settings(**vars(SETTINGS) | changes), TEXT, mesh)
 
 
@@ -73,7 +83,7 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_on_one_device(on_one_device, t
 
 def bytes_a_device(tree):
     """Of each device."""
-    total = dict.fromkeys(jax.devices(), 0)
+    total = dict.fromkeys(DEVICES, 0)
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
             total[shard.device] += shard.data.nbytes
@@ -138,6 +148,12 @@ def test_arguments_that_cannot_be(arguments, message, capsys):
     with pytest.raises(SystemExit):
         train_lm.main(arguments.split())
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_mesh_that_does_not_divide_the_model(tmp_path, capsys):
+    arguments = ["--mesh=fsdp=4", "--width=6", "--heads=1", "--batch=4"]
+    assert train_lm.main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert re.search(r"--mesh: .*embed.* of 6 mesh axes fsdp=4 do not divide evenly", capsys.readouterr().err)
 
 
 SHORT = ("--steps=60", "--batch=8")
