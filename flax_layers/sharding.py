@@ -225,7 +225,7 @@ def parameter_shardings(model: Any, mesh: Any, rules: Rules | None = None, **opt
 
 
 def create(make: Callable[[], T], rules: Rules | None = None, *, mesh: Any = None, **options: Any) -> T:
-    """make(), whose arrays are made where they are to lie: no device ever holds more than its parts.
+    """make(), whose arrays are made where they are to lie: no device ever holds all of them.
 
     The values are those of make() itself.
 

@@ -135,7 +135,8 @@ def test_without_rules_xla_is_misled(capfd):
     """What the rules are for: the same parameters, without constraints on activations."""
     compiled, *_ = planned("llama", "fsdp and tensor", 2, rules=None)
     assert "all-to-all" in matrices(compiled)
-    assert "nvoluntary full rematerialization" in capfd.readouterr().err
+    if jax.__version_info__ >= (0, 12):  # XLA of 0.10.2 says nothing
+        assert "nvoluntary full rematerialization" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -144,7 +144,9 @@ class _FeedForward:
     def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[Any, ...]:
         (of_z, down, down_bias, u), dy = kept, dys[0]
         dout = dy.astype(self.dtype)
-        beside_dz = of_z.of_cotangents(self.dtype)
+        t_scale, mean, *of_columns = of_z.of_cotangents(self.dtype)
+        of_rows = (None if x is None else with_rows_of(x, self.hidden_sharding) for x in (t_scale, mean))
+        beside_dz = (*of_rows, *of_columns)
         present = Sums.structure(*beside_dz)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
@@ -168,8 +170,8 @@ class _FeedForward:
             k_axes=hidden.ndim - 1,
             like=down,
         )
-        of_rows, dresidual = self._sums(present.unflatten(sums)), dy if self.adds_x else None
-        dnorm, dup, dup_bias = norm_products.backward(of_z, t, of_rows, dresidual, implementation=self.implementation)
+        of_dz, dresidual = self._sums(present.unflatten(sums)), dy if self.adds_x else None
+        dnorm, dup, dup_bias = norm_products.backward(of_z, t, of_dz, dresidual, implementation=self.implementation)
         ddown_bias = None
         if down_bias is not None:  # a pass over dy: the product that made it belongs to someone else
             ddown_bias = jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)).astype(down_bias.dtype)

@@ -86,7 +86,7 @@ def chain(name: str, products: Callable[..., Any], backward: Callable[..., Any])
 
 def with_rows_of(x: jax.Array, spec: jax.P | None) -> jax.Array:
     """x (..., D), its rows lying as those of a result with this PartitionSpec: what cuts columns there cuts no rows."""
-    return constrained(x, None if spec is None else jax.P(*spec[: x.ndim - 1], None))
+    return constrained(x, None if spec is None or x.ndim == 0 else jax.P(*spec[: x.ndim - 1], None))
 
 
 def vary_alike(*trees: Any) -> list[Any]:
