@@ -92,8 +92,9 @@ def linear_cross_entropy(
       ValueError: shapes that do not fit, or an option out of its range.
 
     Numerics: lse and the label's logit come from the float32 accumulator, the other logits of the gradient are rounded:
-    in bfloat16 a probability whose logit is 20 is off by up to 6 %. dx and dw leave it in float32 where x
-    or w are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
+    in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" they are not. dx and dw leave
+    it in float32 where x or w are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a
+    copy of w.
     Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).
     """
