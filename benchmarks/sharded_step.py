@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import plain_llama, results, timing
 from benchmarks.train_step import Measured, check, compile_all
-from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant
 from flax_layers import sharding
 
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
@@ -83,9 +83,8 @@ def schemes(count: int) -> list[Scheme]:
 class _Placed(Parameters):
     """Of which every form lies on a mesh as a scheme says."""
 
-    def __init__(self, *arguments: Any, scheme: Scheme, mesh: Mesh):
-        # Query, key and value have kernels of their own where heads are cut.
-        super().__init__(*arguments, separate_qkv="tensor" in scheme.sizes, rules=scheme.rules or None)
+    def __init__(self, setting: Setting, scheme: Scheme, mesh: Mesh):
+        super().__init__(setting)
         self._scheme, self._mesh = scheme, mesh
         self._placed: dict[Any, Any] = {}
 
@@ -187,7 +186,14 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     shape = (options.batch * scheme.devices // scheme.sizes.get("tensor", 1), 24 if options.tiny else options.length)
     tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), scheme.tokens(mesh))
     labels = jax.device_put(jnp.roll(tokens, -1, axis=1), scheme.tokens(mesh))
-    parameters = _Placed(config, jnp.bfloat16, jnp.dtype(options.param_dtype), scheme=scheme, mesh=mesh)
+    setting = Setting(
+        config,
+        jnp.bfloat16,
+        jnp.dtype(options.param_dtype),
+        separate_qkv="tensor" in scheme.sizes,  # heads of one kernel cannot be cut
+        rules=scheme.rules or None,
+    )
+    parameters = _Placed(setting, scheme, mesh)
 
     with jax.set_mesh(mesh):
         measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)

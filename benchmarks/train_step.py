@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks import compare, hlo, results, timing
 from benchmarks.alone import Execution, device_counter, executed
-from benchmarks.variants import DEFAULTS, LLAMA_3_1B, TINY, VARIANTS, Parameters, Variant, step
+from benchmarks.variants import DEFAULTS, LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant, step
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ def compile_all(
         for name in names:
             variant = VARIANTS[name]
             arguments = (parameters.of(variant), tokens, labels)
-            function = step(name, variant, parameters, gradient_shardings=shardings(arguments[0]))
+            function = step(name, variant, parameters.setting, gradient_shardings=shardings(arguments[0]))
             waiting.append((name, arguments, pool.submit(compiled, name, function.lower(*arguments))))
         for name, arguments, future in waiting:
             function, seconds = future.result()
@@ -235,7 +235,11 @@ def prepare(options: argparse.Namespace) -> tuple[Parameters, jax.Array, jax.Arr
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     shape = (2, 24) if options.tiny else (options.batch, options.length)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
-    return Parameters(config, jnp.bfloat16, jnp.dtype(options.param_dtype)), tokens, jnp.roll(tokens, -1, axis=1)
+    return (
+        Parameters(Setting(config, jnp.bfloat16, jnp.dtype(options.param_dtype))),
+        tokens,
+        jnp.roll(tokens, -1, axis=1),
+    )
 
 
 def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | None = None) -> int:

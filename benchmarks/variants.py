@@ -67,10 +67,11 @@ VARIANTS = {
 DEFAULTS = list(VARIANTS)[:7]
 
 
-class Parameters:
-    """The same parameters in the form that each variant takes; arrays that forms have in common are shared.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all variants of a benchmark have in common.
 
-    Args:
+    Attributes:
       config: sizes.
       dtype: compute dtype.
       param_dtype: of the parameters.
@@ -78,20 +79,22 @@ class Parameters:
       rules: how arrays lie on a mesh, of `flax_layers.sharding`.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        dtype: Any,
-        param_dtype: Any,
-        *,
-        separate_qkv: bool = False,
-        rules: Rules | None = None,
-    ):
-        self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
-        self.separate_qkv, self.rules = separate_qkv, rules
+    config: LlamaConfig
+    dtype: Any
+    param_dtype: Any
+    separate_qkv: bool = False
+    rules: Rules | None = None
+
+
+class Parameters:
+    """The same parameters in the form that each variant takes; arrays that forms have in common are shared."""
+
+    def __init__(self, setting: Setting):
+        self.setting, self.config = setting, setting.config
         # The generator that XLA compiles in no time: a program for each shape of parameters otherwise takes a second.
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
-        self.model = Llama(config, separate_qkv=separate_qkv, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        dtypes = {"dtype": setting.dtype, "param_dtype": setting.param_dtype}
+        self.model = Llama(setting.config, separate_qkv=setting.separate_qkv, **dtypes, rngs=rngs)
         self._forms: dict[tuple[bool, bool], Any] = {}
 
     def of(self, variant: Variant) -> Any:
@@ -131,18 +134,18 @@ class Parameters:
         return plain_llama.from_fused(tree, self.config)
 
 
-def step(name: str, variant: Variant, parameters: Parameters, *, gradient_shardings: Any = None) -> Callable[..., Any]:
+def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: Any = None) -> Callable[..., Any]:
     """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
-    config, dtype = parameters.config, parameters.dtype
+    config, dtype = setting.config, setting.dtype
     if variant.fused:
         options = {
             "scan_layers": variant.scan,
             "remat": variant.remat,
             "remat_layers": variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
-            "separate_qkv": parameters.separate_qkv,
-            "rules": parameters.rules,
+            "separate_qkv": setting.separate_qkv,
+            "rules": setting.rules,
             "dtype": dtype,
-            "param_dtype": parameters.param_dtype,
+            "param_dtype": setting.param_dtype,
         }
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
 
@@ -152,7 +155,7 @@ def step(name: str, variant: Variant, parameters: Parameters, *, gradient_shardi
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             remat = variant.remat is not None
-            with axis_rules(parameters.rules):
+            with axis_rules(setting.rules):
                 return plain_llama.loss(params, tokens, labels, config=config, dtype=dtype, remat=remat)
 
     loss.__name__ = name  # timing.executions tells variants apart by it

@@ -27,7 +27,7 @@ from benchmarks import (
 from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
-from benchmarks.variants import TINY, VARIANTS, Parameters, step
+from benchmarks.variants import TINY, VARIANTS, Parameters, Setting, step
 from coda_jax import ffi
 
 
@@ -133,12 +133,12 @@ def test_variants_lower_for_a_gpu():
     """A fused one to kernels: four products a layer forward, eight backward, one again, and three of the head."""
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
-    parameters = Parameters(TINY, jnp.bfloat16, jnp.bfloat16)
+    parameters = Parameters(Setting(TINY, jnp.bfloat16, jnp.bfloat16))
     tokens = jnp.zeros((2, 24), jnp.int32)
     kernels = {}
     for name in ("coda_recompute", "xla_scan_remat"):
         variant = VARIANTS[name]
-        traced = step(name, variant, parameters).trace(parameters.of(variant), tokens, tokens)
+        traced = step(name, variant, parameters.setting).trace(parameters.of(variant), tokens, tokens)
         kernels[name] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm")
     assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
 

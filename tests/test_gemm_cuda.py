@@ -358,7 +358,7 @@ def test_a_hopper_gpu_without_nvrtc_takes_the_xla_form(monkeypatch):
     with pytest.raises(NotImplementedError, match="but NVRTC was not found"):
         text(lambda a, b: coda.gemm(a, b, implementation="cuda"), *typed((M, K), (K, 2 * N)))
     table = str(coda.explain(coda.gemm, *typed((M, K), (K, N)), platform="cuda"))
-    assert "XLA: NVRTC was not found" in table and len(table.splitlines()) == 3
+    assert sum("XLA: NVRTC was not found" in line for line in table.splitlines()) == 1
 
 
 def test_xla_form_when_asked():

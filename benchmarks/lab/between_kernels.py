@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import hlo
-from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, step
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, step
 
 OUTPUT = "output"
 # What has no kernel of its own: it makes no array, or XLA reads it in place.
@@ -269,11 +269,11 @@ def rows_of(batch: int, length: int, smallest: int = 16) -> Callable[[tuple[int,
 def step_passes(name: str, config: Any, batch: int, length: int, *, param_dtype: Any) -> list[Pass]:
     """The passes of a variant of `benchmarks.variants`: on a GPU those that XLA left, elsewhere those of StableHLO."""
     variant = VARIANTS[name]
-    parameters = Parameters(config, jnp.bfloat16, param_dtype)
+    parameters = Parameters(Setting(config, jnp.bfloat16, param_dtype))
     tokens = jnp.zeros((batch, length), jnp.int32)
     traced_with = contextlib.nullcontext() if jax.default_backend() == "gpu" else opaque_attention()
     with traced_with:
-        traced = step(name, variant, parameters).trace(parameters.of(variant), tokens, tokens)
+        traced = step(name, variant, parameters.setting).trace(parameters.of(variant), tokens, tokens)
         if jax.default_backend() == "gpu":
             computations = hlo.hlo_computations(traced.lower().compile().as_text())
         else:

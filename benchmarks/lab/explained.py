@@ -21,7 +21,7 @@ from flax import nnx
 import coda_jax as coda
 from benchmarks import plain_llama
 from benchmarks.programs import PROGRAMS
-from benchmarks.variants import LLAMA_3_1B, VARIANTS, step
+from benchmarks.variants import LLAMA_3_1B, VARIANTS, Setting, step
 from flax_layers import Llama
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
@@ -83,7 +83,7 @@ def arguments_of(variant: str, layers: int = LLAMA_3_1B.num_hidden_layers) -> tu
     if not of.fused:
         params = jax.eval_shape(lambda state: plain_llama.from_fused(nnx.to_pure_dict(state), config), params)
     tokens = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
-    return step(variant, of, config, jnp.bfloat16, jnp.bfloat16), params, tokens, tokens
+    return step(variant, of, Setting(config, **types)), params, tokens, tokens
 
 
 def training_step(name: str, variant: str, *, traced_as: str | None = None) -> Step:

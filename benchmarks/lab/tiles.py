@@ -103,7 +103,7 @@ def array_bytes(shape: Shape) -> list[int]:
     """Of each argument and tile of the results."""
     problem = shape.problem
     program, stores = problem.program, zip(problem.program.stores, problem.out_dtypes, strict=True)
-    results = [shape.m * program.width(store.width, shape.n) * dtype.itemsize for store, dtype in stores]
+    results = [shape.m * program.halves.columns(store.width, shape.n) * dtype.itemsize for store, dtype in stores]
     return [math.prod(type_.shape) * type_.dtype.itemsize for type_ in shape.types] + results
 
 
