@@ -40,8 +40,11 @@ def _norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: j
 
 
 def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
+    def gated_backward(acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(activation_backward(acc, z, rstd, activation=gated(activation))))
+
     return Program(
-        functools.partial(activation_backward, activation=gated(activation)),
+        gated_backward,
         lambda m, n: (array((m, 2 * n)), array((m, 1), jnp.float32)),
         (jnp.bfloat16, jnp.bfloat16),
     )

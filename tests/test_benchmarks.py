@@ -129,6 +129,18 @@ def halved(function, name):
     return jax.jit(with_half_the_gradient)
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_have_the_dtypes_that_device_tests_ask_for(name):
+    program = PROGRAMS[name]
+    n = program.columns(144)
+    asked = program.out_dtype(129, n)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((129, 72), (n, 72))]
+    multiply = functools.partial(coda.gemm, epilogue=program.epilogue, out_dtype=asked, transpose_b=True)
+    found = jax.tree.leaves(jax.eval_shape(multiply, *types, *program.operand_types(129, n)))
+    wanted = jax.tree.leaves(asked, is_leaf=lambda x: x is None)
+    assert [x.dtype for x in found] == [jnp.dtype(dtype or jnp.float32) for dtype in wanted]
+
+
 def test_variants_lower_for_a_gpu():
     """A fused one to kernels: four products a layer forward, eight backward, one again, and three of the head."""
     if reason := ffi.unavailable_reason():
