@@ -14,13 +14,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Operand, types_of
+from coda_jax.epilogue import Axis, Kind, Operand
 from coda_jax.primitives import kernel
 from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_form, xla_tiles
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, split_results, xla_tiles
 from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import is_strict, warn_once
-from coda_jax.primitives.partitioned import bare, lower_automatic, lower_explicit, parts_of, plan_of_types
+from coda_jax.primitives.partitioned import lower_automatic, lower_explicit, part_of_types
 from coda_jax.primitives.partitioner import WAY_OUT, known_devices
 from coda_jax.primitives.plans import Part, key_of, record, recorded
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
@@ -93,11 +93,7 @@ def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywher
         *_, last = plans
         reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
         return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
-    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
-    with jax.sharding.use_abstract_mesh(mesh):
-        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
-    parts = parts_of(avals, spec, made)
-    of_part = bare(spec, parts) if made.over("k") else spec
+    parts, of_part = part_of_types(avals, spec)
     selection = select(parts[: len(of_part.batched)], of_part, anywhere=anywhere)
     return dataclasses.replace(selection, over=route.over, parts=(factors_of(parts, spec),))
 

@@ -24,8 +24,8 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore
-from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_tiles
+from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, types_of
+from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.notes import is_strict
 from coda_jax.primitives.partition import (
@@ -201,6 +201,18 @@ def parts_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
         shape = tuple(size // cut for size, cut in zip(aval.shape, cuts, strict=True))
         parts.append(jax.core.ShapedArray(shape, aval.dtype))
     return parts
+
+
+def part_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
+    """Types of the arguments' parts on a device, as those of the whole say over explicit axes; what it multiplies.
+
+    Where k is cut that is the product of the factors alone, the first of the parts.
+    """
+    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+    with jax.sharding.use_abstract_mesh(mesh):
+        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
+    parts = parts_of(avals, spec, made)
+    return parts, bare(spec, parts) if made.over("k") else spec
 
 
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from coda_jax.epilogue import types_of
 from coda_jax.primitives.gemm_primitive import xla_form
 from coda_jax.primitives.lowering import problem_of
-from coda_jax.primitives.partitioned import BARE, bare, parts_of, plan_of_types
+from coda_jax.primitives.partitioned import BARE, part_of_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.chips import COPIED, chip_of
 from coda_jax.tiles.config import KernelConfig
@@ -99,13 +99,9 @@ def part_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSp
     """The product of a device's part, as its types say; None over automatic axes, where they do not."""
     if not all(aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_explicit for aval in avals):
         return None
-    mesh = next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), None)
-    if mesh is None:
+    if all(aval.sharding.mesh.empty for aval in avals):
         return None
-    with jax.sharding.use_abstract_mesh(mesh):
-        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
-    parts = parts_of(avals, spec, made)
-    of_part = bare(spec, parts) if made.over("k") else spec
+    parts, of_part = part_of_types(avals, spec)
     return parts[: len(of_part.batched)], of_part
 
 
