@@ -25,7 +25,7 @@ CASES = {
     "soft cap, tied": (F16, 136, (A, B, TEMPERATURE, MASK), {"soft_cap": 3.0, "transpose_w": True}),
     "temperature": (F32, 131, (A, B, MASK), {"soft_cap": 3.0}),
     "mask": (BF16, 131, (A, B, TEMPERATURE), {"transpose_w": True}),
-    "low rank": (F32, 131, (TEMPERATURE, MASK), {"transpose_w": True}),
+    "low rank": (F32, 136, (TEMPERATURE, MASK), {"transpose_w": True}),
     "candidates": (F32, 136, (A, B, TEMPERATURE, MASK), {"candidates": True}),
     "everything": (F32, 131, (), {"candidates": True, "soft_cap": 5.0, "transpose_w": True}),
     "everything, bfloat16": (BF16, 131, (), {"candidates": True, "soft_cap": 5.0, "has_norm": False}),
