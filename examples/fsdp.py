@@ -16,18 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
-from flax_layers import Llama, LlamaConfig
+from flax_layers import Llama, LlamaConfig, sharding
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def cut(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """x cut by its first axis that the devices divide; without one, as a count of steps, it is everywhere."""
-    axis = next((i for i, size in enumerate(x.shape) if size % mesh.size == 0), None)
-    return jax.device_put(x, NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "data")))
 
 
 @nnx.jit
@@ -39,12 +32,14 @@ def step(model: Llama, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array
 
 def train(mesh: jax.sharding.Mesh, steps: int) -> tuple[list[float], Llama, nnx.Optimizer, jax.Array]:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    model = Llama(LlamaConfig(vocab_size=64, **SIZES), dtype=dtype, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
-    for module in (model, optimizer):
-        nnx.update(module, jax.tree.map(lambda x: cut(x, mesh), nnx.state(module)))
-    tokens = cut((jnp.arange(33) + jnp.arange(16)[:, None]) % 64, mesh)
-    return [float(step(model, optimizer, tokens)) for _ in range(steps)], model, optimizer, tokens
+    config = LlamaConfig(vocab_size=64, **SIZES)
+    with jax.set_mesh(mesh):
+        # Each device makes its own part; the optimizer's state lies as the parameters do.
+        model = sharding.create(lambda: Llama(config, rules=sharding.FSDP, dtype=dtype, rngs=nnx.Rngs(0)))
+        optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+        tokens = (jnp.arange(33) + jnp.arange(16)[:, None]) % 64
+        tokens = jax.device_put(tokens, sharding.array_sharding(mesh, model.rules, "batch", None))
+        return [float(step(model, optimizer, tokens)) for _ in range(steps)], model, optimizer, tokens
 
 
 def bytes_on_a_device(module: nnx.Module) -> int:
@@ -53,7 +48,7 @@ def bytes_on_a_device(module: nnx.Module) -> int:
 
 
 def mesh_of(devices: list[jax.Device]) -> jax.sharding.Mesh:
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    return jax.make_mesh((len(devices),), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def main(steps: int = 20) -> tuple[list[float], list[float]]:
@@ -64,7 +59,8 @@ def main(steps: int = 20) -> tuple[list[float], list[float]]:
     print(f"one device: {alone[-1]:.4f} after {steps} steps")
     print(f"parameters on a device: {bytes_on_a_device(model):,} bytes of {bytes_on_a_device(whole):,}")
 
-    compiled = step.lower(model, optimizer, tokens).compile().as_text()
+    with jax.set_mesh(tokens.sharding.mesh):
+        compiled = step.lower(model, optimizer, tokens).compile().as_text()
     names = re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", compiled)
     print("collectives in the step:", ", ".join(f"{n} {name}" for name, n in collections.Counter(names).items()))
     return losses, alone
