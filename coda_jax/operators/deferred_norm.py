@@ -58,19 +58,20 @@ class DeferredNorm(NotAnArray):
     def array(self) -> jax.Array:
         """The normalised array itself, (..., D) in the dtype of x, for consumers that are not products."""
         x = self.x.astype(jnp.float32)
-        of_rows = frozenset(name for axes in explicit_cuts(x)[:-1] for name in axes)
-
-        def row(parameter: jax.Array) -> jax.Array:
-            parameter = without_axes(parameter, 0, of_rows)
-            return jnp.expand_dims(parameter.astype(jnp.float32), range(x.ndim - 1))
-
+        scale = in_row(self.scale.astype(jnp.float32), x)
         if self.mean is None:
-            y = self.rstd()[..., None] * x * row(self.scale)
+            y = self.rstd()[..., None] * x * scale
         else:  # not from the cached statistics: from x XLA makes statistics and result in one pass
             centred = x - jnp.mean(x, axis=-1, keepdims=True)
             rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + float(self.epsilon))
-            y = centred * rstd * row(self.scale)
-        return (y if self.bias is None else y + row(self.bias)).astype(self.x.dtype)
+            y = centred * rstd * scale
+        return (y if self.bias is None else y + in_row(self.bias.astype(jnp.float32), x)).astype(self.x.dtype)
+
+
+def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector (N,) beside x (..., N), gathered over the explicit mesh axes that cut the rows of x."""
+    of_rows = frozenset(name for axes in explicit_cuts(x)[:-1] for name in axes)
+    return jnp.expand_dims(without_axes(vector, 0, of_rows), range(x.ndim - 1))
 
 
 def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = 1e-6) -> DeferredNorm:

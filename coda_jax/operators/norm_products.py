@@ -40,7 +40,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
-from coda_jax.operators.deferred_norm import DeferredNorm, mean_and_rstd
+from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
 from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, vary, varying_axes
 from coda_jax.primitives.product import Options, Parts, product
 from coda_jax.primitives.reverse_mode import differentiable
@@ -270,11 +270,6 @@ def joined_sums(parts: Sequence[Sums]) -> Sums:
         _columns(mean_t) if mean_t else None,
         one_or_parts(dshift) if dshift else None,
     )
-
-
-def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector (N,) beside x (..., N)."""
-    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def norm_backward(

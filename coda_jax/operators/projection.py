@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, in_row, width_of
 from coda_jax.operators.norm_products import (
     NormProduct,
     Sums,
     cotangents,
     ends_of,
-    in_row,
     joined_sums,
     multiply,
     named,
