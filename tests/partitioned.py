@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.primitives import lowering, row_shards
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
@@ -127,3 +128,18 @@ def partitioned_on_cpus():
         for primitive in rules:
             del mlir._platform_specific_lowerings["cpu"][primitive]
         jax.clear_caches()
+
+
+def run(function, arguments, specs, kind=AxisType.Auto, data=2, model=2, **options):
+    """Results on a mesh; the parts that a device multiplied, by epilogue; collectives."""
+    mesh = mesh_of(kind, data, model)
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))))
+            for x, spec in zip(arguments, specs, strict=True)
+        ]
+        compiled = jax.jit(function, **options).lower(*placed).compile()
+        results = jax.device_get(compiled(*placed))
+    assert records, "no device was asked for its part"
+    parts = [(spec.name, *(x.shape for x in types[:2])) for spec, types, _ in records]
+    return results, parts, collectives(compiled)
