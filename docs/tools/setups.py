@@ -18,6 +18,7 @@ from flax_layers import Llama, LlamaConfig, add_lora
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
 model = Llama(LlamaConfig(vocab_size=64, **SIZES), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 tokens = jnp.arange(18).reshape(2, 9)
+is_answer = jnp.broadcast_to(jnp.arange(8) >= 4, (2, 8))
 
 
 def loss_of(model, tokens):
