@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import plain_llama, results, timing
-from benchmarks.train_step import Measured, check, compile_all
+from benchmarks.train_step import check, compile_all
 from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant
 from flax_layers import sharding
 
@@ -99,16 +99,16 @@ def _shardings(parameters: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, parameters)
 
 
-def interleaved(measured: Sequence[Measured], rounds: int, burst: int) -> dict[str, float]:
-    """Milliseconds of a step by the wall clock, `burst` of them back to back; the first round is not measured."""
-    found: dict[str, list[float]] = {one.name: [] for one in measured}
+def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int) -> dict[str, float]:
+    """Milliseconds of each by the wall clock, `burst` of them back to back; the first round is not measured."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
-        for one in random.sample(list(measured), len(measured)):
+        for name in random.sample(list(calls), len(calls)):
             start = time.perf_counter()
             for _ in range(burst):
-                result = one.call()
+                result = calls[name]()
             jax.block_until_ready(result)
-            found[one.name].append((time.perf_counter() - start) / burst * 1e3)
+            found[name].append((time.perf_counter() - start) / burst * 1e3)
     return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
@@ -199,7 +199,7 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
         measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)
         check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
         good = [one for one in measured if not one.failure]
-        times = interleaved(good, options.repeats, options.burst) if good else {}
+        times = interleaved({one.name: one.call for one in good}, options.repeats, options.burst)
         profiles = {one.name: overlap(one.call) for one in good}
     found = []
     for one in measured:

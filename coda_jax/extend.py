@@ -8,6 +8,7 @@ from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
 from coda_jax.primitives.mesh_types import constrained as constrained
+from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import placed as placed
@@ -21,6 +22,7 @@ __all__ = [
     "array",
     "bind_equation",
     "constrained",
+    "explicit_axes",
     "explicit_cuts",
     "explicit_sharding",
     "hide_frames",

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from coda_jax.extend import explicit_cuts, placed
+from coda_jax.extend import explicit_axes, explicit_cuts, placed
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
@@ -161,8 +161,7 @@ def _on_explicit_parts(
         return function(*(parts.get(name) for name in arrays))
 
     # All of them, for a mesh that is partly manual makes XLA fail when it partitions cuDNN's call.
-    names = {name for name, kind in zip(whole.axis_names, whole.axis_types, strict=True) if kind is AxisType.Explicit}
-    return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=names)(moved)
+    return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=set(explicit_axes(whole)))(moved)
 
 
 def _by_function(

@@ -14,12 +14,9 @@ import argparse
 import csv
 import os
 import pathlib
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks import results, timing
-from benchmarks.sharded_step import overlap
+from benchmarks.sharded_step import interleaved, overlap
 from coda_jax.primitives import kernel
 from coda_jax.tiles.constants import YIELD_NANOSECONDS
 
@@ -100,15 +97,7 @@ def programs(scale: int, yields: Sequence[int]) -> dict[str, Callable[[], Any]]:
 def measure(scale: int, yields: Sequence[int], rounds: int, burst: int) -> list[dict[str, Any]]:
     """A row for each program: milliseconds, and what its profile says is exposed."""
     calls = programs(scale, yields)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name in random.sample(list(calls), len(calls)):
-            start = time.perf_counter()
-            for _ in range(burst):
-                result = calls[name]()
-            jax.block_until_ready(result)
-            times[name].append((time.perf_counter() - start) / burst * 1e3)
-    ms = {name: statistics.median(of_one[1:]) for name, of_one in times.items()}
+    ms = interleaved(calls, rounds, burst)
     rows = []
     for name, call in calls.items():
         row: dict[str, Any] = {"program": name, "ms": ms[name]}
