@@ -79,7 +79,8 @@ def test_sharded_step(tmp_path, quick_to_compile):
     assert all(float(row["efficiency"]) > 0 and float(row["gradient_distance"]) < 0.05 for row in rows.values())
     one, fsdp = rows["one", "coda"], rows["fsdp", "coda"]
     assert "all-gather" in fsdp["collectives"] and "all-gather" not in one["collectives"]
-    assert int(fsdp["devices"]) == 4 and int(fsdp["batch"]) == 4 * int(one["batch"])
+    count = jax.device_count()
+    assert int(fsdp["devices"]) == count > 1 and int(fsdp["batch"]) == count * int(one["batch"])
 
 
 def test_schemes_cut_plain_parameters():
