@@ -1,10 +1,16 @@
-"""A stack of equal layers: one after another, or one scan over their stacked parameters, with or without remat."""
+"""A stack of equal layers: one after another, or one scan over their stacked parameters, with or without remat.
+
+On several devices nothing in a list of layers says when a layer's weights are gathered, or when its gradients are
+summed over the devices. XLA's scheduler then gathers the weights of many layers before the first product, leaves most
+sums to the end of the step, and runs what remat computes again ahead of them: it holds the memory of all of these. So
+under a mesh (`jax.set_mesh`) the layers take turns, by optimization barriers: the weights of a layer are gathered while
+the layer before it is computed, and its gradients are summed while the backward pass of that layer runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +19,11 @@ from jax import lax
 
 from coda_jax import Stream
 from flax_layers.remat import Remat, policy_of
+
+# Before, a barrier made cotangents of all that went through it: frozen weights would have had gradients.
+_BARRIER_LEAVES_ZEROS = jax.__version_info__ >= (0, 11, 1)
+
+T = TypeVar("T", jax.Array, Stream)
 
 
 def stack(layers: Sequence[nnx.Module]) -> Any:
@@ -40,39 +51,54 @@ def unstack(layers: nnx.Module) -> nnx.List:
     return nnx.List(nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
 
 
-def run_layers(
-    layers: Any, stream: Stream, *, remat: Remat = None, remat_layers: int | None = None, **options: Any
-) -> Stream:
+def run_layers(layers: Any, stream: T, *, remat: Remat = None, remat_layers: int | None = None, **options: Any) -> T:
     """The stream after all layers.
 
     Args:
       layers: nnx.List of modules, each called as layer(stream, **options); or one module made by `stack`, which is
         scanned. What the layers write into variables of their own is lost under remat and under a scan.
-      stream: what enters.
+      stream: what enters, an array or a Stream.
       remat: as in `flax_layers.remat.policy_of`, applied to each layer.
       remat_layers: to how many of them, the first; default all. Only of a list.
       options: for every layer.
     """
     policy = policy_of(remat)
-    scanned = not isinstance(layers, nnx.List)
-
-    def call(graphdef: Any, state: Any, stream: Stream, options: dict[str, Any]) -> Stream:
-        out: Stream = nnx.merge(graphdef, state)(stream, **options)
-        return out
-
-    def layer_function(graphdef: Any) -> Any:
-        function = partial(call, graphdef)
-        # A scan's body cannot share computations with the backward pass, so the barriers against that are not needed.
-        return function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
-
-    if not scanned:
-        for i, layer in enumerate(layers):
-            if policy is None or (remat_layers is not None and i >= remat_layers):
-                stream = layer(stream, **options)
-            else:
-                graphdef, state = nnx.split(layer)
-                stream = layer_function(graphdef)(state, stream, options)
-        return stream
+    if isinstance(layers, nnx.List):
+        return _one_by_one(layers, stream, policy, len(layers) if remat_layers is None else remat_layers, options)
     graphdef, states = nnx.split(layers)
-    function = layer_function(graphdef)
-    return lax.scan(lambda stream, state: (function(state, stream, options), None), stream.with_statistic(), states)[0]
+    function = _function_of(graphdef)
+    if policy is not None:
+        # The body cannot share computations with the backward pass, so the barriers against that are not needed.
+        function = jax.checkpoint(function, policy=policy, prevent_cse=False)
+    entering = stream.with_statistic() if isinstance(stream, Stream) else stream
+    return lax.scan(lambda stream, state: (function(state, stream, options), None), entering, states)[0]
+
+
+def _function_of(graphdef: Any) -> Callable[[Any, Any, dict[str, Any]], Any]:
+    """A layer as a function of its variables, what enters and options."""
+
+    def call(state: Any, stream: Any, options: dict[str, Any]) -> Any:
+        return nnx.merge(graphdef, state)(stream, **options)
+
+    return call
+
+
+def _one_by_one(layers: nnx.List, stream: T, policy: Any, remat_layers: int, options: dict[str, Any]) -> T:
+    take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
+    parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []
+    for i, layer in enumerate(layers):
+        if take_turns and i + 1 < len(layers):
+            stream, parameters[i + 1] = lax.optimization_barrier((stream, parameters[i + 1]))
+        current = _holding(layer, parameters[i]) if take_turns else layer
+        if policy is None or i >= remat_layers:
+            stream = current(stream, **options)
+        else:
+            graphdef, state = nnx.split(current)
+            stream = jax.checkpoint(_function_of(graphdef), policy=policy)(state, stream, options)
+    return stream
+
+
+def _holding(layer: nnx.Module, parameters: Any) -> nnx.Module:
+    """The layer with these parameters; its other variables are the layer's own."""
+    graphdef, _, *others = nnx.split(layer, nnx.Param, ...)
+    return nnx.merge(graphdef, parameters, *others)

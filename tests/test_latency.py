@@ -1,6 +1,7 @@
 """XLA's scheduler is told how long a product takes."""
 
 import csv
+import functools
 import pathlib
 import re
 import statistics
@@ -8,6 +9,8 @@ import statistics
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 from coda_jax.primitives import lowering
@@ -56,3 +59,37 @@ def test_every_call_says_it():
         coda.gemm, (4096, 4096), (4096, 4096)
     )
     assert told(coda.gemm, (256, 128), (128, 128), platform="cpu") == []
+
+
+def test_a_split_call_says_it_after_partitioning(tmp_path):
+    """XLA's partitioner gives its own attributes to what it puts in the place of a call, and not inside of a loop."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def arrays(*shapes_and_specs):
+        return [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in shapes_and_specs
+        ]
+
+    def with_row_sums(acc):
+        return acc, jnp.sum(acc * acc, axis=1)
+
+    a, b = arrays(((4096, 1024), P("data")), ((1024, 2048), P()))
+    part = told(functools.partial(coda.gemm, epilogue=with_row_sums), (2048, 1024), (1024, 2048))
+    function = jax.jit(functools.partial(coda.gemm, epilogue=with_row_sums))
+    lowered = function.trace(a, b).lower(lowering_platforms=("cuda",))
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No FFI handler registered for coda_gemm"):  # on CPUs
+        lowered.compile(compiler_options=dump)
+    (after,) = tmp_path.glob("*.after_spmd-partitioning.*.txt")
+    (call,) = [line for line in after.read_text().splitlines() if 'custom_call_target="coda_gemm"' in line]
+    assert [int(found) for found in re.findall(r'latency_metadata="(\d+)"', call)] == part
+
+
+def test_several_results_share_it():
+    """XLA counts what is said of a call again for each result that is taken of it."""
+    one = told(coda.gemm, (4096, 1024), (1024, 2048))[0]
+    two = told(
+        lambda a, b: coda.gemm(a, b, epilogue=lambda acc: (acc, jnp.sum(acc, axis=1))), (4096, 1024), (1024, 2048)
+    )[0]
+    assert one <= 3 * two < 1.2 * one

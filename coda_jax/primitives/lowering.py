@@ -21,7 +21,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of
 from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes, vary, varying_axes
 from coda_jax.primitives.notes import is_strict, warn_once
 from coda_jax.primitives.partitioned import lower_automatic, lower_explicit, part_of_types
-from coda_jax.primitives.partitioner import WAY_OUT, known_devices
+from coda_jax.primitives.partitioner import WAY_OUT, known_devices, with_own_attributes
 from coda_jax.primitives.plans import Part, key_of, record, recorded
 from coda_jax.primitives.shapes import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.spec import GemmSpec
@@ -163,7 +163,8 @@ def tiles(
     """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
     selection = select_part(arguments, spec, anywhere=anywhere, key=key)
     if selection.config is not None:
-        return kernel_tiles(*arguments, spec=spec, config=selection.config, yields=yields)
+        kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
+        return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)
     report(spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec)
 
@@ -324,7 +325,7 @@ def _launch(
     ffi.compile_async(lowered.call.source, spec.name)
     position = {store.output: i for i, store in enumerate(program.stores)}
     aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
-    with _latency(arguments, spec, config):
+    with _latency(arguments, spec, config, len(lowered.results)):
         results = ffi.gemm_call(arguments, lowered.results, lowered.call, input_output_aliases=aliases)
     # The custom call's results are typed as varying over no mesh axis.
     results = vary(varying_axes(*arguments), *results)
@@ -334,8 +335,14 @@ def _launch(
 
 
 def _latency(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, num_results: int
 ) -> contextlib.AbstractContextManager[Any]:
-    """Tells XLA's scheduler how long a call takes, which knows no custom call: what runs beside it starts in time."""
+    """Tells XLA's scheduler how long a call takes, which knows no custom call: what runs beside it starts in time.
+
+    Where a call has several results XLA gives what is said of it to the operation that takes each of them, too, and
+    counts it again: each says its share.
+    """
     expected = expected_nanoseconds(problem_of(arguments, spec), config, attached_device())
-    return contextlib.nullcontext() if expected is None else set_xla_metadata(latency_metadata=expected)
+    if expected is None:
+        return contextlib.nullcontext()
+    return set_xla_metadata(latency_metadata=expected // (1 if num_results == 1 else 1 + num_results))

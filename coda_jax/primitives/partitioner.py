@@ -86,6 +86,20 @@ def call_that_is_split(
     return lambda *arguments: call(*arguments)[1:]
 
 
+def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for a part of a split call: its operations keep their frontend attributes, as `latency_metadata`.
+
+    The partitioner gives each operation that it puts in the place of a call the attributes of that call, but not to
+    what is inside of a loop; and after it XLA dissolves a loop of one iteration.
+    """
+
+    def once(*arguments: jax.Array) -> Any:
+        _, stacked = jax.lax.scan(lambda _, __: (None, function(*arguments)), None, length=1)
+        return jax.tree.map(lambda x: x[0], stacked)
+
+    return once
+
+
 @dataclasses.dataclass(frozen=True)
 class _Partition:
     """What the partitioner calls: which mesh axes it speaks of, how the call is split over them."""

@@ -17,6 +17,7 @@ from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed, PositionEmbed
+from flax_layers.layer_stack import run_layers
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
 from flax_layers.models.config_checks import check_counts, check_not_negative
@@ -159,9 +160,7 @@ class GPT2(LanguageModel):
         """What the head projects."""
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
-        x = self._embedded(tokens, positions)
-        for layer in self.layers:
-            x = layer(x, mask=mask, segment_ids=segment_ids)
+        x = run_layers(self.layers, self._embedded(tokens, positions), mask=mask, segment_ids=segment_ids)
         return self.norm(constrain(x, *STREAM, beside=("vocab",)))
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
