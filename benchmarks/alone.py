@@ -23,13 +23,14 @@ class Execution(NamedTuple):
 
 
 def device_counter() -> Callable[[], float]:
-    """Joules that the first GPU has taken since its driver was loaded.
+    """Joules that JAX's first GPU has taken since its driver was loaded.
 
     Raises:
       pynvml.NVMLError: no NVML on this machine.
     """
     pynvml.nvmlInit()
-    device = pynvml.nvmlDeviceGetHandleByIndex(0)
+    name = timing.first_gpu()
+    device = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3
 
 

@@ -289,11 +289,12 @@ def loss_curve(rows: Sequence[Row]) -> str:
 
 
 def sharded_step(rows: Sequence[Row]) -> str:
+    size = rows[0].get("model", "1b").upper()
     text = (
-        "Value and gradient of the loss of a Llama-3-1B, 2 x 8192 tokens for each part of the batch, bfloat16, wall "
-        "clock. *Efficiency*: tokens a second and GPU beside those of the same variant on one GPU. *Exposed*: time of "
-        "the first GPU in which a collective runs and nothing else does. Variants of a scheme are interleaved and have "
-        "the same shardings and constraints.\n\n"
+        f"Value and gradient of the loss of a Llama-3-{size}, 2 x 8192 tokens for each part of the batch, bfloat16, "
+        "wall clock. *Efficiency*: tokens a second and GPU beside those of the same variant on one GPU. *Exposed*: "
+        "time of the first GPU in which a collective runs and nothing else does. Variants of a scheme are interleaved "
+        "and have the same shardings and constraints.\n\n"
     )
     columns = ["scheme", "GPUs", "", "ms", "efficiency", "collectives, ms", "exposed, ms", "temporaries, GiB", "calls"]
     lines = [

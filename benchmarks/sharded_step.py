@@ -1,12 +1,12 @@
 """`python -m benchmarks.sharded_step`: a Llama's training step on all GPUs of this host, fused and plain.
 
-Value and gradient of the loss of a Llama-3-1B under plain `jit`, parameters and tokens sharded by data parallelism,
-FSDP, tensor parallelism without and with sequence parallelism and, on four GPUs or more, FSDP with tensor parallelism;
-and on one GPU. The variants of one scheme have the same shardings and constraints, and run interleaved; their losses
-and gradients are compared before anything is timed. Times are the wall clock's of steps back to back, medians.
-Efficiency is the throughput a GPU beside that of the same variant on one GPU. A profile of one step says how long the
-first GPU computed, how long its collectives ran, and how much of that no computation hid. Writes
-benchmarks/results/<device>_sharded_step.csv.
+Value and gradient of the loss of a Llama-3-1B, or with --model 8b of a Llama-3-8B, under plain `jit`, parameters and
+tokens sharded by data parallelism, FSDP, tensor parallelism without and with sequence parallelism and, on four GPUs or
+more, FSDP with tensor parallelism; and on one GPU. The variants of one scheme have the same shardings and constraints,
+and run interleaved; their losses and gradients are compared before anything is timed. Times are the wall clock's of
+steps back to back, medians. Efficiency is the throughput a GPU beside that of the same variant on one GPU. A profile of
+one step says how long the first GPU computed, how long its collectives ran, and how much of that no computation hid.
+Writes benchmarks/results/<device>_sharded_step.csv, or _sharded_step_8b.csv.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import plain_llama, results, timing
 from benchmarks.train_step import check, compile_all
-from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant
+from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
 from flax_layers import sharding
 
+MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -93,6 +94,11 @@ class _Placed(Parameters):
         if key not in self._placed:
             self._placed[key] = self._scheme.placed(super().of(variant), self._mesh)
         return self._placed[key]
+
+    def release(self) -> None:
+        """Gives up the arrays that no variant runs on, whole ones: of a large model no device has room for both."""
+        self._forms.clear()
+        del self.model
 
 
 def _shardings(parameters: Any) -> Any:
@@ -180,7 +186,7 @@ def collectives(text: str) -> dict[str, int]:
 
 def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str, Any]]:
     """A row for each variant."""
-    config = TINY if options.tiny else LLAMA_3_1B
+    config = TINY if options.tiny else MODELS[options.model]
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     mesh = scheme.mesh()
     shape = (options.batch * scheme.devices // scheme.sizes.get("tensor", 1), 24 if options.tiny else options.length)
@@ -197,6 +203,7 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
 
     with jax.set_mesh(mesh):
         measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)
+        parameters.release()
         check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
         good = [one for one in measured if not one.failure]
         times = interleaved({one.name: one.call for one in good}, options.repeats, options.burst)
@@ -204,7 +211,8 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     found = []
     for one in measured:
         text = one.compiled.as_text()
-        row: dict[str, Any] = {"scheme": scheme.name, "devices": scheme.devices, "variant": one.name}
+        row: dict[str, Any] = {"model": "tiny" if options.tiny else options.model, "scheme": scheme.name}
+        row |= {"devices": scheme.devices, "variant": one.name}
         row |= {"batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
         row |= {"kernels": text.count('custom_call_target="coda_gemm"'), "collectives": collectives(text)}
         row |= {f"{name}_gib": round(size, 3) for name, size in one.memory_gib().items()}
@@ -268,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--model", default="1b", choices=MODELS, help="a Llama 3, default 1b")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
     options = parser.parse_args(arguments)
     names = options.variants.split(",")
@@ -289,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"[{timing.clock()}]")
     columns = list(dict.fromkeys(name for row in found for name in row))
     flags = {"xla_flags": os.environ.get("XLA_FLAGS", ""), "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS", "")}
-    results.write("_sharded_step", columns, found, folder=options.out, commit=options.commit, **flags)
+    suffix = "_sharded_step" if options.model == "1b" else f"_sharded_step_{options.model}"
+    results.write(suffix, columns, found, folder=options.out, commit=options.commit, **flags)
     return int(any(row["failure"].startswith("wrong") for row in found))
 
 

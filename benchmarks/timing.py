@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import itertools
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -277,5 +278,10 @@ def driver() -> str:
 def _nvidia_smi(fields: str) -> str:
     if jax.default_backend() != "gpu":
         return ""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={first_gpu()}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def first_gpu() -> str:
+    """The number, or the UUID, by which the driver's tools know the GPU that is JAX's first."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"

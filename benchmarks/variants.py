@@ -26,6 +26,7 @@ LLAMA_3_1B = LlamaConfig(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
 )
+LLAMA_3_8B = LlamaConfig.llama3_8b()
 TINY = dataclasses.replace(
     LLAMA_3_1B,
     vocab_size=256,

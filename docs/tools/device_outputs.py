@@ -16,6 +16,7 @@ import platform
 import runpy
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,7 +119,9 @@ def main(arguments: list[str] | None = None) -> list[Path]:
             OUTPUTS[name](given.rows)
         path = given.out / f"{name}.txt"
         command = f'make docs-device ARGS="--only {name}"'
-        path.write_text(f"{header(command)}\n\n{text.getvalue()}")
+        # Where things lie on the machine is no news: as in a checkout with its environment.
+        shown = text.getvalue().replace(str(pages.ROOT), "coda_jax").replace(sys.prefix, ".venv")
+        path.write_text(f"{header(command)}\n\n{shown}")
         print(f"written: {path}")
         written.append(path)
     return written
