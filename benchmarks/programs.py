@@ -77,6 +77,7 @@ def kernel_source(
     transpose_a: bool = False,
     transpose_b: bool = True,
     config: GemmConfig | None = None,
+    yields: bool = False,
 ) -> str:
     """The CUDA source of the program's kernel, for a (M, K) and b (N, K) unless the flags say otherwise."""
     operands = program.operand_types(m, n)
@@ -85,7 +86,7 @@ def kernel_source(
         raise ValueError("the programs here capture nothing")
     a, b = array((k, m) if transpose_a else (m, k), dtype), array((n, k) if transpose_b else (k, n), dtype)
     spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
-    return lowered((a, b, *operands), spec, config).call.source
+    return lowered((a, b, *operands), spec, config, yields=yields).call.source
 
 
 def spec_of(program: Program, epilogue: Epilogue, **options: Any) -> GemmSpec:
@@ -96,9 +97,9 @@ def spec_of(program: Program, epilogue: Epilogue, **options: Any) -> GemmSpec:
     return GemmSpec.of(CallOptions(**options), epilogue.program, out_dtypes, epilogue.name)
 
 
-def lowered(types: Sequence[Any], spec: GemmSpec, config: GemmConfig | None) -> kernel.Kernel:
-    """The kernel of a product, with what `config` leaves open chosen for an H200."""
-    return kernel.lower(types, spec, problem_of(types, spec).config(config, None))
+def lowered(types: Sequence[Any], spec: GemmSpec, config: GemmConfig | None, *, yields: bool = False) -> kernel.Kernel:
+    """The kernel of a product, with what `config` leaves open chosen for an H200; `yields` as in `kernel.lower`."""
+    return kernel.lower(types, spec, problem_of(types, spec).config(config, None), yields=yields)
 
 
 def check(name: str, out: Any, expected: Any) -> None:

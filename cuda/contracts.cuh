@@ -39,6 +39,7 @@ namespace coda {
   value(int, column_passes)                                \
   value(int, load_slots) value(int, store_slots)           \
   value(bool, split_k)                                     \
+  value(bool, claims)                                      \
   value(bool, keeps_tables)                                \
   value(bool, transpose_a) value(bool, transpose_b)        \
   value(bool, a_batched) value(bool, b_batched)            \

@@ -1,7 +1,7 @@
 // The one matrix product of the library: out tiles = Epilogue(a b), for Hopper.
 //
-// Persistent: a CTA works on tile after tile (scheduler.cuh). Warp-specialised: of its three warpgroups the first
-// produces and two consume.
+// Persistent: a CTA works on tile after tile, its own (scheduler.cuh) or those that it claims (claims.cuh).
+// Warp-specialised: of its three warpgroups the first produces and two consume.
 //
 //   warpgroup 0  warp 0     `produce`: a's and b's tiles, k block by k block, into a ring of stages in shared memory,
 //                           by the copy engine (TMA); b's to all CTAs of the cluster (multicast)
@@ -16,6 +16,7 @@
 // that the epilogue is nothing beside them.
 #pragma once
 
+#include "claims.cuh"
 #include "contracts.cuh"
 #include "epilogue_sm90.cuh"
 #include "partial_tiles_sm90.cuh"
@@ -33,7 +34,9 @@ struct SharedLayout {
   static constexpr int epilogue_offset = Config::stages * stage_bytes;
   static constexpr int stage_ring_offset = epilogue_offset + consumers * EpilogueLayout<Config, Epilogue>::bytes;
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
-  static constexpr int bytes = load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
+  static constexpr int claims_offset =
+      load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
+  static constexpr int bytes = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
 };
 
 /// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n), each in
@@ -51,6 +54,8 @@ struct Gemm {
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
   static_assert(!cooperative || (consumers * Config::consumer_m == Config::tile_m && !Config::split_k),
                 "cooperative consumers have equal shares of whole tiles");
+  static_assert(!Config::claims || (Claims<Config::cluster_m>::slots_suffice(Config::stages) && !Config::split_k),
+                "whole tiles are claimed, and no claim is overwritten before it is read");
   static constexpr int threads = 128 * (1 + consumers);
   // At a consumer's barrier: its own threads, and in pingpong those of the other one, which wake it.
   static constexpr int products_threads = 32 * consumer_warps * consumer_stride;
@@ -83,6 +88,9 @@ struct Gemm {
   __device__ __forceinline__ static LoadRing load_ring(ptx::uint32 shared, int consumer) {
     return {shared + Layout::load_ring_offset + consumer * LoadRing::bytes};
   }
+  __device__ __forceinline__ static Claims<Config::cluster_m> claims(ptx::uint32 shared) {
+    return {shared + Layout::claims_offset};
+  }
   __device__ __forceinline__ ptx::uint32 epilogue_base(int consumer) const {
     return shared + Layout::epilogue_offset + consumer * EpilogueLayout<Config, Epilogue>::bytes;
   }
@@ -97,6 +105,7 @@ struct Gemm {
       // A stage is emptied by the warps of one consumer, or of both if cooperative, in every CTA of the cluster.
       stage_ring(shared).init(1, consumer_warps * (consumers / consumer_stride) * Config::cluster_m);
       for (int consumer = 0; consumer < consumers; ++consumer) load_ring(shared, consumer).init(1, consumer_warps);
+      if constexpr (Config::claims) claims(shared).init();
       ptx::mbarrier_init_fence();
     }
     if constexpr (Config::cluster_m > 1) {
@@ -130,8 +139,9 @@ struct Gemm {
   /// One thread. A stage: wait until it is empty, announce its bytes, start the copies that will fill it.
   __device__ __forceinline__ void produce() {
     RingPosition<Config::stages> at;
-    for (int i = 0; i < scheduler.count; ++i) {
-      const Work work = scheduler.work(i, rank);
+    int next = Config::claims ? take_number() : 0;
+    for (int i = 0; i < count(i, next); ++i) {
+      const Work work = piece(i);
 #pragma unroll 1  // the producer has few registers
       for (int k_block = work.first_block; k_block < work.first_block + work.blocks; ++k_block) {
         stages.wait_empty(at);
@@ -149,6 +159,40 @@ struct Gemm {
         at.advance();
       }
     }
+  }
+
+  /// The cluster's next number. Called a piece early, so that nothing waits for the counter.
+  __device__ __forceinline__ int take_number() const {
+    constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
+    return rank == 0 ? atomicAdd(static_cast<int*>(params.pointer[last]), 1) : 0;
+  }
+
+  /// Makes `number` the cluster's i-th piece; takes the next one.
+  __device__ __forceinline__ void claim(int i, int& number) const {
+    claims(shared).expect(i);
+    if (rank == 0) claims(shared).send(i, number);
+    number = take_number();
+  }
+
+  /// How many pieces of work this CTA has: all, or where it claims them more than i if it has an i-th.
+  __device__ __forceinline__ int count(int i) const {
+    if constexpr (Config::claims) return claims(shared).wait(i) < scheduler.total(params.batch) ? i + 1 : i;
+    return scheduler.count;
+  }
+  /// The same for the producer, which claims the i-th.
+  __device__ __forceinline__ int count(int i, int& next) const {
+    if constexpr (Config::claims) {
+      claim(i, next);
+      if (count(i) == i) {  // the last; a consumer may have to know that the next one is none, either
+        claim(i + 1, next);
+        claims(shared).wait(i + 1);
+      }
+    }
+    return count(i);
+  }
+  __device__ __forceinline__ Work piece(int i) const {
+    if constexpr (Config::claims) return scheduler.claimed(claims(shared).wait(i), rank);
+    return scheduler.work(i, rank);
   }
 
   /// A k block of a's tile. Of a product with fewer rows than a tile only its `rows`: what the others' places hold is
@@ -206,7 +250,7 @@ struct Gemm {
   __device__ __forceinline__ void prefetch(int consumer) {
     if constexpr (Epilogue::tile_loads > 0) {
       RingPosition<LoadRing::slots> at;
-      for (int i = first_piece(consumer); i < scheduler.count; i += consumer_stride) {
+      for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
         const Work work = work_of(i, consumer);
         if (work.has_tile())
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
@@ -219,7 +263,7 @@ struct Gemm {
 
   /// Piece i; its tile is this consumer's rows of it.
   __device__ __forceinline__ Work work_of(int i, int consumer) const {
-    Work work = scheduler.work(i, rank);
+    Work work = piece(i);
     if constexpr (cooperative) {
       work.tile.row += consumer * Config::consumer_m;
       work.tile.index_m = work.tile.index_m * consumers + consumer;
@@ -239,18 +283,17 @@ struct Gemm {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(shared, consumer),
                                                        consumer, warp, lane);
     RingPosition<Config::stages> at;
-    if (!cooperative && consumer == 1 && scheduler.count > 0) {
-      at.advance(scheduler.work(0, rank).blocks);
+    if (!cooperative && consumer == 1 && count(0) > 0) {
+      at.advance(piece(0).blocks);
       wake(0);
     }
-    for (int i = first_piece(consumer); i < scheduler.count; i += consumer_stride) {
+    for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
       // 1. The epilogue's vectors and scalars, whose latency the products hide.
       const Work work = work_of(i, consumer);
       if (work.has_tile()) epilogue.begin(work.tile);
 
       // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
       //    the vectors that `begin` puts into shared memory and the warps that read them.
-      const bool is_last = cooperative || i + 1 == scheduler.count;
       ptx::named_barrier_sync(barrier_number(NamedBarrier::products, consumer), products_threads);
 
       // 3. The products, one stage ahead: when those of a stage are issued, those of the stage before it are waited for
@@ -270,6 +313,7 @@ struct Gemm {
 
       // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only
       //    of a whole tile, for cooperative consumers never have a part of one.
+      const bool is_last = cooperative || i + 1 == count(i + 1);
       if (!is_last) wake(consumer ^ 1);
       epilogue.read_ahead();
 
@@ -279,7 +323,7 @@ struct Gemm {
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
       release(previous.slot);
-      if (!is_last) at.advance(scheduler.work(i + 1, rank).blocks);
+      if (!is_last) at.advance(piece(i + 1).blocks);
 
       // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {

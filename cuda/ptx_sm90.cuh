@@ -110,6 +110,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
       : "memory");
 }
 
+/// Stores a word at the same offset in a CTA of the cluster, which has several, and completes 4 bytes there.
+__device__ __forceinline__ void store_async(uint32 address, int word, uint32 barrier, uint32 rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 target, remote;\n"
+      "mapa.shared::cluster.u32 target, %0, %3;\n"
+      "mapa.shared::cluster.u32 remote, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [target], %1, [remote];\n"
+      "}\n" ::"r"(address),
+      "r"(word), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 // ---- TMA: four coordinates, innermost first (column, half, row, batch)
 
 struct alignas(64) TensorMap {
@@ -175,6 +188,11 @@ __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&wo
 }
 __device__ __forceinline__ void store_word(uint32 address, int word) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ int load_word(uint32 address) {
+  int word;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
 }
 __device__ __forceinline__ void load_pair(uint32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");

@@ -1,5 +1,6 @@
 // The order in which clusters take tiles. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...; with
-// split-K it may begin with a part of one of the tiles that would be left over.
+// split-K it may begin with a part of one of the tiles that would be left over. Or each takes the next one that nobody
+// has (claims.cuh), in the same order.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -119,6 +120,10 @@ struct Scheduler {
     }
     return {tile(split_tiles + (i - has_part()) * clusters() + cluster(), rank), 0, k_blocks};
   }
+
+  /// A whole tile by its number, which the cluster has claimed (claims.cuh), of `total`.
+  __device__ __forceinline__ Work claimed(int index, int rank) const { return {tile(index, rank), 0, k_blocks}; }
+  __device__ __forceinline__ int total(int batch) const { return per_batch.value * batch; }
 
   /// The CTAs with a tile's other parts, the second part first, for the CTA with the first part.
   __device__ __forceinline__ Others others() const {

@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
+from benchmarks.programs import PROGRAMS
+from coda_jax.primitives import kernel, lowering
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
 
@@ -201,6 +203,26 @@ def test_kernels_make_way_where_there_are_several_devices(kind, manual):
     with jax.set_mesh(mesh):
         (found,) = k_blocks(lowered(products(mesh, manual), jax.device_put(a, P("x")), jax.device_put(b, P())))
     assert found > 100
+
+
+@needs_nvrtc
+def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
+    """One more result, which is zeroed before; split-K needs its blocks where they are."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 4096), (4096, 256))]
+    spec = PROGRAMS["residual_sumsq"]
+    operands = spec.operand_types(512, 256)
+
+    def made(**options):
+        monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
+        config = coda.GemmConfig(tile_m=64, tile_n=64, **options)
+        multiply = functools.partial(coda.gemm, epilogue=spec.epilogue, config=config)
+        return lowered(multiply, *types, *operands)
+
+    assert "claims = true" not in made(split_k=False)
+    monkeypatch.setattr(kernel, "CLAIMS_TILES", True)
+    text = made(split_k=False)
+    assert "claims = true" in text and "flags = 5 " in text and "yield_k_blocks = 0 " in text
+    assert "claims = true" not in made(split_k=True)
 
 
 @needs_nvrtc

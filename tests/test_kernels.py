@@ -10,6 +10,7 @@ from jax import lax
 from benchmarks.lab.machine_code import machine_instructions, resource_usage
 from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
+from coda_jax.primitives import kernel
 from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
 from tests.nvrtc import needs_nvrtc
 
@@ -48,6 +49,20 @@ def test_registers_suffice(name):
     assert usage.registers <= 168  # of 65536 for the block's 384 threads
     assert usage.spilled_bytes <= SPILLED.get(name, 0)
     assert "serialized" not in log  # wgmma, where the assembler does not see through a call
+
+
+FILLS_SHARED_MEMORY = {"gated_backward", "geglu_backward", "swiglu_backward", "rotary_96"}
+
+
+@programs
+def test_claiming_tiles_takes_no_more_registers(name, monkeypatch):
+    monkeypatch.setattr(kernel, "CLAIMS_TILES", True)
+    program = PROGRAMS[name]
+    source = kernel_source(program, m=4096, n=program.columns(4096), k=4096, yields=True)
+    assert ("claims = true" in source) == (name not in FILLS_SHARED_MEMORY)
+    usage = resource_usage(ffi.compile(source, name).log)
+    assert usage.registers <= 168
+    assert usage.spilled_bytes <= SPILLED.get(name, 0) + 8
 
 
 CACHED = 8192  # instructions of 16 bytes: with more a kernel takes several times as long

@@ -14,9 +14,15 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
-from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
+from coda_jax.tiles.constants import CLAIMS_TILES, NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
-from coda_jax.tiles.traffic import EpilogueTraffic, keeps_tables, shared_bytes
+from coda_jax.tiles.traffic import (
+    CLAIMS_BYTES,
+    SHARED_BYTES_PER_BLOCK,
+    EpilogueTraffic,
+    keeps_tables,
+    shared_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +62,22 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
     a, b, operands = spec.split(types)
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
     m, n, _ = spec.sizes(a, b)
-    pointers, rows = _pointers(program, len(operands), config), _rows(m, config)
-    source = _source(program, a.dtype, out_dtypes, spec.transpose_a, spec.transpose_b, spec.batched, config, rows)
+    smem_bytes = shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes))
+    claims = yields and CLAIMS_TILES and not config.split_k and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
+    scratch = _scratch(config, claims)
+    pointers, rows = _pointers(program, len(operands), len(scratch)), _rows(m, config)
+    source = _source(
+        program, a.dtype, out_dtypes, spec.transpose_a, spec.transpose_b, spec.batched, config, rows, claims=claims
+    )
     return Kernel(
-        results=_results(spec, () if size is None else (size,), m, n, config),
+        results=[*_results(spec, () if size is None else (size,), m, n, config), *scratch],
         call=ffi.GemmCall(
             name=spec.name,
             source=source,
             maps=[number for map_ in _maps(spec, len(operands), config, rows) for number in dataclasses.astuple(map_)],
             pointers=pointers,
-            flags=pointers[-1] if config.split_k else -1,
-            yield_k_blocks=yield_k_blocks(config) if yields else 0,
+            flags=pointers[-1] if scratch else -1,
+            yield_k_blocks=yield_k_blocks(config) if yields and not scratch else 0,
             transpose_a=spec.transpose_a,
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
@@ -74,7 +85,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
             halves=program.halves.of_n,
             cluster_m=config.cluster_m,
             threads=THREADS,
-            smem_bytes=shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes)),
+            smem_bytes=smem_bytes + CLAIMS_BYTES * claims,
         ),
     )
 
@@ -111,15 +122,18 @@ def _results(
         )
         for reduction in program.reductions
     ]
-    return [*stores, *partials, *_partial_tiles(config)]
+    return [*stores, *partials]
 
 
-def _partial_tiles(config: KernelConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Split-K's sums on their way from one block to another, a tile each, and a flag for each of its four warps."""
-    if not config.split_k:
-        return ()
+def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What only the kernel uses; the last is zeroed before it starts.
+
+    Of split-K the sums on their way from one block to another, a tile each, and a flag for each of its four warps; of
+    a kernel that claims its tiles their counter, which is the first of as many words.
+    """
     shape = (NUM_SMS, config.tile_m, config.tile_n)
-    return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)
+    sums, flags = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)
+    return (sums, flags) if config.split_k else (flags,) if claims else ()
 
 
 def _maps(spec: GemmSpec, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
@@ -142,10 +156,10 @@ def _maps(spec: GemmSpec, operand_count: int, config: KernelConfig, rows: int) -
     return maps
 
 
-def _pointers(program: Program, operand_count: int, config: KernelConfig) -> list[int]:
-    """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, split-K's."""
+def _pointers(program: Program, operand_count: int, scratch: int) -> list[int]:
+    """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, the scratch ones."""
     vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
-    partials = len(program.reductions) + len(_partial_tiles(config))
+    partials = len(program.reductions) + scratch
     first_partial = 2 + operand_count + len(program.stores)
     return vectors + [first_partial + i for i in range(partials)]
 
@@ -175,11 +189,12 @@ def _source(
     config: KernelConfig,
     rows: int,
     *,
+    claims: bool = False,
     for_reader: bool = False,
 ) -> str:
     traffic = EpilogueTraffic.of(program, out_dtypes)
     maps = 2 + len(program.tile_operands) + len(program.stores)
-    pointers = len(_pointers(program, len(program.operands), config))
+    pointers = len(_pointers(program, len(program.operands), len(_scratch(config, claims))))
     flags = {True: "true", False: "false"}
     return f"""#include "mainloop_sm90.cuh"
 
@@ -193,10 +208,11 @@ struct Config {{
   static constexpr int column_passes = {config.column_passes};
   static constexpr int load_slots = {config.load_slots}, store_slots = {config.store_slots};
   static constexpr bool split_k = {flags[config.split_k]};
+  static constexpr bool claims = {flags[claims]};
   static constexpr bool keeps_tables = {flags[keeps_tables(program, config.tile.size)]};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
-  static constexpr int shared_bytes = {shared_bytes(config, program, traffic)};
+  static constexpr int shared_bytes = {shared_bytes(config, program, traffic) + CLAIMS_BYTES * claims};
 }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}, 1)

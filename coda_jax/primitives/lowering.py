@@ -325,7 +325,8 @@ def _launch(
     ffi.compile_async(lowered.call.source, spec.name)
     position = {store.output: i for i, store in enumerate(program.stores)}
     aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
-    with _latency(arguments, spec, config, len(lowered.results)):
+    taken = 0 if len(lowered.results) == 1 else len(program.stores) + len(program.reductions)
+    with _latency(arguments, spec, config, taken):
         results = ffi.gemm_call(arguments, lowered.results, lowered.call, input_output_aliases=aliases)
     # The custom call's results are typed as varying over no mesh axis.
     results = vary(varying_axes(*arguments), *results)
@@ -335,14 +336,15 @@ def _launch(
 
 
 def _latency(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, num_results: int
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, taken: int
 ) -> contextlib.AbstractContextManager[Any]:
     """Tells XLA's scheduler how long a call takes, which knows no custom call: what runs beside it starts in time.
 
-    Where a call has several results XLA gives what is said of it to the operation that takes each of them, too, and
-    counts it again: each says its share.
+    Args:
+      taken: how many operations take one of several results each. XLA gives these what is said of the call, and counts
+        it again: each says its share.
     """
     expected = expected_nanoseconds(problem_of(arguments, spec), config, attached_device())
     if expected is None:
         return contextlib.nullcontext()
-    return set_xla_metadata(latency_metadata=expected // (1 if num_results == 1 else 1 + num_results))
+    return set_xla_metadata(latency_metadata=expected // (1 + taken))

@@ -16,9 +16,11 @@ from collections.abc import Mapping
 NUM_SMS = 132  # of an H100 or H200 with SXM
 # The unit of `Constants` where all multiprocessors together give 700 TFLOP/s, as they do at the power limit.
 UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
-# In a program of several devices, how long a thread block works before another one takes its multiprocessor. While NCCL
-# holds some multiprocessors the blocks that belong there wait; were all blocks resident, each with its share of the
-# product from the start, they would begin when the others end, and a collective would be hidden under nothing.
+# In a program of several devices NCCL holds some of the multiprocessors for a while. Were a product's blocks all given
+# their share of it from the start, those that belong there would begin when the others end, and a collective would be
+# hidden under nothing. So a block works only this long before another one takes its multiprocessor; or blocks claim
+# their tiles one by one (cuda/claims.cuh), which is off until tests/gpu/test_claims.py has passed on a GPU.
+CLAIMS_TILES = False
 YIELD_NANOSECONDS = 300_000
 
 

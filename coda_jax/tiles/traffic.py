@@ -13,6 +13,7 @@ from coda_jax.epilogue import Axis, Kind, Program, ReductionOp
 from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, KernelConfig
 
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
+CLAIMS_BYTES = 16 * 12  # of a kernel that claims its tiles (cuda/claims.cuh)
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
 # The time that each operation takes in a cooperative tile, as far as measured there; a logistic has two slow

@@ -23,11 +23,13 @@ def poisoned_call(
     transpose_a: bool = False,
     transpose_b: bool = False,
     config: GemmConfig | None = None,
+    yields: bool = False,
     rewrite: Callable[[str], str] = lambda source: source,
 ) -> Callable[[], list[jax.Array]]:
     """A function that runs the program's kernel on fresh outputs full of NaN: stores, then partial reductions.
 
     Args:
+      yields: as in a program of several devices.
       rewrite: applied to the kernel's whole source, headers inlined; for planting faults.
     """
     m = a.shape[1] if transpose_a else a.shape[0]
@@ -38,13 +40,13 @@ def poisoned_call(
     def lower(extra):
         types = (a, b, *operands, *extra)
         spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
-        return lowered(types, spec.replace(batched=(False,) * len(types)), config)
+        return lowered(types, spec.replace(batched=(False,) * len(types)), config, yields=yields)
 
     def poison_of(result):
         return jnp.full(result.shape, jnp.nan if jnp.issubdtype(result.dtype, jnp.floating) else 1, result.dtype)
 
     poison = [poison_of(result) for result in lower(()).results]
-    outputs = len(epilogue.program.stores) + len(epilogue.program.reductions)  # what follows is split-K's
+    outputs = len(epilogue.program.stores) + len(epilogue.program.reductions)  # what follows is scratch
     kernel = lower(poison)
     rewritten = dataclasses.replace(kernel.call, source=rewrite(inline_headers(kernel.call.source)))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
+from coda_jax.primitives import kernel, lowering
 
 
 def run(
@@ -49,6 +50,18 @@ def main() -> None:
         run(name, 264, 264, 2056, config=shared, about="in a cooperative tile ")
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary_64"):
         run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, column_passes=2), about="in two passes ")
+    lowering._is_of_several = lambda ctx: True  # as in a program of several devices
+    kernel.CLAIMS_TILES = True
+    for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary"):
+        for tile_n in (128, 256):
+            run(
+                name,
+                264,
+                656,
+                64,
+                config=coda.GemmConfig(tile_m=128, tile_n=tile_n, split_k=False),
+                about="claiming its tiles ",
+            )
 
 
 if __name__ == "__main__":
