@@ -24,7 +24,7 @@ from benchmarks import (
     sharded_step,
     train_step,
 )
-from benchmarks.lab import ablation, energy, tunix_logprobs
+from benchmarks.lab import ablation, energy, schedule, tunix_logprobs
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, Setting, step
@@ -378,3 +378,34 @@ def test_energy_whose_counter_fails(tmp_path):
     with pytest.raises(OSError, match="status 15"):
         energy.main(["--tiny", "--seconds=0.01", f"--out={tmp_path}"], modules=(), counter=counter)
     assert not list(tmp_path.iterdir())
+
+
+def test_schedule():
+    """Letters in the order of a program's schedule, and what its collectives move with nothing beside."""
+    text = """
+%body (p: f32[8]) -> f32[8] {
+  %c.1 = f32[8]{0} custom-call(%p), custom_call_target="coda_gemm"
+}
+ENTRY %main (a: bf16[4,8]) -> bf16[8,8] {
+  %g.1 = ((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%a), channel_id=1
+  %d.1 = bf16[8,8]{1,0} all-gather-done(%g.1), metadata={}
+  %g.2 = ((bf16[4,8]{1,0}, f32[2]{0}), (bf16[8,8]{1,0}, f32[4]{0})) all-gather-start(%a, %b), channel_id=2
+  %c.2 = (bf16[8,8]{1,0}, f32[8]{0}) custom-call(%d.1), custom_call_target="coda_gemm"
+  %c.3 = bf16[8,8]{1,0} custom-call(%d.1), custom_call_target="__cudnn$fmhaSoftmax"
+  %d.2 = (bf16[8,8]{1,0}, f32[4]{0}) all-gather-done(%g.2), metadata={}
+  %w = (s32[]) while(%t), condition=%cond, body=%body
+  ROOT %r = f32[16]{0} reduce-scatter(%x), dimensions={0}
+}
+"""
+    found = schedule.operations(text)
+    assert {name: "".join(one.letter for one in those) for name, those in found.items()} == {"main": "GgGPAgWS"}
+    assert schedule.bare_bytes(found["main"]) == (128 + (128 + 16) + 64, 128 + 64)
+
+
+def test_schedule_wants_the_plugin(monkeypatch):
+    def none(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(schedule.topologies, "get_topology_desc", none)
+    with pytest.raises(RuntimeError, match=r"pip install 'jax\[cuda13\]' \(topology not implemented for cuda\)"):
+        schedule.described_mesh(sharded_step.schemes(2)[1])
