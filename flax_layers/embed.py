@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coda_jax.extend import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
-from flax_layers.sharding import STREAM, constrain
+from coda_jax.extend import constrained, explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
+from flax_layers.sharding import STREAM, activation_spec, constrain, mesh_axes
 
 
 class Embed(nnx.Embed):
@@ -42,8 +43,13 @@ class Embed(nnx.Embed):
         """
         if not jnp.issubdtype(jnp.result_type(inputs), jnp.integer):
             raise ValueError(f"tokens are integers, got {jnp.result_type(inputs)}")
-        # Looked up whole over the axes that cut the tokens; the gradient lies as the table all the same.
-        table = constrain(constrain(self.embedding[...], *self.axes), *self.axes, beside=("batch", "length"))
+        table = constrain(self.embedding[...], *self.axes)
+        exchanged = self._exchanged(table, inputs)
+        if exchanged is None:
+            # Looked up whole over the axes that cut the tokens; the gradient lies as the table all the same.
+            table = constrain(table, *self.axes, beside=("batch", "length"))
+        else:
+            inputs = constrained(inputs, exchanged[:-1])
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)
         if out_sharding is None:
             out_sharding = _sharding_of_rows(table, inputs)
@@ -51,10 +57,29 @@ class Embed(nnx.Embed):
         if sum_dtype == table.dtype or out_sharding is not None or explicit_sharding(table) is not None:
             if out_sharding is not None:
                 table = without_axes(table, 1, frozenset().union(*explicit_cuts(inputs)))
-            rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding)
-            return self._laid_out(rows.astype(self.dtype))
-        varying = vary(varying_axes(table, inputs), table, inputs)
-        return self._laid_out(_take(jax.typeof(table), jnp.dtype(self.dtype), *varying))
+            rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding).astype(self.dtype)
+        else:
+            varying = vary(varying_axes(table, inputs), table, inputs)
+            rows = _take(jax.typeof(table), jnp.dtype(self.dtype), *varying)
+        return self._laid_out(constrained(rows, exchanged))
+
+    def _exchanged(self, table: jax.Array, inputs: jax.Array) -> jax.P | None:
+        """How rows lie as they are looked up where automatic mesh axes cut both the tokens and the table's columns.
+
+        As those of FSDP do. Each device then looks up its columns for the tokens of all, and rows are exchanged, by an
+        all-to-all, and their cotangents on the way back; the table stays, and its gradient needs no sum. None where
+        that moves more than to gather the table, that is where a device has more tokens than the table has rows.
+        """
+        of_inputs, of_table = activation_spec(inputs.shape, "batch", "length"), activation_spec(table.shape, *self.axes)
+        if of_inputs is None or of_table is None or explicit_sharding(table) is not None:
+            return None
+        axes, columns = mesh_axes(of_inputs), mesh_axes(of_table[1:])
+        sizes = jax.sharding.get_abstract_mesh().shape
+        tokens = inputs.size // math.prod(sizes[axis] for axis in axes)
+        if not set(axes) & set(columns) or tokens > table.shape[0]:
+            return None
+        rows = (tuple(axis for axis in mesh_axes([entry]) if axis not in columns) or None for entry in of_inputs)
+        return jax.P(*rows, columns)
 
     def _laid_out(self, rows: jax.Array) -> jax.Array:
         """The residual stream: rows of a cut vocabulary are summed before their axis may cut them; no table moves."""

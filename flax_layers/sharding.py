@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -172,6 +172,11 @@ def activation_spec(shape: Sequence[Any], *axes: str | None, beside: Axes = ()) 
             "for automatic ones, axis_types=(jax.sharding.AxisType.Auto, ...)"
         )
     return PartitionSpec(*entries[len(lacking) :])
+
+
+def mesh_axes(spec: Iterable[MeshAxes]) -> tuple[str, ...]:
+    """All mesh axes of a PartitionSpec, or of some of its entries."""
+    return tuple(axis for entry in spec for axis in _names(entry))
 
 
 def array_sharding(mesh: Any, rules: Rules | None, *axes: str | None) -> NamedSharding:

@@ -1,14 +1,17 @@
 """The token embedding beside flax.nnx.Embed: the same rows, and gradients that do not stagnate."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from flax_layers import Embed
+from flax_layers import Embed, sharding
 
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["f32", "bf16", "f16"])
 param_dtypes = pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["param_f32", "param_bf16"])
@@ -90,3 +93,32 @@ def test_on_a_mesh_with_explicit_axes(param_dtype, options):
         params, tokens = jax.device_put(params, jax.P()), jax.device_put(tokens, jax.P("data"))
         gradient = jax.grad(functools.partial(loss, **options))
         check(jax.jit(gradient)(params, tokens))
+
+
+def test_rows_are_exchanged_not_the_table():
+    """Under FSDP: of a large table each device keeps its columns, forward and backward; a small one is gathered."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+    def compiled(vocabulary):
+        with jax.set_mesh(mesh), sharding.axis_rules(sharding.FSDP):
+            embed = sharding.create(lambda: Embed(vocabulary, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), sharding.FSDP)
+            tokens = jax.device_put(
+                jax.random.randint(jax.random.key(0), (4, 32), 0, vocabulary), NamedSharding(mesh, P("fsdp"))
+            )
+            graphdef, state = nnx.split(embed)
+
+            def loss(state, tokens):
+                return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(tokens).astype(jnp.float32)))
+
+            return jax.jit(jax.grad(loss)).lower(state, tokens).compile(), (state, tokens)
+
+    large, arguments = compiled(512)
+    found = set(re.findall(r" (all-[\w-]+|reduce-scatter)\(", large.as_text()))
+    assert "all-to-all" in found and not {"all-reduce", "reduce-scatter"} & found
+    assert not [line for line in large.as_text().splitlines() if "all-gather(" in line and "[512," in line]
+    small, _ = compiled(16)
+    assert " all-to-all(" not in small.as_text()
+    (gradient,) = jax.tree.leaves(large(*arguments))
+    (table,) = jax.tree.leaves(arguments[0])
+    want = jnp.zeros_like(table).at[arguments[1]].add(jnp.cos(table[arguments[1]].astype(jnp.bfloat16)))
+    np.testing.assert_allclose(jax.device_get(gradient), jax.device_get(want), rtol=2e-2, atol=2e-2)
