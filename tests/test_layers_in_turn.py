@@ -66,6 +66,25 @@ def test_a_layer_s_gradients_go_before_the_one_below_it(remat):
     assert all((*TOKENS.shape, CONFIG.hidden_size) in shapes for shapes in found)
 
 
+@pytest.mark.parametrize(("rules", "axis"), [(sharding.FSDP, "fsdp"), (sharding.DATA, "data")])
+def test_remat_does_not_pin_weights_that_are_gathered(rules, axis):
+    """What is pinned waits for the cotangent: under FSDP the gather of what is computed again must not."""
+    of_several = jax.make_mesh((4,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if (pinned := eqn.params.get("prevent_cse")) is not None:
+                found.append(pinned)
+            for inner in inner_jaxprs(eqn):
+                visit(inner)
+
+    with jax.set_mesh(of_several):
+        function, params = step_of(layers.Llama(CONFIG, rules=rules, remat="full", rngs=nnx.Rngs(0)))
+        visit(jax.make_jaxpr(function)(params).jaxpr)
+    assert found and all((False in pinned) == (axis == "fsdp") and True in pinned for pinned in found)
+
+
 def test_values_are_the_same():
     function, params = step_of(llama())
     want = jax.jit(function)(params)

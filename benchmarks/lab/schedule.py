@@ -218,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             for computation, those in operations(text).items():
                 total, bare = bare_bytes(those)
+                if total < 2**20:  # a sum of vectors, in a program of its own
+                    continue
                 print(f"  {computation}: {total / 2**20:.0f} MiB moved, {bare / 2**20:.0f} with nothing beside")
                 letters = "".join(one.letter for one in those)
                 print(*(f"    {letters[i : i + 110]}" for i in range(0, len(letters), 110)), sep="\n", flush=True)
