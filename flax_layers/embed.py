@@ -63,20 +63,23 @@ class Embed(nnx.Embed):
             rows = _take(jax.typeof(table), jnp.dtype(self.dtype), *varying)
         return self._laid_out(constrained(rows, exchanged))
 
-    def _exchanged(self, table: jax.Array, inputs: jax.Array) -> jax.P | None:
+    def _exchanged(self, table: jax.Array, inputs: Any) -> jax.P | None:
         """How rows lie as they are looked up where automatic mesh axes cut both the tokens and the table's columns.
 
         As those of FSDP do. Each device then looks up its columns for the tokens of all, and rows are exchanged, by an
         all-to-all, and their cotangents on the way back; the table stays, and its gradient needs no sum. None where
         that moves more than to gather the table, that is where a device has more tokens than the table has rows.
         """
-        of_inputs, of_table = activation_spec(inputs.shape, "batch", "length"), activation_spec(table.shape, *self.axes)
-        if of_inputs is None or of_table is None or explicit_sharding(table) is not None:
+        shape, of_table = jnp.shape(inputs), activation_spec(table.shape, *self.axes)
+        if of_table is None or len(shape) > 2 or explicit_sharding(table) is not None:
             return None
+        of_inputs = activation_spec(shape, "batch", "length") or jax.P()
         axes, columns = mesh_axes(of_inputs), mesh_axes(of_table[1:])
-        sizes = jax.sharding.get_abstract_mesh().shape
-        tokens = inputs.size // math.prod(sizes[axis] for axis in axes)
-        if not set(axes) & set(columns) or tokens > table.shape[0]:
+        sizes: Any = (*shape, table.shape[0])
+        if not set(axes) & set(columns) or not all(isinstance(size, int) for size in sizes):  # not, of an export
+            return None
+        devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+        if math.prod(shape) > table.shape[0] * devices:
             return None
         rows = (tuple(axis for axis in mesh_axes([entry]) if axis not in columns) or None for entry in of_inputs)
         return jax.P(*rows, columns)
