@@ -15,9 +15,10 @@ struct Claims {
   static constexpr int slots = 16, bytes = 12 * slots;
   ptx::uint32 address;
 
-  /// With `stages` k blocks in shared memory the producer is at most as many pieces ahead of the consumers' products,
-  /// one of which is two pieces behind with its epilogue, whose operands another warp fetches.
-  static constexpr bool slots_suffice(int stages) { return stages + 3 <= slots; }
+  /// With `stages` k blocks in shared memory, of which a piece may have one, the producer is at most as many pieces
+  /// ahead of the last one whose products are done. The warp that fetches operands of epilogues may have to look up the
+  /// piece before that one, and at the end the producer sends two numbers at once.
+  static constexpr bool slots_suffice(int stages) { return stages + 4 <= slots; }
 
   __device__ __forceinline__ ptx::uint32 barrier(int i) const { return address + 8 * (i % slots); }
   __device__ __forceinline__ ptx::uint32 number(int i) const { return address + 8 * slots + 4 * (i % slots); }
