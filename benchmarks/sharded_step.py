@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from benchmarks import plain_llama, results, timing
 from benchmarks.train_step import check, compile_all
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
-from flax_layers import sharding
+from flax_layers import LlamaConfig, sharding
 
 MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
@@ -49,17 +49,28 @@ class Scheme(NamedTuple):
     def devices(self) -> int:
         return math.prod(self.sizes.values())
 
-    def mesh(self, kind: AxisType = AxisType.Auto) -> Mesh:
+    def mesh(self, kind: AxisType = AxisType.Auto, devices: Sequence[Any] | None = None) -> Mesh:
         """Of the first devices."""
         axes = tuple(self.sizes)
-        return jax.make_mesh(
-            tuple(self.sizes.values()), axes, (kind,) * len(axes), devices=jax.devices()[: self.devices]
-        )
+        of_mesh = (jax.devices() if devices is None else devices)[: self.devices]
+        return jax.make_mesh(tuple(self.sizes.values()), axes, (kind,) * len(axes), devices=of_mesh)
+
+    def setting(self, config: LlamaConfig, param_dtype: Any) -> Setting:
+        """What its variants have in common."""
+        separate_qkv = "tensor" in self.sizes  # heads of one kernel cannot be cut
+        return Setting(config, jnp.bfloat16, jnp.dtype(param_dtype), separate_qkv, rules=self.rules or None)
+
+    def rows(self, batch: int) -> int:
+        """Of tokens, with `batch` for each part of the data axis."""
+        return batch * self.devices // self.sizes.get("tensor", 1)
+
+    def shardings(self, parameters: Any, mesh: Mesh) -> Any:
+        """How the parameters of a fused or a plain Llama lie, as the rules say."""
+        return sharding.parameter_shardings(parameters, mesh, self.rules, axes=plain_llama.AXES)
 
     def placed(self, parameters: Any, mesh: Mesh) -> Any:
-        """The parameters of a fused or a plain Llama, as the rules say."""
-        shardings = sharding.parameter_shardings(parameters, mesh, self.rules, axes=plain_llama.AXES)
-        return jax.tree.map(jax.device_put, parameters, shardings)
+        """These parameters, lying so."""
+        return jax.tree.map(jax.device_put, parameters, self.shardings(parameters, mesh))
 
     def tokens(self, mesh: Mesh, *, cuts_length: bool = True) -> NamedSharding:
         """How tokens lie."""
@@ -189,17 +200,10 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     config = TINY if options.tiny else MODELS[options.model]
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     mesh = scheme.mesh()
-    shape = (options.batch * scheme.devices // scheme.sizes.get("tensor", 1), 24 if options.tiny else options.length)
+    shape = (scheme.rows(options.batch), 24 if options.tiny else options.length)
     tokens = jax.device_put(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size), scheme.tokens(mesh))
     labels = jax.device_put(jnp.roll(tokens, -1, axis=1), scheme.tokens(mesh))
-    setting = Setting(
-        config,
-        jnp.bfloat16,
-        jnp.dtype(options.param_dtype),
-        separate_qkv="tensor" in scheme.sizes,  # heads of one kernel cannot be cut
-        rules=scheme.rules or None,
-    )
-    parameters = _Placed(setting, scheme, mesh)
+    parameters = _Placed(scheme.setting(config, options.param_dtype), scheme, mesh)
 
     with jax.set_mesh(mesh):
         measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)

@@ -10,7 +10,7 @@ collective is done before a product or attention begins.
 jax[cuda13] must be installed (Linux; no driver is needed), with coda_jax in the same environment:
 
     python -m benchmarks.lab.schedule --schemes fsdp --variants coda,xla --devices 8
-    python -m benchmarks.lab.schedule --model 8b --devices 64 --variants coda_recompute,xla_scan_remat --text /tmp/hlo
+    python -m benchmarks.lab.schedule --model 8b --devices 64 --variants coda_recompute,xla_scan_remat --text hlo
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from benchmarks import plain_llama
 from benchmarks.sharded_step import DEFAULTS, MODELS, Scheme, collectives, schemes
-from benchmarks.variants import VARIANTS, Parameters, Setting, step
+from benchmarks.variants import VARIANTS, Parameters, step
 from coda_jax.tiles.table import as_if_attached
-from flax_layers import sharding
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 # What XLA's compiler asks about a chip (its GpuTargetConfigProto), from NVIDIA's data sheet and CUDA's documentation.
@@ -91,9 +88,7 @@ def described_mesh(scheme: Scheme) -> Mesh:
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise RuntimeError(f"JAX's CUDA plugin describes no devices: pip install 'jax[cuda13]' ({error})") from error
-    axes = tuple(scheme.sizes)
-    devices = np.array(found.devices).reshape(tuple(scheme.sizes.values()))
-    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+    return scheme.mesh(devices=found.devices)
 
 
 @contextlib.contextmanager
@@ -115,14 +110,11 @@ def compiled(scheme: Scheme, name: str, options: argparse.Namespace) -> Any:
     config = MODELS[options.model]
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     mesh, variant = described_mesh(scheme), VARIANTS[name]
-    setting = Setting(
-        config, jnp.bfloat16, jnp.bfloat16, separate_qkv="tensor" in scheme.sizes, rules=scheme.rules or None
-    )
+    setting = scheme.setting(config, jnp.bfloat16)
     parameters = jax.eval_shape(lambda: Parameters(setting).of(variant))
-    shardings = sharding.parameter_shardings(parameters, mesh, scheme.rules, axes=plain_llama.AXES)
+    shardings = scheme.shardings(parameters, mesh)
     placed = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), parameters, shardings)
-    rows = options.batch * scheme.devices // scheme.sizes.get("tensor", 1)
-    tokens = jax.ShapeDtypeStruct((rows, options.length), jnp.int32, sharding=scheme.tokens(mesh))
+    tokens = jax.ShapeDtypeStruct((scheme.rows(options.batch), options.length), jnp.int32, sharding=scheme.tokens(mesh))
     with as_on_gpus(), jax.set_mesh(mesh):
         function = step(name, variant, setting, gradient_shardings=shardings)
         return function.lower(placed, tokens, tokens).compile(compiler_options=variant.compiler_options)
@@ -178,14 +170,18 @@ def _size(shape: str) -> int:
 def bare_bytes(those: Sequence[Operation]) -> tuple[int, int]:
     """Bytes that collectives move, and of these those with no product, attention or loop beside them."""
     total = bare = 0
-    for i, one in enumerate(those):
+    waiting: dict[str, int] = {}  # what has begun with nothing beside it so far
+    for one in those:
         if one.letter in "GSRX":
             total += one.size
-            beside = ""
+            bare += one.size
             if one.name:
-                ends = [j for j, other in enumerate(those) if other.letter.islower() and other.name == one.name]
-                beside = "".join(other.letter for other in those[i : ends[0] if ends else None])
-            bare += 0 if re.search("[PABW]", beside) else one.size
+                waiting[one.name] = one.size
+        elif one.letter in "PABW":
+            bare -= sum(waiting.values())
+            waiting.clear()
+        else:
+            waiting.pop(one.name, None)
     return total, bare
 
 

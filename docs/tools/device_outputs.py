@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> list[Path]:
         command = f'make docs-device ARGS="--only {name}"'
         # Where things lie on the machine is no news: as in a checkout with its environment.
         shown = text.getvalue().replace(str(pages.ROOT), "coda_jax").replace(sys.prefix, ".venv")
+        shown = shown.replace(str(Path.home()), "~")
         path.write_text(f"{header(command)}\n\n{shown}")
         print(f"written: {path}")
         written.append(path)
