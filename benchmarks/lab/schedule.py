@@ -7,7 +7,8 @@ collective is done before a product or attention begins.
 
     P product   A, B attention, its backward pass   G..g all-gather   S..s reduce-scatter   R..r all-reduce   W loop
 
-jax[cuda13] must be installed (Linux; no driver is needed), with coda_jax in the same environment:
+jax[cuda13] must be installed (Linux; no driver is needed): `make EXTRA=cuda lab-schedule` sees to it, in an environment
+that it makes itself. Or, in one that has it:
 
     python -m benchmarks.lab.schedule --schemes fsdp --variants coda,xla --devices 8
     python -m benchmarks.lab.schedule --model 8b --devices 64 --variants coda_recompute,xla_scan_remat --text hlo
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from benchmarks.sharded_step import DEFAULTS, MODELS, Scheme, collectives, schemes
+from benchmarks.sharded_step import DEFAULTS, MODELS, Scheme, collectives, schemes, use_whole_gpus
 from benchmarks.variants import VARIANTS, Parameters, step
 from coda_jax.tiles.table import as_if_attached
 
@@ -226,10 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare() -> None:
-    """Before JAX looks for devices: none are asked for, and XLA gets the flags of `sharded_step`."""
-    from benchmarks.sharded_step import use_whole_gpus
-
-    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    """Before JAX looks for devices: its plugin is not to ask for a driver, and XLA gets the flags of `sharded_step`."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     use_whole_gpus()
 
