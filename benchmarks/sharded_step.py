@@ -6,22 +6,23 @@ more, FSDP with tensor parallelism; and on one GPU. The variants of one scheme h
 and run interleaved; their losses and gradients are compared before anything is timed. Times are the wall clock's of
 steps back to back, medians. Efficiency is the throughput a GPU beside that of the same variant on one GPU. A profile of
 one step says how long the first GPU computed, how long its collectives ran, and how much of that no computation hid.
-Writes benchmarks/results/<device>_sharded_step.csv, or _sharded_step_8b.csv.
+Writes benchmarks/results/<device>_sharded_step.csv, or _sharded_step_8b.csv; and _sharded_kernels.csv, the classes of
+kernels of that step, with those that ran beside a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import glob
+import functools
 import math
 import os
 import random
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import plain_llama, results, timing
-from benchmarks.train_step import check, compile_all
+from benchmarks.beside import by_class, kernels, overlap
+from benchmarks.train_step import check, compile_all, kernel_class
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
+from coda_jax.primitives import kernel
+from coda_jax.tiles.constants import CLAIMS_TILES, YIELD_NANOSECONDS
 from flax_layers import LlamaConfig, sharding
 
 MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
+WAY = "claims" if CLAIMS_TILES else str(YIELD_NANOSECONDS)
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -116,6 +121,23 @@ def _shardings(parameters: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, parameters)
 
 
+@contextlib.contextmanager
+def making_way(way: str) -> Iterator[None]:
+    """Products that are compiled inside make way for collectives so.
+
+    Args:
+      way: "claims" for thread blocks that claim their tiles, a value of YIELD_NANOSECONDS for blocks that follow one
+        another, 0 for blocks that stay to the end.
+    """
+    before = kernel.CLAIMS_TILES, kernel.YIELD_NANOSECONDS
+    kernel.CLAIMS_TILES = way == "claims"
+    kernel.YIELD_NANOSECONDS = YIELD_NANOSECONDS if way == "claims" else int(way)
+    try:
+        yield
+    finally:
+        kernel.CLAIMS_TILES, kernel.YIELD_NANOSECONDS = before
+
+
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int) -> dict[str, float]:
     """Milliseconds of each by the wall clock, `burst` of them back to back; the first round is not measured."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -127,66 +149,6 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int)
             jax.block_until_ready(result)
             found[name].append((time.perf_counter() - start) / burst * 1e3)
     return {name: statistics.median(times[1:]) for name, times in found.items()}
-
-
-class Overlap(NamedTuple):
-    """Of one step on the first device, milliseconds.
-
-    Attributes:
-      compute: in which a kernel other than a collective ran.
-      collective: in which a collective ran.
-      exposed: in which a collective ran and nothing else did.
-      span: from the first kernel's start to the last one's end.
-    """
-
-    compute: float
-    collective: float
-    exposed: float
-    span: float
-
-
-def overlap(call: Callable[[], Any]) -> Overlap | None:
-    """What one call computes and moves on the first GPU, by the profiler; None where there is no GPU."""
-    if jax.default_backend() != "gpu":
-        return None
-    jax.block_until_ready(call())
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = options.host_tracer_level = 0
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(call())
-        path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
-        profile = jax.profiler.ProfileData.from_file(path)
-    moving, computing = [], []
-    for plane in profile.planes:
-        if plane.name.startswith("/device:GPU:0"):
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        of_kind = moving if "nccl" in event.name.lower() else computing
-                        of_kind.append((event.start_ns, event.start_ns + event.duration_ns))
-    return overlap_of(computing, moving)
-
-
-Interval = tuple[float, float]
-
-
-def overlap_of(computing: Sequence[Interval], moving: Sequence[Interval]) -> Overlap:
-    """The same of intervals of nanoseconds."""
-    everything = [*computing, *moving]
-    span = max((end for _, end in everything), default=0.0) - min((start for start, _ in everything), default=0.0)
-    compute, collective = covered(computing), covered(moving)
-    exposed = covered(everything) - compute
-    return Overlap(*(ns / 1e6 for ns in (compute, collective, exposed, span)))
-
-
-def covered(intervals: Sequence[Interval]) -> float:
-    """The length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -206,12 +168,19 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     parameters = _Placed(scheme.setting(config, options.param_dtype), scheme, mesh)
 
     with jax.set_mesh(mesh):
-        measured = compile_all(names, parameters, tokens, labels, shardings=_shardings)
+        measured = []
+        for way in options.yields:
+            left = [name for name in names if not measured or VARIANTS[name].fused]
+            with making_way(way):
+                compiled = compile_all(left, parameters, tokens, labels, shardings=_shardings)
+            for one in compiled if len(options.yields) > 1 else ():
+                one.name += f" {way}" * one.variant.fused
+            measured += compiled
         parameters.release()
         check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
         good = [one for one in measured if not one.failure]
         times = interleaved({one.name: one.call for one in good}, options.repeats, options.burst)
-        profiles = {one.name: overlap(one.call) for one in good}
+        profiles = {one.name: kernels(one.call) for one in good}
     found = []
     for one in measured:
         text = one.compiled.as_text()
@@ -226,9 +195,16 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
             ms = times[one.name]
             row |= {"ms": ms, "tokens_per_second_a_device": shape[0] * shape[1] / scheme.devices / ms * 1e3}
             if profile := profiles[one.name]:
-                row |= {f"{name}_ms": value for name, value in profile._asdict().items()}
+                row |= {f"{name}_ms": value for name, value in overlap(profile)._asdict().items()}
+                row["classes"] = by_class(profile, functools.partial(kernel_class, operations=one.epilogues))
         found.append(row)
     return found
+
+
+def _of_classes(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each class of a step's kernels, which it takes out of the step's row."""
+    about = {name: row[name] for name in ("scheme", "devices", "variant")}
+    return [about | {"class": name, **of._asdict()} for name, of in row.pop("classes", {}).items()]
 
 
 def with_efficiency(rows: Sequence[dict[str, Any]]) -> None:
@@ -281,9 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--model", default="1b", choices=MODELS, help="a Llama 3, default 1b")
+    parser.add_argument("--yields", default=WAY, help="in which ways products make way, as in benchmarks.lab.overlap")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
     options = parser.parse_args(arguments)
-    names = options.variants.split(",")
+    names, options.yields = options.variants.split(","), options.yields.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
     possible = {scheme.name: scheme for scheme in schemes(len(jax.devices()))}
@@ -293,17 +270,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     print(f"{heading()}   [{timing.clock()}]", flush=True)
     found: list[dict[str, Any]] = []
+    classes: list[dict[str, Any]] = []
     for name in asked:
         rows = measure(possible[name], names, options)
         found += rows
         with_efficiency(found)
         for row in rows:
             print(show(row), flush=True)
+            classes += _of_classes(row)
     print(f"[{timing.clock()}]")
-    columns = list(dict.fromkeys(name for row in found for name in row))
     flags = {"xla_flags": os.environ.get("XLA_FLAGS", ""), "nccl_max_ctas": os.environ.get("NCCL_MAX_CTAS", "")}
-    suffix = "_sharded_step" if options.model == "1b" else f"_sharded_step_{options.model}"
-    results.write(suffix, columns, found, folder=options.out, commit=options.commit, **flags)
+    of_model = "" if options.model == "1b" else f"_{options.model}"
+    for suffix, rows in (("_sharded_step", found), ("_sharded_kernels", classes)):
+        if rows:
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            results.write(suffix + of_model, columns, rows, folder=options.out, commit=options.commit, **flags)
     return int(any(row["failure"].startswith("wrong") for row in found))
 
 

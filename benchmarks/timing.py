@@ -157,19 +157,15 @@ def executions_of_groups(
     if jax.default_backend() != "gpu":
         return {name: found for group in groups for name, found in _wall_clock(*group).items()}
     alone = any(isinstance(function, Outside) for group in groups for function in group.functions.values())
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        # Events of the host's cost it time: those of every Python call, and all others but the bursts'.
-        options.python_tracer_level = 0
-        options.host_tracer_level = 1 if alone else 0
-        with jax.profiler.trace(folder, profiler_options=options):
-            for group in groups:
-                for i in range(group.rounds):
-                    is_waited_for = pause > 0 or (i + 1) % at_once == 0 or i + 1 == group.rounds
-                    _round(group.functions, burst, is_waited_for)
-                    time.sleep(pause)
-        path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
-        profile = jax.profiler.ProfileData.from_file(path)
+
+    def run() -> None:
+        for group in groups:
+            for i in range(group.rounds):
+                is_waited_for = pause > 0 or (i + 1) % at_once == 0 or i + 1 == group.rounds
+                _round(group.functions, burst, is_waited_for)
+                time.sleep(pause)
+
+    profile = _profile(run, host=alone)
     kernels = _kernels_by_module(profile)
     bursts = _bursts(profile) if alone else {}
     found = {}
@@ -185,6 +181,25 @@ def executions_of_groups(
             each = len(ran) // count
             found[name] = [ran[i : i + each] for i in range(0, len(ran), each)]
     return found
+
+
+def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
+    """What the first GPU runs while a function is called once, in time order."""
+    profile = _profile(lambda: jax.block_until_ready(call()))
+    by_module = _kernels_by_module(profile, "/device:GPU:0")
+    return sorted(itertools.chain.from_iterable(by_module.values()), key=lambda kernel: kernel.start)
+
+
+def _profile(run: Callable[[], Any], *, host: bool = False) -> Any:
+    """The profiler's trace of what a function runs; of the host's only if asked for, as its events cost it time."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = int(host)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        path = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[-1]
+        return jax.profiler.ProfileData.from_file(path)
 
 
 def _wall_clock(functions: Functions, rounds: int) -> dict[str, list[list[Kernel]]]:
@@ -245,11 +260,11 @@ def during(windows: Sequence[tuple[float, float]], kernels: Iterable[Kernel]) ->
     return found
 
 
-def _kernels_by_module(profile: Any) -> dict[str, list[Kernel]]:
-    """The device's kernels in time order, by XLA module; under "" those that have none."""
+def _kernels_by_module(profile: Any, device: str = "/device:GPU") -> dict[str, list[Kernel]]:
+    """The kernels of devices of this name in time order, by XLA module; under "" those that have none."""
     events = collections.defaultdict(list)
     for plane in profile.planes:
-        if not plane.name.startswith("/device:GPU"):
+        if not plane.name.startswith(device):
             continue
         for line in plane.lines:
             if not line.name.startswith("Stream"):

@@ -13,6 +13,7 @@ import pytest
 import benchmarks.__main__ as products
 import coda_jax as coda
 from benchmarks import (
+    beside,
     cases,
     launch,
     layer,
@@ -22,6 +23,7 @@ from benchmarks import (
     plots,
     report_tables,
     sharded_step,
+    timing,
     train_step,
 )
 from benchmarks.lab import ablation, energy, schedule, tunix_logprobs
@@ -98,9 +100,25 @@ def test_schemes_cut_plain_parameters():
 
 def test_what_a_collective_leaves_exposed():
     ms = 1e6
-    computing, moving = [(0, 4 * ms), (2 * ms, 5 * ms), (8 * ms, 10 * ms)], [(3 * ms, 9 * ms), (11 * ms, 12 * ms)]
-    assert sharded_step.overlap_of(computing, moving) == sharded_step.Overlap(7, 7, 4, 12)
-    assert sharded_step.overlap_of([], []) == sharded_step.Overlap(0, 0, 0, 0)
+
+    def kernel(name, start, end):
+        return timing.Kernel(name, "", start * ms, (end - start) * ms)
+
+    of_step = [
+        kernel("a", 0, 4),
+        kernel("b", 2, 5),
+        kernel("b", 8, 10),
+        kernel("ncclA(x)", 3, 9),
+        kernel("NCCL", 11, 12),
+    ]
+    assert beside.overlap(of_step) == beside.Overlap(7, 7, 4, 12)
+    assert beside.overlap([]) == beside.Overlap(0, 0, 0, 0)
+    assert beside.by_class(of_step, lambda kernel: kernel.name) == {
+        "ncclA": beside.OfClass(1, 6, 0, 0),
+        "b": beside.OfClass(2, 5, 2, 5),
+        "a": beside.OfClass(1, 4, 0, 0),
+        "NCCL": beside.OfClass(1, 1, 0, 0),
+    }
 
 
 @pytest.mark.slow

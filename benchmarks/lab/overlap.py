@@ -27,8 +27,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks import results, timing
-from benchmarks.sharded_step import interleaved, overlap
-from coda_jax.primitives import kernel
+from benchmarks.beside import kernels, overlap
+from benchmarks.sharded_step import interleaved, making_way
 from coda_jax.tiles.constants import YIELD_NANOSECONDS
 
 TOKENS, WIDTH, FEATURES, LAYER = 16384, 4096, 14336, 218_112_000
@@ -79,9 +79,8 @@ def programs(scale: int, yields: Sequence[str]) -> dict[str, Callable[[], Any]]:
     def add(name: str, function: Callable[..., Any], in_specs: Any, out_specs: Any, arguments: Sequence[Any]) -> None:
         on_parts = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         way = name.split()[1] if name.startswith("coda") else "0"
-        kernel.CLAIMS_TILES = way == "claims"
-        kernel.YIELD_NANOSECONDS = 0 if way == "claims" else int(way)
-        compiled = jax.jit(on_parts).lower(*arguments).compile()
+        with making_way(way):
+            compiled = jax.jit(on_parts).lower(*arguments).compile()
         found[name] = lambda: compiled(*arguments)
 
     for name, product in products.items():
@@ -97,7 +96,7 @@ def programs(scale: int, yields: Sequence[str]) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(scale: int, yields: Sequence[int], rounds: int, burst: int) -> list[dict[str, Any]]:
+def measure(scale: int, yields: Sequence[str], rounds: int, burst: int) -> list[dict[str, Any]]:
     """A row for each program: milliseconds, and what its profile says is exposed."""
     calls = programs(scale, yields)
     ms = interleaved(calls, rounds, burst)
@@ -106,8 +105,8 @@ def measure(scale: int, yields: Sequence[int], rounds: int, burst: int) -> list[
         row: dict[str, Any] = {"program": name, "ms": ms[name]}
         longer = max(ms[part] for part in name.split(" and "))
         row["over_longer"] = ms[name] / longer
-        if profile := overlap(call):
-            row |= {f"{field}_ms": value for field, value in profile._asdict().items()}
+        if of_step := kernels(call):
+            row |= {f"{field}_ms": value for field, value in overlap(of_step)._asdict().items()}
         rows.append(row)
     return rows
 
