@@ -39,7 +39,7 @@ from flax_layers import LlamaConfig, sharding
 
 MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
-WAY = "claims" if CLAIMS_TILES else str(YIELD_NANOSECONDS)
+WAY = f"{'claims' * CLAIMS_TILES}{YIELD_NANOSECONDS}"
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -126,12 +126,12 @@ def making_way(way: str) -> Iterator[None]:
     """Products that are compiled inside make way for collectives so.
 
     Args:
-      way: "claims" for thread blocks that claim their tiles, a value of YIELD_NANOSECONDS for blocks that follow one
-        another, 0 for blocks that stay to the end.
+      way: after how many nanoseconds a thread block ends and another one takes its place, 0 for never; with "claims"
+        before it, blocks claim their tiles.
     """
     before = kernel.CLAIMS_TILES, kernel.YIELD_NANOSECONDS
-    kernel.CLAIMS_TILES = way == "claims"
-    kernel.YIELD_NANOSECONDS = YIELD_NANOSECONDS if way == "claims" else int(way)
+    kernel.CLAIMS_TILES = way.startswith("claims")
+    kernel.YIELD_NANOSECONDS = int(way.removeprefix("claims"))
     try:
         yield
     finally:

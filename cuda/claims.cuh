@@ -1,10 +1,13 @@
 // Tiles that clusters claim from a counter while the kernel runs, for programs of several devices: there NCCL's kernels
-// hold some of the multiprocessors for a while, and a tile must not wait for a block that has no place to run.
+// hold some of the multiprocessors for a while, and a tile must not wait for a block that has no place to run. Nor must
+// NCCL wait long for a place: a cluster ends when it has had its share, and the grid's next one claims on.
 #pragma once
 
 #include "pipeline.cuh"
 
 namespace coda {
+
+constexpr int multiprocessors = 132;  // of an H100 or H200
 
 /// What a cluster has claimed, in shared memory: for its i-th piece of work an mbarrier and the tile's number. The
 /// producer of the first CTA takes numbers from a counter in global memory, 0 when the kernel starts, and sends each to

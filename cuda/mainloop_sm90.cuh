@@ -139,7 +139,7 @@ struct Gemm {
   /// One thread. A stage: wait until it is empty, announce its bytes, start the copies that will fill it.
   __device__ __forceinline__ void produce() {
     RingPosition<Config::stages> at;
-    int next = Config::claims ? take_number() : 0;
+    int next = Config::claims ? take_number(0) : 0;
     for (int i = 0; i < count(i, next); ++i) {
       const Work work = piece(i);
 #pragma unroll 1  // the producer has few registers
@@ -161,17 +161,22 @@ struct Gemm {
     }
   }
 
-  /// The cluster's next number. Called a piece early, so that nothing waits for the counter.
-  __device__ __forceinline__ int take_number() const {
-    constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
-    return rank == 0 ? atomicAdd(static_cast<int*>(params.pointer[last]), 1) : 0;
+  /// The number of the cluster's i-th piece; called a piece early, so that nothing waits for the counter. A cluster
+  /// that has had its share ends, by a number that no piece has, and the grid's next one takes its place. The last
+  /// ones, as many as run at one time, stay as long as there are pieces.
+  __device__ __forceinline__ int take_number(int i) const {
+    constexpr int counter = sizeof(params.pointer) / sizeof(void*) - 1;
+    if (rank != 0) return 0;
+    const int total = scheduler.total(params.batch), later = scheduler.clusters() - scheduler.cluster();
+    const bool may_claim = later <= multiprocessors / Config::cluster_m || i * scheduler.clusters() < total;
+    return may_claim ? atomicAdd(static_cast<int*>(params.pointer[counter]), 1) : total;
   }
 
   /// Makes `number` the cluster's i-th piece; takes the next one.
   __device__ __forceinline__ void claim(int i, int& number) const {
     claims(shared).expect(i);
     if (rank == 0) claims(shared).send(i, number);
-    number = take_number();
+    number = take_number(i + 1);
   }
 
   /// How many pieces of work this CTA has: all, or where it claims them more than i if it has an i-th.

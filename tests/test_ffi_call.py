@@ -298,7 +298,8 @@ def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
         ((16384, 640), (640, 4096), {"yields": 155}, 64 * 32, 264),  # 310 k blocks each: two blocks, in turn
         ((16384, 640), (640, 4096), {"yields": 311}, 64 * 32, 132),
         ((16384, 640), (640, 4096), {"yields": 1}, 64 * 32, 2 * 64 * 32),  # no more than there are tiles
-        ((16384, 640), (640, 4096), {"yields": 1, "flags": 3}, 64 * 32, 132),  # split-K counts on all of its blocks
+        ((16384, 640), (640, 4096), {"flags": 3}, 64 * 32, 132),  # split-K counts on all of its blocks
+        ((16384, 640), (640, 4096), {"yields": 155, "flags": 3}, 64 * 32, 264),  # tiles are claimed
         ((7, 256, 64), (64, 128), {"cluster_m": 1}, 14, 14),
         ((0, 64), (64, 128), {}, 0, 0),
         ((128, 64), (64, 0), {}, 0, 0),

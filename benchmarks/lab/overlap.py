@@ -4,8 +4,8 @@ The product is the gate and up projection of a Llama-3-8B with its SwiGLU, 16384
 the weights of one of its layers (218 M bfloat16), or sums their gradients in float32 by a reduce-scatter. Nothing ties
 the two together, so XLA may run them side by side. NCCL reads NCCL_MAX_CTAS when it starts: each number of thread
 blocks is a process of its own, `--ctas 0` leaves NCCL's default. `--yields` are ways in which the product makes way:
-values of YIELD_NANOSECONDS, 0 for blocks that stay to the end, or "claims" for blocks that claim their tiles. Times are
-the wall clock's of programs back to back, the variants interleaved, medians. Writes
+values of YIELD_NANOSECONDS, 0 for blocks that stay to the end, "claims" before them for blocks that claim their tiles.
+Times are the wall clock's of programs back to back, the variants interleaved, medians. Writes
 benchmarks/results/<device>_overlap.csv.
 """
 
@@ -28,8 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from benchmarks import results, timing
 from benchmarks.beside import kernels, overlap
-from benchmarks.sharded_step import interleaved, making_way
-from coda_jax.tiles.constants import YIELD_NANOSECONDS
+from benchmarks.sharded_step import WAY, interleaved, making_way
 
 TOKENS, WIDTH, FEATURES, LAYER = 16384, 4096, 14336, 218_112_000
 P = PartitionSpec
@@ -114,7 +113,7 @@ def measure(scale: int, yields: Sequence[str], rounds: int, burst: int) -> list[
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.parser("benchmarks.lab.overlap", __doc__)
     parser.add_argument("--ctas", default="0,8,4", help="values of NCCL_MAX_CTAS, 0 for NCCL's default")
-    parser.add_argument("--yields", default=f"0,{YIELD_NANOSECONDS}", help="ways of making way")
+    parser.add_argument("--yields", default=f"0,{WAY}", help="ways of making way")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds (default 12)")
     parser.add_argument("--burst", type=int, default=10, help="executions back to back (default 10)")
     parser.add_argument("--scale", type=int, default=1, help="what sizes are divided by, for a CPU")

@@ -143,9 +143,10 @@ class GemmCall:
       cluster_m: blocks of a cluster, along m.
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
-      flags: with split-K, the int32 buffer with a row for each block that may run, which is zeroed before; or -1.
+      flags: with split-K, or where blocks claim their tiles, the int32 buffer with a row for each block that may run,
+        which is zeroed before; or -1.
       yield_k_blocks: the work of a block, in k blocks of 64 of its tiles, after which it ends and another one takes its
-        multiprocessor; 0 where there are as many blocks as run at a time. Blocks of split-K do not end early.
+        multiprocessor; 0 where there are as many blocks as run at a time, as split-K needs it.
     """
 
     name: str

@@ -39,9 +39,10 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.clusters =
       batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
-  // With split-K even few tiles may be work for all, and each cluster counts on the others being there.
+  // With split-K, which has flags and does not yield, even few tiles may be work for all, and each cluster counts on
+  // the others being there.
   int64_t working = resident;
-  if (call.flags < 0 || geometry.clusters == 0) {
+  if (call.flags < 0 || call.yield_k_blocks > 0 || geometry.clusters == 0) {
     const int64_t k_blocks_each = geometry.clusters * ceil_div(k, 64) / resident;
     const int64_t rounds = call.yield_k_blocks > 0 ? std::max<int64_t>(1, k_blocks_each / call.yield_k_blocks) : 1;
     working = std::min(geometry.clusters, resident * rounds);

@@ -188,7 +188,7 @@ void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers) {
   const Driver& driver = Driver::Get();
   const CUdevice device = CurrentDevice(driver);
   int multiprocessors = Multiprocessors(driver, device);
-  Buffer flags;  // of split-K, a row for each block that may run
+  Buffer flags;  // of split-K or claimed tiles, a row for each block that may run
   if (call.flags >= 0) {
     flags = buffers[call.flags];
     if (flags.dtype != ffi::DataType::S32 || flags.dims.size() != 2 || flags.dims[0] < call.cluster_m ||
@@ -327,7 +327,7 @@ XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-  // One launch of a fixed kernel with its parameters by value, with split-K after a memset of fixed size: may be
+  // One launch of a fixed kernel with its parameters by value, after a memset of fixed size where it has flags: may be
   // recorded into a CUDA graph.
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<void*>>()

@@ -129,9 +129,10 @@ class _FeedForward:
         )
         kept = [checkpoint_name(self._lies(u), MLP_NAME) for u in kept]
         has_sums = norm.mean is None
+        cast = down.astype(self.dtype)
         outputs = multiply(
             self._lies(hidden),
-            down.astype(self.dtype),
+            cast,
             norm.x if self.adds_x else other,
             down_bias,
             epilogue=add_residual_sumsq if has_sums else add_residual,
@@ -139,10 +140,10 @@ class _FeedForward:
             implementation=self.implementation,
             like=norm.x,
         )
-        return (outputs, (of_z, down, down_bias, *kept)) if keep else outputs
+        return (outputs, (of_z, down, cast, down_bias, *kept)) if keep else outputs
 
     def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[Any, ...]:
-        (of_z, down, down_bias, u), dy = kept, dys[0]
+        (of_z, down, cast, down_bias, u), dy = kept, dys[0]
         dout = dy.astype(self.dtype)
         t_scale, mean, *of_columns = of_z.of_cotangents(self.dtype)
         of_rows = (None if x is None else with_rows_of(x, self.hidden_sharding) for x in (t_scale, mean))
@@ -151,7 +152,7 @@ class _FeedForward:
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
             with_rows_of(dout, self.hidden_sharding),
-            down.astype(self.dtype),
+            cast,
             u,
             *beside_dz,
             epilogue=named(f"{self.kind}_backward", activation_backward, **options),

@@ -137,7 +137,7 @@ def multiply(
 
 
 class NormProduct(NamedTuple):
-    """norm(x) w + bias = u + shift: what its cotangents need of going forward. W' is made anew for them.
+    """norm(x) w + bias = u + shift: what its cotangents need of going forward.
 
     Attributes:
       norm: of x (..., D).
@@ -145,6 +145,8 @@ class NormProduct(NamedTuple):
       bias: (N,), or as many as w; None for none.
       column_sums: (N,) float32, those of W' where there is a mean.
       shift: (N,) float32, what the two biases add.
+      scaled: W' as w is, under a mesh: there w may be cut, and a W' made anew would be gathered again. None on one
+        device, where what is kept would be a copy of all weights.
     """
 
     norm: DeferredNorm
@@ -152,6 +154,7 @@ class NormProduct(NamedTuple):
     bias: Any
     column_sums: jax.Array | None
     shift: jax.Array | None
+    scaled: Any
 
     def of_cotangents(self, dtype: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
         """`cotangents` takes them after dz and u: t_scale (..., 1) or (), mean (..., 1), column_sums and shift (N,)."""
@@ -178,7 +181,8 @@ def factors(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> tup
         shift = of_norm if shift is None else of_norm + placed(shift, explicit_sharding(of_norm))
     mean, rstd = mean_and_rstd(norm)
     arrays = (norm.x.astype(dtype), one_or_parts(scaled), rstd, mean, sums, shift)
-    return arrays, NormProduct(norm, w, bias, sums, shift)
+    kept = one_or_parts(scaled) if jax.sharding.get_abstract_mesh().size > 1 else None
+    return arrays, NormProduct(norm, w, bias, sums, shift, kept)
 
 
 def of_norm(epilogue: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,14 +316,16 @@ def backward(
       sums: of dz and t; its dshift is one array for each of the weights.
       dresidual: (..., D), added to dx, or None.
     """
-    norm, w, bias, _, _ = of_z
+    norm, w, bias, *_ = of_z
     x, weights, dtype = norm.x, parts_of(w), parts_of(t)[0].dtype
     mean, rstd = mean_and_rstd(norm)
-    # W' is made anew: XLA would keep the forward's alive, a copy of all weights.
-    scale, same = lax.optimization_barrier((norm.scale, weights))
+    scaled = of_z.scaled
+    if scaled is None:  # and without a barrier XLA would take the forward's
+        scale, same = lax.optimization_barrier((norm.scale, weights))
+        scaled = one_or_parts([scaled_weight(scale, part, dtype) for part in same])
     (dx,) = multiply(
         t,
-        one_or_parts([scaled_weight(scale, part, dtype) for part in same]),
+        scaled,
         x,
         mean,
         jnp.square(rstd) * (sums.s[..., None] / x.shape[-1]),

@@ -77,7 +77,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
             maps=[number for map_ in _maps(spec, len(operands), config, rows) for number in dataclasses.astuple(map_)],
             pointers=pointers,
             flags=pointers[-1] if scratch else -1,
-            yield_k_blocks=yield_k_blocks(config) if yields and not scratch else 0,
+            yield_k_blocks=yield_k_blocks(config) if yields and not config.split_k else 0,
             transpose_a=spec.transpose_a,
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
