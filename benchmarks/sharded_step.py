@@ -34,12 +34,11 @@ from benchmarks.beside import by_class, kernels, overlap
 from benchmarks.train_step import check, compile_all, kernel_class
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
 from coda_jax.primitives import kernel
-from coda_jax.tiles.constants import CLAIMS_TILES, YIELD_NANOSECONDS
+from coda_jax.tiles.constants import YIELD_NANOSECONDS
 from flax_layers import LlamaConfig, sharding
 
 MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 DEFAULTS = ("coda", "coda_recompute", "xla", "xla_scan_remat")
-WAY = f"{'claims' * CLAIMS_TILES}{YIELD_NANOSECONDS}"
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -122,20 +121,13 @@ def _shardings(parameters: Any) -> Any:
 
 
 @contextlib.contextmanager
-def making_way(way: str) -> Iterator[None]:
-    """Products that are compiled inside make way for collectives so.
-
-    Args:
-      way: after how many nanoseconds a thread block ends and another one takes its place, 0 for never; with "claims"
-        before it, blocks claim their tiles.
-    """
-    before = kernel.CLAIMS_TILES, kernel.YIELD_NANOSECONDS
-    kernel.CLAIMS_TILES = way.startswith("claims")
-    kernel.YIELD_NANOSECONDS = int(way.removeprefix("claims"))
+def yielding(nanoseconds: int) -> Iterator[None]:
+    """Thread blocks of products that are compiled inside end after so long; 0: at the product's end."""
+    before, kernel.YIELD_NANOSECONDS = kernel.YIELD_NANOSECONDS, nanoseconds
     try:
         yield
     finally:
-        kernel.CLAIMS_TILES, kernel.YIELD_NANOSECONDS = before
+        kernel.YIELD_NANOSECONDS = before
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int) -> dict[str, float]:
@@ -169,12 +161,12 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
 
     with jax.set_mesh(mesh):
         measured = []
-        for way in options.yields:
+        for nanoseconds in options.yields:
             left = [name for name in names if not measured or VARIANTS[name].fused]
-            with making_way(way):
+            with yielding(nanoseconds):
                 compiled = compile_all(left, parameters, tokens, labels, shardings=_shardings)
             for one in compiled if len(options.yields) > 1 else ():
-                one.name += f" {way}" * one.variant.fused
+                one.name += f" {nanoseconds}" * one.variant.fused
             measured += compiled
         parameters.release()
         check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
@@ -257,10 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--model", default="1b", choices=MODELS, help="a Llama 3, default 1b")
-    parser.add_argument("--yields", default=WAY, help="in which ways products make way, as in benchmarks.lab.overlap")
+    parser.add_argument("--yields", default=str(YIELD_NANOSECONDS), help="values of YIELD_NANOSECONDS")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
     options = parser.parse_args(arguments)
-    names, options.yields = options.variants.split(","), options.yields.split(",")
+    names, options.yields = options.variants.split(","), [int(value) for value in options.yields.split(",")]
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
     possible = {scheme.name: scheme for scheme in schemes(len(jax.devices()))}

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import kernel, lowering
+from coda_jax.primitives import lowering
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
 
@@ -207,22 +207,23 @@ def test_kernels_make_way_where_there_are_several_devices(kind, manual):
 
 @needs_nvrtc
 def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
-    """One more result, which is zeroed before; split-K needs its blocks where they are."""
+    """One more result, which is zeroed before; split-K needs its blocks where they are, and one device no counter."""
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 4096), (4096, 256))]
     spec = PROGRAMS["residual_sumsq"]
     operands = spec.operand_types(512, 256)
 
     def made(**options):
-        monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
         config = coda.GemmConfig(tile_m=64, tile_n=64, **options)
         multiply = functools.partial(coda.gemm, epilogue=spec.epilogue, config=config)
         return lowered(multiply, *types, *operands)
 
-    assert "claims = true" not in made(split_k=False)
-    monkeypatch.setattr(kernel, "CLAIMS_TILES", True)
+    text = made(split_k=False)
+    assert "claims = false" in text and "flags = -1 " in text and "yield_k_blocks = 0 " in text
+    monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
     text = made(split_k=False)
     assert "claims = true" in text and "flags = 5 " in text and "yield_k_blocks = 0 " not in text
-    assert "claims = true" not in made(split_k=True)
+    text = made(split_k=True)
+    assert "claims = false" in text and "yield_k_blocks = 0 " in text
 
 
 @needs_nvrtc

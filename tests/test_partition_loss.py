@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from tests import logprob_cases
 from tests.gemm_cases import assert_close
-from tests.partitioned import COLLECTIVES, mesh_of, partitioned_on_cpus, run
+from tests.partitioned import COLLECTIVES, mesh_of, moves, partitioned_on_cpus, run
 
 P = PartitionSpec
 RNG = np.random.default_rng(11)
@@ -62,6 +62,22 @@ def test_loss_has_no_collective_in_its_loop():
         text = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)]
     assert lines and not [line for line in lines if re.search('op_name="[^"]*while', line)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("of_w", "kind"), [(P(), "all-reduce"), (P("data"), "reduce-scatter")], ids=["replicated", "cut"]
+)
+def test_the_gradient_of_the_head_moves_in_its_own_dtype(dtype, of_w, kind, tmp_path):
+    mesh = mesh_of(AxisType.Auto, 4, 1)
+    with partitioned_on_cpus(), jax.set_mesh(mesh):
+        x, labels = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (HIDDEN.astype(jnp.bfloat16), LABELS))
+        w = jax.device_put(HEAD.astype(dtype), NamedSharding(mesh, of_w))
+        gradient = jax.jit(jax.grad(loss, 1), out_shardings=w.sharding)
+        _, calls, *_ = moves(gradient.lower(x, w, labels), mesh, tmp_path)
+        assert_close(gradient(x, w, labels), jax.grad(loss, 1)(x, HEAD.astype(dtype), LABELS), rtol=0.02)
+    sizes = {move.dtype: move.size_bytes for move in calls if move.kind == kind and move.size_bytes >= 2 * HEAD.size}
+    assert sizes == {jnp.float32: {"f32": 4 * HEAD.size}, jnp.bfloat16: {"bf16": 2 * HEAD.size}}[dtype]
 
 
 @pytest.mark.parametrize(

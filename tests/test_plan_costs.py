@@ -32,17 +32,13 @@ def test_fsdp_of_llama_3_8b():
     assert found.sizes.parameters == PARAMETERS == 218_103_808
     assert found.ms("forward", "products") == pytest.approx(11.0, rel=0.01)
     assert found.ms("backward", "products") == pytest.approx(22.0, rel=0.01)
-    gather, again, scatter = (
-        step(found, "all-gather"),
-        step(found, "all-gather", phase="backward"),
-        step(found, "reduce-scatter", phase="backward"),
-    )
-    assert gather.bytes == again.bytes == 2 * PARAMETERS == 436_207_616 and scatter.bytes == 4 * PARAMETERS
-    assert (gather.ms, again.ms, scatter.ms) == pytest.approx((1.1, 1.1, 2.2), rel=0.02)
+    gather, scatter = step(found, "all-gather"), step(found, "reduce-scatter", phase="backward")
+    assert gather.bytes == 2 * PARAMETERS == 436_207_616 and scatter.bytes == 4 * PARAMETERS
+    assert (gather.ms, scatter.ms) == pytest.approx((1.1, 2.2), rel=0.02)
     assert found.hidden_above("forward") == pytest.approx(1600, rel=0.03)
-    assert found.hidden_above("backward") == pytest.approx(2400, rel=0.03)
+    assert found.hidden_above("backward") == pytest.approx(1600, rel=0.03)
     assert found.ms("forward") / found.ms("forward", "products") == pytest.approx(0.10, abs=0.005)
-    assert found.ms("backward") / found.ms("backward", "products") == pytest.approx(0.15, abs=0.005)
+    assert found.ms("backward") / found.ms("backward", "products") == pytest.approx(0.10, abs=0.005)
     head, dw = step(found, "all-gather", part="head"), step(found, "reduce-scatter", part="head", phase="backward")
     assert head.bytes == pytest.approx(1.05e9, rel=0.01) and head.ms == pytest.approx(2.6, rel=0.02)
     assert dw.ms == pytest.approx(5.3, rel=0.02)
@@ -92,7 +88,7 @@ def test_memory():
     kept = 32 * 2 * 16384 * (3 * 4096 + 6144 + 2 * 14336)
     assert found.gib["activations"] == pytest.approx(kept / 2**30)
     assert found.gib["parameters"] == pytest.approx(4 * (32 * PARAMETERS + 2 * 128256 * 4096) / 8 / 2**30)
-    assert found.gib["gathered"] == pytest.approx(2 * PARAMETERS / 2**30)
+    assert found.gib["gathered"] == pytest.approx(32 * 2 * PARAMETERS / 2**30)
 
 
 def test_the_cost_models_products():

@@ -3,10 +3,9 @@
 The product is the gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU; the collective gathers
 the weights of one of its layers (218 M bfloat16), or sums their gradients in float32 by a reduce-scatter. Nothing ties
 the two together, so XLA may run them side by side. NCCL reads NCCL_MAX_CTAS when it starts: each number of thread
-blocks is a process of its own, `--ctas 0` leaves NCCL's default. `--yields` are ways in which the product makes way:
-values of YIELD_NANOSECONDS, 0 for blocks that stay to the end, "claims" before them for blocks that claim their tiles.
-Times are the wall clock's of programs back to back, the variants interleaved, medians. Writes
-benchmarks/results/<device>_overlap.csv.
+blocks is a process of its own, `--ctas 0` leaves NCCL's default. `--yields` are values of YIELD_NANOSECONDS: after so
+long a block of the product ends, with 0 at the product's end. Times are the wall clock's of programs back to back, the
+variants interleaved, medians. Writes benchmarks/results/<device>_overlap.csv.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from benchmarks import results, timing
 from benchmarks.beside import kernels, overlap
-from benchmarks.sharded_step import WAY, interleaved, making_way
+from benchmarks.sharded_step import interleaved, yielding
+from coda_jax.tiles.constants import YIELD_NANOSECONDS
 
 TOKENS, WIDTH, FEATURES, LAYER = 16384, 4096, 14336, 218_112_000
 P = PartitionSpec
@@ -55,7 +55,7 @@ def scatter(gradients: jax.Array) -> jax.Array:
     return jax.lax.psum_scatter(gradients, "data", tiled=True)
 
 
-def programs(scale: int, yields: Sequence[str]) -> dict[str, Callable[[], Any]]:
+def programs(scale: int, yields: Sequence[int]) -> dict[str, Callable[[], Any]]:
     """Each alone, and each product beside each collective; sizes are divided by `scale`."""
     count = len(jax.devices())
     mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,))
@@ -71,14 +71,13 @@ def programs(scale: int, yields: Sequence[str]) -> dict[str, Callable[[], Any]]:
     w = placed(keys[1], (width, 2 * features), P())
     weights = placed(keys[2], (layer,), P("data"))
     gradients = placed(keys[3], (layer,), P(), jnp.float32)
-    products = {f"coda {way}": fused for way in yields} | {"xla": plain}
+    products = {f"coda {nanoseconds}": fused for nanoseconds in yields} | {"xla": plain}
     moves = {"gather": (gather, weights, P("data"), P()), "scatter": (scatter, gradients, P(), P("data"))}
     found: dict[str, Callable[[], Any]] = {}
 
     def add(name: str, function: Callable[..., Any], in_specs: Any, out_specs: Any, arguments: Sequence[Any]) -> None:
         on_parts = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        way = name.split()[1] if name.startswith("coda") else "0"
-        with making_way(way):
+        with yielding(int(name.split()[1]) if name.startswith("coda") else 0):
             compiled = jax.jit(on_parts).lower(*arguments).compile()
         found[name] = lambda: compiled(*arguments)
 
@@ -95,7 +94,7 @@ def programs(scale: int, yields: Sequence[str]) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(scale: int, yields: Sequence[str], rounds: int, burst: int) -> list[dict[str, Any]]:
+def measure(scale: int, yields: Sequence[int], rounds: int, burst: int) -> list[dict[str, Any]]:
     """A row for each program: milliseconds, and what its profile says is exposed."""
     calls = programs(scale, yields)
     ms = interleaved(calls, rounds, burst)
@@ -113,14 +112,16 @@ def measure(scale: int, yields: Sequence[str], rounds: int, burst: int) -> list[
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.parser("benchmarks.lab.overlap", __doc__)
     parser.add_argument("--ctas", default="0,8,4", help="values of NCCL_MAX_CTAS, 0 for NCCL's default")
-    parser.add_argument("--yields", default=f"0,{WAY}", help="ways of making way")
+    parser.add_argument("--yields", default=f"0,{YIELD_NANOSECONDS}", help="values of YIELD_NANOSECONDS")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds (default 12)")
     parser.add_argument("--burst", type=int, default=10, help="executions back to back (default 10)")
     parser.add_argument("--scale", type=int, default=1, help="what sizes are divided by, for a CPU")
     parser.add_argument("--one", type=pathlib.Path, help=argparse.SUPPRESS)  # a process's own file
     options = parser.parse_args(arguments)
     if options.one:
-        rows = measure(options.scale, options.yields.split(","), options.rounds, options.burst)
+        rows = measure(
+            options.scale, [int(value) for value in options.yields.split(",")], options.rounds, options.burst
+        )
         with options.one.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             writer.writeheader()

@@ -157,9 +157,15 @@ def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results
 
 
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
-    """What each of the gradients is: of the tokens a device has a part of a sum where it has a part of W."""
+    """What each of the gradients is: of the tokens a device has a part of a sum where it has a part of W.
+
+    Those of the kernel are float32, but move in its own dtype, as the gradients of other weights do.
+    """
     part: Any = Result(is_part=True)
-    of_w, of_b = (None if axis is None else Result(True, axis) for axis in _vocabulary_axes(head, kernel))
+    of_w, of_b = (
+        None if x is None else Result(True, axis, moved_as=x.dtype)
+        for x, axis in zip(kernel, _vocabulary_axes(head, kernel), strict=True)
+    )
     dinner = None if tokens.inner is None else part
     dkernel: Any = Kernel(of_w, of_b)  # type: ignore[arg-type]
     return Tokens(part, dinner, part if head.scale_has_gradient else None), dkernel

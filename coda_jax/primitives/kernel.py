@@ -14,7 +14,7 @@ from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Program, Width, emit
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
-from coda_jax.tiles.constants import CLAIMS_TILES, NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
+from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import (
     CLAIMS_BYTES,
@@ -63,7 +63,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
     m, n, _ = spec.sizes(a, b)
     smem_bytes = shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes))
-    claims = yields and CLAIMS_TILES and not config.split_k and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
+    claims = yields and not config.split_k and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
     scratch = _scratch(config, claims)
     pointers, rows = _pointers(program, len(operands), len(scratch)), _rows(m, config)
     source = _source(

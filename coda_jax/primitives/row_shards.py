@@ -44,11 +44,13 @@ class Result(NamedTuple):
       is_sum: whether it is a sum over the rows instead.
       columns: its axis that is cut where the columns are; -1: none.
       is_part: whether a device that has some of the columns gives a part of a sum over these.
+      moved_as: the dtype in which the devices' parts of a sum over the rows are added; None for its own.
     """
 
     is_sum: bool = False
     columns: int = -1
     is_part: bool = False
+    moved_as: Any = None
 
 
 def on_row_shards(
@@ -128,9 +130,14 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         def each(*leaves: jax.Array) -> list[jax.Array]:
             jaxpr = jax.make_jaxpr(functools.partial(f, cut=cut))(*leaves)
             _record(params["jaxpr"], jaxpr)
-            made = zip(jex_core.jaxpr_as_fun(jaxpr)(*leaves), places.results, of_results, strict=True)
-            summed = [(_summed(x, rows, spec) if of_one.is_sum else x, of_one) for x, of_one, spec in made]
-            return [lax.psum(x, columns) if of_one.is_part and columns else x for x, of_one in summed]
+            made = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
+            moved = _as_moved(made, places.results) if rows else made
+            found = []
+            for x, part, of_one, spec in zip(moved, made, places.results, of_results, strict=True):
+                if of_one.is_sum:
+                    x = _summed(x, rows, spec)
+                found.append((lax.psum(x, columns) if of_one.is_part and columns else x).astype(part.dtype))
+            return found
 
         return Split(of_arguments, of_results, each)
 
@@ -198,6 +205,15 @@ def _scattered(x: Laid, axes: Axes, sizes: Mapping[str, int], column_axis: int, 
     if columns and column_axis >= 0:
         cuts[column_axis] = columns
     return PartitionSpec(*(cut or None for cut in cuts))
+
+
+def _as_moved(made: Sequence[jax.Array], results: Sequence[Result]) -> Sequence[jax.Array]:
+    """In the dtypes in which they move, before anything goes on: a sum in its own would live beside what follows."""
+    cast = [
+        x if of_one.moved_as is None else x.astype(of_one.moved_as) for x, of_one in zip(made, results, strict=True)
+    ]
+    are_same = all(x.dtype == part.dtype for x, part in zip(cast, made, strict=True))
+    return made if are_same else lax.optimization_barrier(cast)
 
 
 def _summed(x: jax.Array, axes: Axes, spec: PartitionSpec) -> jax.Array:

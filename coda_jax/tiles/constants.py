@@ -17,11 +17,9 @@ NUM_SMS = 132  # of an H100 or H200 with SXM
 # The unit of `Constants` where all multiprocessors together give 700 TFLOP/s, as they do at the power limit.
 UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
 # In a program of several devices NCCL holds some of the multiprocessors for a while. Were a product's blocks all given
-# their share of it from the start, those that belong there would begin when the others end, and a collective would be
-# hidden under nothing. So a block works only this long before another one takes its multiprocessor; or blocks claim
-# their tiles one by one (cuda/claims.cuh), which is off until tests/gpu/test_claims.py has passed on a GPU.
-CLAIMS_TILES = False
-YIELD_NANOSECONDS = 300_000
+# their share of it from the start, those that belong there would begin when the others end. So blocks claim their tiles
+# (cuda/claims.cuh), and end after this long, that a collective need not wait for a long product's end to begin.
+YIELD_NANOSECONDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)

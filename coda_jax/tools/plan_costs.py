@@ -6,12 +6,13 @@ T tokens on a device, t devices of tensor parallelism and P parameters in the la
 
 | collective                                                       | bytes          |
 |------------------------------------------------------------------|----------------|
-| FSDP: each weight gathered, forward and again backward           | 2 P / t        |
+| FSDP: each weight gathered, forward                              | 2 P / t        |
 | FSDP: gradients reduced and scattered                            | 4 P / t        |
 | data parallelism: gradients reduced                              | 4 P / t        |
 | tensor: the stream's partial sums, twice forward, twice backward | 2 T D each     |
 
-in bfloat16 and with float32 gradients. Sequence parallelism has a gather and a reduce-scatter in the place of each
+in bfloat16 and with float32 gradients. What is gathered is kept, as without `remat`; with it, it is gathered again for
+each layer's backward pass. Sequence parallelism has a gather and a reduce-scatter in the place of each
 all-reduce, and gathers the stream once more for the weights' gradients. With n devices a gather or a reduce-scatter of
 so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that. This is how "Efficiently Scaling
 Transformer Inference" (arXiv 2211.05102) counts.
@@ -96,8 +97,8 @@ class PlanCosts:
 
     @property
     def gib(self) -> dict[str, float]:
-        """GiB on a device: parameters and gradients in float32, the layers' activations kept for going back, and one
-        layer's gathered weights. An optimizer's state, two more copies of the parameters for Adam, is not among them.
+        """GiB on a device: parameters and gradients in float32, and what layers keep for going back, activations and
+        gathered weights. An optimizer's state, two more copies of the parameters for Adam, is not among them.
         """
         sizes, mesh = self.sizes, self.mesh
         parameters = sizes.layers * sizes.parameters + sizes.vocabulary * sizes.features * 2
@@ -106,7 +107,7 @@ class PlanCosts:
         cut = packed + sizes.heads * sizes.head + (1 + sizes.is_gated) * sizes.hidden
         stream = 2 * sizes.features / (mesh["tensor"] if self.sequence_parallel else 1)
         kept = 2 * self.tokens * (stream + cut / mesh["tensor"]) * sizes.layers
-        gathered = 2 * sizes.parameters / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
+        gathered = 2 * sizes.layers * sizes.parameters / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
         each = {"parameters": apart, "gradients": apart, "activations": kept, "gathered": gathered}
         return {name: size / 2**30 for name, size in each.items()}
 

@@ -139,9 +139,7 @@ class Planner:
         shapes = _three(self.tokens, sizes.features, columns_of_device)
         yield Step("head", "forward", "products", "3 products, with their gradients", "", 0, sum(map(self._ms, shapes)))
         for phase in ("forward", "backward"):
-            for step in self._weights("head", phase, sizes.vocabulary * sizes.features, "vocabulary"):
-                if (phase, step.what) != ("backward", "all-gather"):
-                    yield step
+            yield from self._weights("head", phase, sizes.vocabulary * sizes.features, "vocabulary")
         if tensor > 1:
             yield self._collective(
                 "head",
@@ -171,9 +169,9 @@ class Planner:
         return us / 1e3
 
     def _weights(self, part: str, phase: str, parameters: int, of: str) -> Iterator[Step]:
-        """Gathers of weights, and sums of their gradients."""
+        """Gathers of weights, which the backward pass finds there, and sums of their gradients."""
         of_group = parameters // self.mesh["tensor"]
-        if self.mesh["fsdp"] > 1:
+        if self.mesh["fsdp"] > 1 and phase == "forward":
             yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * of_group)
         if phase == "backward":
             gradients = self.gradient_bytes * of_group

@@ -22,7 +22,6 @@ SHORT = (4096, 4096, 64)
     ids=str,
 )
 def test_same_bits(name, dtype, transpose_a, transpose_b, config, shape, nanoseconds, monkeypatch):
-    monkeypatch.setattr(kernel, "CLAIMS_TILES", True)
     monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", nanoseconds)
     a, b, operands = _arguments(name, shape, dtype, transpose_a, transpose_b)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "config": config or GemmConfig(split_k=False)}
