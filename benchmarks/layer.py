@@ -60,7 +60,7 @@ def parameters(config: LlamaConfig, dtype: Any) -> Params:
 
 def fused(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tuple[jax.Array, ...]:
     """The stream after the layer and the next q, k, v, from the stream x (B, T, D) and attention's y (B, T, H Dh)."""
-    cos, sin = plain_llama.angles(x.shape[1], config)
+    cos, sin = plain_llama.angles(jnp.arange(x.shape[1]), config)
     stream = coda.Stream(*coda.gemm(y, p["out"], x, epilogue=add_residual_sumsq))
     norm = coda.rms_norm(stream, p["mlp_norm"], epsilon=config.rms_norm_eps)
     norm = coda.rms_norm(
@@ -84,7 +84,7 @@ def separate(p: Params, config: LlamaConfig, *, packed_qkv: bool) -> Params:
 
 def plain(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tuple[jax.Array, ...]:
     """What `fused` computes, in plain jnp on `separate` kernels."""
-    cos, sin = plain_llama.angles(x.shape[1], config)
+    cos, sin = plain_llama.angles(jnp.arange(x.shape[1]), config)
     x = plain_llama.mlp(x + y @ p["out"], p, config.rms_norm_eps)
     return x, *plain_llama.qkv(x, p, cos, sin, config)
 

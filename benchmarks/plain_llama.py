@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_layers import LlamaConfig
+from flax_layers import LlamaConfig, segment_positions
 from flax_layers.sharding import STREAM, constrain
 
 Params = dict[str, Any]
@@ -74,16 +74,16 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x (..., T, H, Dh), cos and sin (T, Dh / 2) float32."""
+    """x (..., T, H, Dh), cos and sin (..., T, Dh / 2) float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def angles(length: int, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, (T, Dh / 2) float32."""
+def angles(positions: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of positions (..., T), (..., T, Dh / 2) float32."""
     half = config.resolved_head_dim // 2
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] / config.rope_theta ** (jnp.arange(half) / half)
+    angle = positions[..., None].astype(jnp.float32) / config.rope_theta ** (jnp.arange(half) / half)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -107,25 +107,34 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
     return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
 
-def layer(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> jax.Array:
+def layer(
+    x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig, mask: jax.Array | None = None
+) -> jax.Array:
     names = ("heads", "kv_heads", "kv_heads")
     heads = zip(qkv(x, p, cos, sin, config), names, strict=True)
     q, k, v = (constrain(y, "batch", None, name, None) for y, name in heads)
     implementation = "cudnn" if jax.default_backend() == "gpu" and x.dtype != jnp.float32 else "xla"
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     x = constrain(x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype), *STREAM)
     return mlp(x, p, config.rms_norm_eps)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """Mean of logsumexp(logits) - logits[label], in float32."""
     logits = logits.astype(jnp.float32)
     target = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target, where=where)
 
 
 def loss(
-    params: Params, tokens: jax.Array, labels: jax.Array, *, config: LlamaConfig, dtype: Any, remat: bool = False
+    params: Params,
+    tokens: jax.Array,
+    labels: jax.Array,
+    *,
+    config: LlamaConfig,
+    dtype: Any,
+    remat: bool = False,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """The mean cross-entropy of tokens and labels (B, T).
 
@@ -133,9 +142,16 @@ def loss(
       params: as `from_fused` gives them; "layers" may be one layer of stacked arrays, which is scanned.
       dtype: of the computation.
       remat: whether the backward pass computes every layer again.
+      segment_ids: (B, T), of packed rows. A segment attends to itself alone, and its last token has no label.
     """
-    cos, sin = angles(tokens.shape[1], config)
-    one = functools.partial(layer, cos=cos, sin=sin, config=config)
+    mask = counts = None
+    positions = jnp.arange(tokens.shape[1])
+    if segment_ids is not None:
+        positions = segment_positions(segment_ids)
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        counts = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    cos, sin = angles(positions, config)
+    one = functools.partial(layer, cos=cos, sin=sin, config=config, mask=mask)
     if remat:
         one = jax.checkpoint(one)
     x = constrain(params["embed"][tokens].astype(dtype), *STREAM)
@@ -145,4 +161,4 @@ def loss(
     else:
         x, _ = jax.lax.scan(lambda x, p: (one(x, p), None), x, params["layers"])
     logits = rms_norm(x, params["norm"], config.rms_norm_eps) @ params["head"].astype(dtype)
-    return cross_entropy(logits, labels)
+    return cross_entropy(logits, labels, counts)

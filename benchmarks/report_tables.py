@@ -314,6 +314,30 @@ def sharded_step(rows: Sequence[Row]) -> str:
     return text + table(columns, lines)
 
 
+def sharded_kernels(rows: Sequence[Row]) -> str:
+    text = (
+        "Of one step on the first GPU, classes of a millisecond and more: milliseconds and, in brackets, how many; and "
+        "of those that ran beside a collective for half of their time or longer. What a CUDA graph launches has no "
+        "name.\n\n"
+    )
+
+    def of(row: Row, which: str) -> str:
+        return f"{number(row, f'{which}ms'):.1f} ({row[f'{which}count']})"
+
+    lines = [
+        [
+            row["scheme"],
+            VARIANTS.get(row["variant"], row["variant"]),
+            f"`{row['class']}`",
+            of(row, ""),
+            of(row, "beside_"),
+        ]
+        for row in rows
+        if number(row, "ms") >= 1
+    ]
+    return text + table(["scheme", "", "kernels", "ms", "beside a collective"], lines)
+
+
 def overlap(rows: Sequence[Row]) -> str:
     text = (
         "The gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU, beside a gather of a layer's "

@@ -3,8 +3,9 @@
 Sizes of Llama-3-1B by default. The variants run interleaved in one process on the same parameters; their losses and
 gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
 wall clock's. With --alone each variant also runs by itself, back to back as in training: its wall clock's time and its
-energy. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv: a row a variant, and a row a
-class of kernels.
+energy. Packed variants have documents of --documents tokens in their rows, in the mean, and are compared with each
+other. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv, and where variants are packed
+_train_step_packed.csv: a row a variant, and a row a class of kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 
 from benchmarks import compare, hlo, results, timing
 from benchmarks.alone import Execution, device_counter, executed
-from benchmarks.variants import DEFAULTS, LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant, step
+from benchmarks.variants import DEFAULTS, END, LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, Variant, step
 
 
 @dataclasses.dataclass
@@ -148,6 +149,14 @@ def _kind(path: Any) -> str:
 
 def check(measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: float, gradient_rtol: float) -> None:
     """Runs every variant once and compares with the first plain one, or the first; notes losses and failures."""
+    for is_packed in (False, True):
+        if alike := [one for one in measured if one.variant.packed == is_packed]:
+            _check_alike(alike, parameters, loss_rtol=loss_rtol, gradient_rtol=gradient_rtol)
+
+
+def _check_alike(
+    measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: float, gradient_rtol: float
+) -> None:
     reference = next((one for one in measured if not one.variant.fused), measured[0])
     expected: tuple[float, Any] | None = None
     for one in (reference, *(one for one in measured if one is not reference)):
@@ -217,13 +226,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--documents", type=int, default=1024, help="mean tokens of a document of packed rows")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds, on (2, 24) tokens")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         parser.error(f"--variants: {unknown[0]} is none of {', '.join(VARIANTS)}")
-    if min(options.repeats, options.batch, options.length, options.layers or 1) < 1:
-        parser.error("--repeats, --batch, --length and --layers must be at least 1")
+    if min(options.repeats, options.batch, options.length, options.layers or 1, options.documents) < 1:
+        parser.error("--repeats, --batch, --length, --layers and --documents must be at least 1")
     if options.alone < 0:
         parser.error(f"--alone: {options.alone} seconds")
     return options
@@ -235,6 +245,8 @@ def prepare(options: argparse.Namespace) -> tuple[Parameters, jax.Array, jax.Arr
     config = dataclasses.replace(config, num_hidden_layers=options.layers or config.num_hidden_layers)
     shape = (2, 24) if options.tiny else (options.batch, options.length)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
+    if any(VARIANTS[name].packed for name in options.variants):
+        tokens = jnp.where(jax.random.bernoulli(jax.random.key(2), 1 / options.documents, shape), END, tokens)
     return (
         Parameters(Setting(config, jnp.bfloat16, jnp.dtype(options.param_dtype))),
         tokens,
@@ -268,6 +280,7 @@ def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | 
     rows = report(measured, about, tokens.size)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     suffix = "_train_step" if options.param_dtype == "bfloat16" else f"_train_step_{options.param_dtype}"
+    suffix += "_packed" * any(one.variant.packed for one in measured)
     results.write(suffix, columns, rows, folder=options.out, commit=options.commit)
     return int(any(one.failure.startswith("wrong") for one in measured))
 

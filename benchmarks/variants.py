@@ -41,15 +41,21 @@ TINY = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to write the step: coda_jax's layers or plain JAX, unrolled or a scan, with or without remat."""
+    """One way to write the step: coda_jax's layers or plain JAX, unrolled or a scan, with or without remat.
+
+    Attributes:
+      packed: whether rows are of several documents, each of which ends with `END` and attends to itself alone.
+    """
 
     fused: bool
     scan: bool = False
     remat: str | None = None
     remat_layers: int | None = None
+    packed: bool = False
     compiler_options: Mapping[str, Any] | None = None
 
 
+END = 0  # the token that a document of a packed row ends with
 VARIANTS = {
     "coda": Variant(fused=True),
     "coda_scan": Variant(fused=True, scan=True),
@@ -62,6 +68,8 @@ VARIANTS = {
     # Not among the defaults:
     "coda_full": Variant(fused=True, remat="full"),
     "coda_scan_recompute": Variant(fused=True, scan=True, remat="save_attention"),
+    "coda_packed": Variant(fused=True, packed=True),
+    "xla_packed": Variant(fused=False, packed=True),
     # XLA may then write a product's result into its slice of the stacked array at once.
     "coda_scan_slices": Variant(fused=True, scan=True, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": True}),
 }
@@ -138,6 +146,12 @@ class Parameters:
 def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: Any = None) -> Callable[..., Any]:
     """value_and_grad of the loss, jitted: f(parameters of the variant, tokens, labels)."""
     config, dtype = setting.config, setting.dtype
+
+    def documents(tokens: jax.Array) -> jax.Array | None:
+        """The number of each token's document in its row."""
+        ends = tokens[:, :-1] == END
+        return jnp.pad(jnp.cumsum(ends, axis=1, dtype=jnp.int32), ((0, 0), (1, 0))) if variant.packed else None
+
     if variant.fused:
         options = {
             "scan_layers": variant.scan,
@@ -151,13 +165,15 @@ def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: A
         graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-            return nnx.merge(graphdef, params).loss(tokens, labels)
+            return nnx.merge(graphdef, params).loss(tokens, labels, segment_ids=documents(tokens))
     else:
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             remat = variant.remat is not None
             with axis_rules(setting.rules):
-                return plain_llama.loss(params, tokens, labels, config=config, dtype=dtype, remat=remat)
+                return plain_llama.loss(
+                    params, tokens, labels, config=config, dtype=dtype, remat=remat, segment_ids=documents(tokens)
+                )
 
     loss.__name__ = name  # timing.executions tells variants apart by it
     function = jax.value_and_grad(loss)

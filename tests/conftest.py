@@ -1,6 +1,7 @@
 """Settings of the whole test run: kernels are cached in a folder of its own, thrown away at the end."""
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -43,3 +44,11 @@ def pytest_collection_modifyitems(config, items):
     kept = {item for group in groups.values() for item in group if place(item) == 0 or item is min(group, key=place)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture
+def quick_to_compile(monkeypatch):
+    """For programs that run once or twice: optimising them takes longer than running them."""
+    import jax
+
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0}))

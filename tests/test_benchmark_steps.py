@@ -1,0 +1,172 @@
+"""The benchmarks of training steps run from end to end, on a CPU and small sizes."""
+
+import csv
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import (
+    beside,
+    loss_curve,
+    sharded_step,
+    timing,
+    train_step,
+)
+from benchmarks.lab import schedule
+from benchmarks.variants import step
+
+
+def steps_in(folder):
+    (path,) = folder.iterdir()
+    with path.open() as file:
+        return {row["variant"]: row for row in csv.DictReader(file) if row["kind"] == "step"}
+
+
+@pytest.mark.slow
+def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
+    """Right variants are timed; one with wrong gradients is not, and makes the command fail."""
+    monkeypatch.setattr(
+        train_step,
+        "step",
+        lambda name, *rest, **options: (
+            halved(step(name, *rest, **options), name) if name == "xla_scan" else step(name, *rest, **options)
+        ),
+    )
+    options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
+    counter = lambda: 100 * time.perf_counter()  # noqa: E731
+    assert train_step.main([*options, "--alone=0.05", "--variants=coda_scan,xla,xla_scan"], counter) == 1
+    steps = steps_in(tmp_path)
+    assert steps.keys() == {"coda_scan", "xla", "xla_scan"}
+    assert 0 < float(steps["coda_scan"]["gradient_distance"]) < 0.05
+    assert float(steps["coda_scan"]["ms"]) > 0 and not steps["coda_scan"]["failure"]
+    assert "gradients differ" in steps["xla_scan"]["failure"] and not steps["xla_scan"]["ms"]
+    alone = [float(steps["xla"][name]) for name in ("alone_ms", "alone_joules")]
+    assert alone[1] == pytest.approx(100 * 1e-3 * alone[0], rel=0.1) and not steps["xla_scan"]["alone_ms"]
+    shown = capsys.readouterr().out
+    assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
+
+
+@pytest.mark.slow
+def test_packed_step(tmp_path, quick_to_compile):
+    """Documents attend to themselves alone in both, and to more in rows that are not packed."""
+    variants = ("coda", "xla", "coda_packed", "xla_packed")
+    options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none", "--documents=6"]
+    assert train_step.main([*options, f"--variants={','.join(variants)}"]) == 0
+    steps = steps_in(tmp_path)
+    assert steps.keys() == set(variants)
+    assert all(float(steps[name]["gradient_distance"]) < 0.05 for name in variants)
+    losses = [float(steps[name]["loss"]) for name in variants]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[2] == pytest.approx(losses[3], rel=1e-3)
+    assert abs(losses[2] - losses[0]) > 10 * abs(losses[1] - losses[0])
+
+
+@pytest.mark.slow
+def test_sharded_step(tmp_path, quick_to_compile):
+    """Variants agree under each scheme; throughput a device is compared with one device's."""
+    options = ["--tiny", "--layers=1", "--repeats=1", "--burst=1", f"--out={tmp_path}", "--commit=none"]
+    assert sharded_step.main([*options, "--schemes=one,fsdp", "--variants=coda,xla_scan_remat"]) == 0
+    (path,) = tmp_path.iterdir()
+    with path.open() as file:
+        rows = {(row["scheme"], row["variant"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {(s, v) for s in ("one", "fsdp") for v in ("coda", "xla_scan_remat")}
+    assert all(float(row["efficiency"]) > 0 and float(row["gradient_distance"]) < 0.05 for row in rows.values())
+    one, fsdp = rows["one", "coda"], rows["fsdp", "coda"]
+    assert "all-gather" in fsdp["collectives"] and "all-gather" not in one["collectives"]
+    count = jax.device_count()
+    assert int(fsdp["devices"]) == count > 1 and int(fsdp["batch"]) == count * int(one["batch"])
+
+
+def test_schemes_cut_plain_parameters():
+    """As those of the fused model; the axis of stacked layers is not cut."""
+    assert [one.name for one in sharded_step.schemes(2)] == ["one", "dp", "fsdp", "tp", "sp"]
+    (both,) = (one for one in sharded_step.schemes(4) if one.name == "fsdp_tp")
+    cuts = {"q": ("fsdp", "tensor"), "down": ("tensor", "fsdp"), "norm": (None, None)}
+    for lead in ((), (3,)):
+        arrays = {name: jnp.zeros((*lead, 8) if name == "norm" else (*lead, 8, 8)) for name in cuts}
+        placed = both.placed({"layers": arrays}, both.mesh())["layers"]
+        for name, cut in cuts.items():
+            spec = tuple(placed[name].sharding.spec)
+            assert spec == ((None,) * len(lead) + cut if name != "norm" else ((None,) * len(spec)))
+
+
+def test_what_a_collective_leaves_exposed():
+    ms = 1e6
+
+    def kernel(name, start, end):
+        return timing.Kernel(name, "", start * ms, (end - start) * ms)
+
+    of_step = [
+        kernel("a", 0, 4),
+        kernel("b", 2, 5),
+        kernel("b", 8, 10),
+        kernel("ncclA(x)", 3, 9),
+        kernel("NCCL", 11, 12),
+    ]
+    assert beside.overlap(of_step) == beside.Overlap(7, 7, 4, 12)
+    assert beside.overlap([]) == beside.Overlap(0, 0, 0, 0)
+    assert beside.by_class(of_step, lambda kernel: kernel.name) == {
+        "ncclA": beside.OfClass(1, 6, 0, 0),
+        "b": beside.OfClass(2, 5, 2, 5),
+        "a": beside.OfClass(1, 4, 0, 0),
+        "NCCL": beside.OfClass(1, 1, 0, 0),
+    }
+
+
+@pytest.mark.slow
+def test_loss_curve(tmp_path, capsys, quick_to_compile):
+    """Fused in bfloat16 the model learns what plain JAX in float32 learns, and so does plain JAX in bfloat16."""
+    assert loss_curve.main(["--tiny", "--steps=12", f"--out={tmp_path}", "--commit=none"]) == 0
+    with next(tmp_path.glob("*.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    first, last = (float(rows[i]["plain_float32"]) for i in (0, -1))
+    assert len(rows) == 12 and last < first - 0.3
+    shown = capsys.readouterr().out
+    for name in ("fused_bfloat16", "plain_bfloat16"):
+        gaps = [float(row[name]) - float(row["plain_float32"]) for row in rows]
+        assert gaps == pytest.approx([float(row[f"{name}_gap"]) for row in rows], abs=1e-6)
+        assert 0 < max(map(abs, gaps)) < 0.01
+        assert float(rows[0][f"{name}_largest_gap"]) == pytest.approx(max(map(abs, gaps)), abs=1e-6)
+        assert f"{name} against plain_float32: largest gap" in shown
+    assert next(tmp_path.glob("*.png")).stat().st_size > 5000
+
+
+def halved(function, name):
+    def with_half_the_gradient(*arguments):
+        loss, gradient = function.__wrapped__(*arguments)
+        return loss, jax.tree.map(lambda x: x / 2, gradient)
+
+    with_half_the_gradient.__name__ = name
+    return jax.jit(with_half_the_gradient)
+
+
+def test_schedule():
+    """Letters in the order of a program's schedule, and what its collectives move with nothing beside."""
+    text = """
+%body (p: f32[8]) -> f32[8] {
+  %c.1 = f32[8]{0} custom-call(%p), custom_call_target="coda_gemm"
+}
+ENTRY %main (a: bf16[4,8]) -> bf16[8,8] {
+  %g.1 = ((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%a), channel_id=1
+  %d.1 = bf16[8,8]{1,0} all-gather-done(%g.1), metadata={}
+  %g.2 = ((bf16[4,8]{1,0}, f32[2]{0}), (bf16[8,8]{1,0}, f32[4]{0})) all-gather-start(%a, %b), channel_id=2
+  %c.2 = (bf16[8,8]{1,0}, f32[8]{0}) custom-call(%d.1), custom_call_target="coda_gemm"
+  %c.3 = bf16[8,8]{1,0} custom-call(%d.1), custom_call_target="__cudnn$fmhaSoftmax"
+  %d.2 = (bf16[8,8]{1,0}, f32[4]{0}) all-gather-done(%g.2), metadata={}
+  %w = (s32[]) while(%t), condition=%cond, body=%body
+  ROOT %r = f32[16]{0} reduce-scatter(%x), dimensions={0}
+}
+"""
+    found = schedule.operations(text)
+    assert {name: "".join(one.letter for one in those) for name, those in found.items()} == {"main": "GgGPAgWS"}
+    assert schedule.bare_bytes(found["main"]) == (128 + (128 + 16) + 64, 128 + 64)
+
+
+def test_schedule_wants_the_plugin(monkeypatch):
+    def none(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(schedule.topologies, "get_topology_desc", none)
+    with pytest.raises(RuntimeError, match=r"pip install 'jax\[cuda13\]' \(topology not implemented for cuda\)"):
+        schedule.described_mesh(sharded_step.schemes(2)[1])
