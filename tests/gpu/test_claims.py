@@ -1,9 +1,12 @@
 """Kernels whose blocks claim their tiles: the same bits as those of kernels whose blocks have tiles of their own."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import kernel
+from coda_jax.primitives import kernel, lowering
 from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 from tests.gpu.test_repeats import CASES, CLIPPED, LARGE, _arguments, _differing
@@ -29,3 +32,21 @@ def test_same_bits(name, dtype, transpose_a, transpose_b, config, shape, nanosec
     want = poisoned_call(*arguments, **options)()
     call = poisoned_call(*arguments, **options, yields=True)
     assert sum(_differing(want, call()) for _ in range(REPEATS)) == 0
+
+
+@pytest.mark.parametrize("b_is_shared", [False, True])
+def test_batched(b_is_shared, monkeypatch):
+    monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", 1000)
+    keys = jax.random.split(jax.random.key(0), 2)
+    a = jax.random.normal(keys[0], (6, 520, 264), jnp.bfloat16)
+    b = jax.random.normal(keys[1], (264, 784) if b_is_shared else (6, 264, 784), jnp.bfloat16)
+
+    def product():
+        config = GemmConfig(tile_m=128, tile_n=128, split_k=False)
+        one = lambda a, b: coda.gemm(a, b, epilogue=jax.nn.gelu, implementation="cuda", config=config)  # noqa: E731
+        return jax.jit(jax.vmap(one, in_axes=(0, None if b_is_shared else 0)))
+
+    want = product()(a, b)
+    monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
+    claiming = product()
+    assert sum(_differing([want], [claiming(a, b)]) for _ in range(REPEATS)) == 0
