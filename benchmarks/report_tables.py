@@ -342,8 +342,8 @@ def overlap(rows: Sequence[Row]) -> str:
     text = (
         "The gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU, beside a gather of a layer's "
         "weights (436 MB) or a float32 reduce-scatter of their gradients, wall clock. *Yields*: `YIELD_NANOSECONDS` "
-        "of `coda_jax/tiles/constants.py`, 0 for thread blocks that stay to the end. *Over the longer*: the time over "
-        "that of the longer one alone.\n\n"
+        "of `coda_jax/tiles/constants.py` at that commit, 0 for thread blocks that stay to the end. *Over the longer*: "
+        "the time over that of the longer one alone.\n\n"
     )
     lines = []
     for row in rows:

@@ -4,8 +4,8 @@ Sizes of Llama-3-1B by default. The variants run interleaved in one process on t
 gradients are compared before anything is timed. Times are the profiler's, of all kernels of a step; without a GPU the
 wall clock's. With --alone each variant also runs by itself, back to back as in training: its wall clock's time and its
 energy. Packed variants have documents of --documents tokens in their rows, in the mean, and are compared with each
-other. Writes benchmarks/results/<device>_train_step.csv, or _train_step_float32.csv, and where variants are packed
-_train_step_packed.csv: a row a variant, and a row a class of kernels.
+other. Writes benchmarks/results/<device>_train_step.csv, with _float32 in its name for such parameters and _packed for
+packed variants: a row a variant, and a row a class of kernels.
 """
 
 from __future__ import annotations

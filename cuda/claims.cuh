@@ -1,6 +1,7 @@
 // Tiles that clusters claim from a counter while the kernel runs, for programs of several devices: there NCCL's kernels
 // hold some of the multiprocessors for a while, and a tile must not wait for a block that has no place to run. Nor must
-// NCCL wait long for a place: a cluster ends when it has had its share, and the grid's next one claims on.
+// NCCL wait long for a place: of a long product a cluster ends when it has had its share, and the grid's next one goes
+// on.
 #pragma once
 
 #include "pipeline.cuh"

@@ -19,7 +19,7 @@ from jax import lax
 
 from coda_jax import Stream
 from flax_layers.remat import Remat, policy_of
-from flax_layers.sharding import spec_of
+from flax_layers.sharding import width_is_cut
 
 # Before, a barrier made cotangents of all that went through it: frozen weights would have had gradients.
 _BARRIER_LEAVES_ZEROS = jax.__version_info__ >= (0, 11, 1)
@@ -87,7 +87,7 @@ def _function_of(graphdef: Any) -> Callable[[Any, Any, dict[str, Any]], Any]:
 def _one_by_one(layers: nnx.List, stream: T, policy: Any, remat_layers: int, options: dict[str, Any]) -> T:
     take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
     parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []
-    cuts_kernels = take_turns and any(spec_of(("embed",)))  # as FSDP's rules do
+    cuts_kernels = take_turns and width_is_cut()
     for i, layer in enumerate(layers):
         if take_turns and i + 1 < len(layers):
             stream, parameters[i + 1] = lax.optimization_barrier((stream, parameters[i + 1]))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import add_residual_sumsq, array, hide_frames, noted, scaled_weight, separate_residual
+from flax_layers.sharding import width_is_cut
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
     hide_frames(library)
@@ -194,7 +195,14 @@ def normalized(
     if any(base.bias is not None for base in bases):
         bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)
     kernels = tuple(base.kernel[...] for base in bases)
-    made, x = coda.norm_projection(norm, kernels, bias, dtype=bases[0].dtype, out_sharding=out_sharding)
+    made, x = coda.norm_projection(
+        norm,
+        kernels,
+        bias,
+        dtype=bases[0].dtype,
+        out_sharding=out_sharding,
+        keep_weights=width_is_cut(by_automatic_axes=True),
+    )
     ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
     return [
         y if adapter is None else adapter.added(next(remaining), y) for adapter, y in zip(adapters, ys, strict=True)
@@ -359,7 +367,8 @@ class Linear(nnx.Module):
     def beside(self, x: DeferredNorm) -> tuple[jax.Array, jax.Array]:
         """The map of x, and the array that x normalises, for the residual: `coda_jax.norm_projection`."""
         bias = None if self.bias is None else self.bias[...]
-        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype)
+        keep_weights = width_is_cut(by_automatic_axes=True)
+        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype, keep_weights=keep_weights)
 
 
 def _added(

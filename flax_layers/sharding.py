@@ -174,6 +174,13 @@ def activation_spec(shape: Sequence[Any], *axes: str | None, beside: Axes = ()) 
     return PartitionSpec(*entries[len(lacking) :])
 
 
+def width_is_cut(*, by_automatic_axes: bool = False) -> bool:
+    """Whether the rules in force cut kernels along the model's width, as FSDP's do: products then gather them."""
+    if not _in_force():
+        return False
+    return bool(set(mesh_axes(spec_of(("embed",)))) - (_explicit_axes() if by_automatic_axes else set()))
+
+
 def mesh_axes(spec: Iterable[MeshAxes]) -> tuple[str, ...]:
     """All mesh axes of a PartitionSpec, or of some of its entries."""
     return tuple(axis for entry in spec for axis in _names(entry))

@@ -184,3 +184,23 @@ def norm(x, sumsq):
 def test_errors_name_the_value_and_the_rule(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["mlp", "qkv", "norm_projection"])
+def test_scaled_weights_are_kept_where_asked_for(name):
+    """Not by default: they would be a copy of the weights. The gradients are the same."""
+
+    def norm_projection(x, scale, kernel, **options):
+        return coda.norm_projection(coda.rms_norm(x, scale, epsilon=EPS), kernel, **options)
+
+    chain = {"mlp": mlp, "qkv": qkv, "norm_projection": norm_projection}[name]
+    make = mlp_arguments if name == "mlp" else qkv_arguments
+    x, scale, kernel, *others = make(jnp.bfloat16)
+    scaled = (scale.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)).astype(jnp.bfloat16)
+    gradients = []
+    for keep in (False, True):
+        outputs, back = jax.vjp(functools.partial(chain, keep_weights=keep), x, scale, kernel, *others)
+        kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == kernel.shape]
+        assert any(bool(jnp.all(leaf == scaled)) for leaf in kept) == keep
+        gradients.append(back(jax.tree.map(jnp.ones_like, outputs)))
+    jax.tree.map(np.testing.assert_array_equal, *gradients)

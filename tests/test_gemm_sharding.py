@@ -207,12 +207,12 @@ def test_kernels_make_way_where_there_are_several_devices(kind, manual):
 
 @needs_nvrtc
 def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
-    """One more result, which is zeroed before; split-K needs its blocks where they are, and one device no counter."""
-    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 4096), (4096, 256))]
+    """One more result, which is zeroed before. Not on one device, of split-K, or of fewer tiles than run at one time."""
     spec = PROGRAMS["residual_sumsq"]
-    operands = spec.operand_types(512, 256)
 
-    def made(**options):
+    def made(m=4096, **options):
+        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 4096), (4096, 256))]
+        operands = spec.operand_types(m, 256)
         config = coda.GemmConfig(tile_m=64, tile_n=64, **options)
         multiply = functools.partial(coda.gemm, epilogue=spec.epilogue, config=config)
         return lowered(multiply, *types, *operands)
@@ -224,6 +224,7 @@ def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
     assert "claims = true" in text and "flags = 5 " in text and "yield_k_blocks = 0 " not in text
     text = made(split_k=True)
     assert "claims = false" in text and "yield_k_blocks = 0 " in text
+    assert "claims = true" in made(2049, split_k=False) and "claims = false" in made(2048, split_k=False)
 
 
 @needs_nvrtc

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.one:
         rows = measure(
-            options.scale, [int(value) for value in options.yields.split(",")], options.rounds, options.burst
+            options.scale, list(dict.fromkeys(map(int, options.yields.split(",")))), options.rounds, options.burst
         )
         with options.one.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))

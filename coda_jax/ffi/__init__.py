@@ -187,7 +187,7 @@ def gemm_call(
 
     Args:
       args: a, b, then the epilogue's operands.
-      results: tiles, then one array of partials per reduction, then with split-K its workspace and flags.
+      results: tiles, then one array of partials per reduction, then what only the kernel uses: flags at last.
       call: its attributes.
       input_output_aliases: operand number to result number, equal in shape and dtype.
     """

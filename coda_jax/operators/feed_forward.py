@@ -100,6 +100,7 @@ class _FeedForward:
     dtype: Any
     out_dtype: Any
     hidden_sharding: Any
+    keep_weights: bool
     implementation: str
 
     @property
@@ -118,7 +119,7 @@ class _FeedForward:
         keep: bool,
     ) -> Any:
         """y, and for RMSNorm the row sums of its squares; beside them, if asked for, what `backward` takes."""
-        (x, *arrays), of_z = norm_products.factors(norm, up, up_bias, self.dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, up, up_bias, self.dtype, keep_weights=self.keep_weights)
         *kept, hidden = multiply(
             with_rows_of(x, self.hidden_sharding),
             *arrays,
@@ -140,7 +141,8 @@ class _FeedForward:
             implementation=self.implementation,
             like=norm.x,
         )
-        return (outputs, (of_z, down, cast, down_bias, *kept)) if keep else outputs
+        kept_cast = cast if self.keep_weights else None
+        return (outputs, (of_z, down, kept_cast, down_bias, *kept)) if keep else outputs
 
     def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[Any, ...]:
         (of_z, down, cast, down_bias, u), dy = kept, dys[0]
@@ -152,7 +154,7 @@ class _FeedForward:
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
         first, second, *sums = multiply(
             with_rows_of(dout, self.hidden_sharding),
-            cast,
+            down.astype(self.dtype) if cast is None else cast,
             u,
             *beside_dz,
             epilogue=named(f"{self.kind}_backward", activation_backward, **options),
@@ -202,6 +204,7 @@ def mlp(
     residual: jax.Array | Stream | bool = True,
     dtype: Any = None,
     hidden_sharding: jax.P | None = None,
+    keep_weights: bool = False,
     implementation: str = "auto",
 ) -> Stream:
     """x + activation(norm(x) w_up + up_bias) w_down + down_bias, with the row sums of its squares for an RMSNorm.
@@ -232,6 +235,8 @@ def mlp(
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_up.
       hidden_sharding: how the hidden activation (..., F) lies over the mesh of `jax.set_mesh`, and so do u and t: a
         constraint to XLA on automatic axes, a reshard on explicit ones. It takes no part in what is computed.
+      keep_weights: whether the weights in the compute dtype, the norm's scale in w_up's, are kept for the backward pass
+        and not made anew. Automatic mesh axes that cut them as FSDP's do then gather them once, for a copy's memory.
       implementation: as in `gemm`.
 
     Returns:
@@ -271,6 +276,7 @@ def mlp(
         dtype=resolve_dtype(name, dtype, norm.x, up),
         out_dtype=norm.dtype if other is None else other.dtype,
         hidden_sharding=hidden_sharding,
+        keep_weights=keep_weights,
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, up, up_bias, w_down, down_bias, other)
@@ -287,6 +293,7 @@ def gated_mlp(
     residual: jax.Array | Stream | bool = True,
     dtype: Any = None,
     hidden_sharding: jax.P | None = None,
+    keep_weights: bool = False,
     implementation: str = "auto",
 ) -> Stream:
     """x + (activation(gate) * up) w_down where gate, up are the halves of norm(x) w_gate_up: `mlp` with a gate.
@@ -296,7 +303,8 @@ def gated_mlp(
       w_gate_up: (D, 2F), (D, 2, F) or a pair of (D, F), as `mlp`'s w_up; F a multiple of 8 for the kernel.
       w_down: (F, D).
       activation: a function, elementwise, of float32 arrays.
-      residual, dtype, hidden_sharding, implementation: as in `mlp`, which says what is returned and raised.
+      residual, dtype, hidden_sharding, keep_weights, implementation: as in `mlp`, which says what is returned and
+        raised.
     """
     return mlp(
         norm,
@@ -306,5 +314,6 @@ def gated_mlp(
         residual=residual,
         dtype=dtype,
         hidden_sharding=hidden_sharding,
+        keep_weights=keep_weights,
         implementation=implementation,
     )

@@ -159,11 +159,12 @@ def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
     """What each of the gradients is: of the tokens a device has a part of a sum where it has a part of W.
 
-    Those of the kernel are float32, but move in its own dtype, as the gradients of other weights do.
+    Those of the kernel are float32, and move as bfloat16 where it is bfloat16, as the gradients of other weights do;
+    not as float16, whose range a sum that is not yet divided by the number of tokens leaves.
     """
     part: Any = Result(is_part=True)
     of_w, of_b = (
-        None if x is None else Result(True, axis, moved_as=x.dtype)
+        None if x is None else Result(True, axis, moved_as=x.dtype if x.dtype == jnp.bfloat16 else None)
         for x, axis in zip(kernel, _vocabulary_axes(head, kernel), strict=True)
     )
     dinner = None if tokens.inner is None else part

@@ -145,8 +145,7 @@ class NormProduct(NamedTuple):
       bias: (N,), or as many as w; None for none.
       column_sums: (N,) float32, those of W' where there is a mean.
       shift: (N,) float32, what the two biases add.
-      scaled: W' as w is, under a mesh: there w may be cut, and a W' made anew would be gathered again. None on one
-        device, where what is kept would be a copy of all weights.
+      scaled: W' as w is; None where it is made anew for them.
     """
 
     norm: DeferredNorm
@@ -164,7 +163,9 @@ class NormProduct(NamedTuple):
         return rstd, mean, self.column_sums, self.shift
 
 
-def factors(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> tuple[tuple[Any, ...], NormProduct]:
+def factors(
+    norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any, *, keep_weights: bool
+) -> tuple[tuple[Any, ...], NormProduct]:
     """The arguments of `multiply` for an epilogue that is `of_norm`, and the `NormProduct` to keep.
 
     W', its column sums and the shift are each one reduction in the pass that casts w (D, N) or (D, 2, F).
@@ -181,8 +182,7 @@ def factors(norm: DeferredNorm, w: Parts, bias: Parts | None, dtype: Any) -> tup
         shift = of_norm if shift is None else of_norm + placed(shift, explicit_sharding(of_norm))
     mean, rstd = mean_and_rstd(norm)
     arrays = (norm.x.astype(dtype), one_or_parts(scaled), rstd, mean, sums, shift)
-    kept = one_or_parts(scaled) if jax.sharding.get_abstract_mesh().size > 1 else None
-    return arrays, NormProduct(norm, w, bias, sums, shift, kept)
+    return arrays, NormProduct(norm, w, bias, sums, shift, one_or_parts(scaled) if keep_weights else None)
 
 
 def of_norm(epilogue: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ def norm_projection(
     *,
     dtype: Any = None,
     out_sharding: jax.P | Sequence[jax.P] | None = None,
+    keep_weights: bool = False,
     implementation: str = "auto",
 ) -> tuple[Any, jax.Array]:
     """z = norm(x) w + bias, and x itself.
@@ -54,6 +55,7 @@ def norm_projection(
       dtype: compute dtype, and that of z; default the promotion of x and w.
       out_sharding: how z, or each of several, and its cotangent lie over the mesh of `jax.set_mesh`, as `mlp`'s
         hidden_sharding.
+      keep_weights: as in `mlp`.
       implementation: as in `gemm`.
 
     Returns:
@@ -80,7 +82,7 @@ def norm_projection(
     specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
 
     def products(norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
-        (x, *arrays), of_z = norm_products.factors(norm, w, bias, dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, w, bias, dtype, keep_weights=keep_weights)
         zs = multiply(
             with_rows_of(x, specs[0]),
             *arrays,

@@ -70,6 +70,7 @@ class _QKVProjection:
       epsilon: of the norms of heads.
       dtype: compute dtype.
       out_sharding: how q, k and v lie.
+      keep_weights: whether w with the norm's scale is kept for the backward pass.
       implementation: as in `gemm`.
     """
 
@@ -79,12 +80,13 @@ class _QKVProjection:
     epsilon: float
     dtype: Any
     out_sharding: tuple[jax.P | None, ...]
+    keep_weights: bool
     implementation: str
 
     def products(self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[Any, ...], *, keep: bool) -> Any:
         """q, k, v and x; beside them, if asked for, what `backward` takes."""
         cos, sin = tables
-        (x, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype)
+        (x, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype, keep_weights=self.keep_weights)
         in_epilogue = takes_heads(self.head_dim)
         keeps_columns = bool(keep and scales)  # a rotation keeps sum(z dz), a norm of heads does not
         name = f"row_scale{'_norm' if scales else ''}_rotary{'_kept' if keeps_columns else ''}"
@@ -184,6 +186,7 @@ def qkv_projection(
     qk_epsilon: float | None = None,
     dtype: Any = None,
     out_sharding: Sequence[jax.P] | None = None,
+    keep_weights: bool = False,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """q, k, v = split(RMSNorm(x) w) with rotary(q) and rotary(k), and x itself.
@@ -211,6 +214,7 @@ def qkv_projection(
       qk_epsilon: added to their means of squares; default that of the norm.
       dtype: compute dtype, and that of q, k and v; default the promotion of x and w.
       out_sharding: how q, k and v and their cotangents lie over the mesh of `jax.set_mesh`, as `mlp`'s hidden_sharding.
+      keep_weights: as in `mlp`.
       implementation: as in `gemm`.
 
     Returns:
@@ -252,6 +256,7 @@ def qkv_projection(
         epsilon=float(norm.epsilon if qk_epsilon is None else qk_epsilon),
         dtype=resolve_dtype("qkv_projection", dtype, norm.x, *weights),
         out_sharding=(None,) * 3 if out_sharding is None else tuple(out_sharding),
+        keep_weights=keep_weights,
         implementation=implementation,
     )
     arguments = norm_products.vary_alike(norm, norm_products.one_or_parts(weights), (cos, sin), scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class Kernel:
     Attributes:
       results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
         ([batch,] tiles along n, M) for a row reduction, ([batch,] consumers' tiles along m, N) for a column reduction,
-        float32; with split-K two more, of no use to anyone else.
+        float32; then what only the kernel uses: with split-K two more, with claimed tiles one.
       call: the custom call's attributes, the source for NVRTC among them.
     """
 
@@ -57,13 +58,18 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
 
     Args:
       types: of a, b and the operands.
-      yields: whether its blocks make way for other kernels, as a program of several devices needs it.
+      yields: whether its blocks claim their tiles and end early, as a program of several devices needs it.
     """
     a, b, operands = spec.split(types)
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
     m, n, _ = spec.sizes(a, b)
     smem_bytes = shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes))
-    claims = yields and not config.split_k and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
+    claims = (
+        yields
+        and not config.split_k
+        and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
+        and _clusters(program, size, m, n, config) > NUM_SMS // config.cluster_m  # else each has a tile, in any order
+    )
     scratch = _scratch(config, claims)
     pointers, rows = _pointers(program, len(operands), len(scratch)), _rows(m, config)
     source = _source(
@@ -91,9 +97,9 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
 
 
 def yield_k_blocks(config: KernelConfig) -> int:
-    """The k blocks of a tile that a multiprocessor multiplies in `YIELD_NANOSECONDS`."""
+    """The k blocks of a tile that a multiprocessor multiplies in `YIELD_NANOSECONDS`; 0 of 0."""
     of_block = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
-    return round(YIELD_NANOSECONDS / of_block)
+    return math.ceil(YIELD_NANOSECONDS / of_block)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
@@ -108,8 +114,7 @@ def _results(
     spec: GemmSpec, batch: tuple[int, ...], m: Any, n: int, config: KernelConfig
 ) -> list[jax.ShapeDtypeStruct]:
     program = spec.program
-    tiles_m, tile_columns = -(-m // config.consumer_m), config.tile_n // program.halves.of_n
-    tiles_n = sum(-(-((end or n // program.halves.of_n) - first) // tile_columns) for first, end in program.sections)
+    tiles_m, tiles_n = -(-m // config.consumer_m), _tiles_along_n(program, n, config)
     width = {width: program.halves.columns(width, n) for width in Width}
     columns = [store.slice[1] - store.slice[0] if store.slice else width[store.width] for store in program.stores]
     stores = [
@@ -123,6 +128,18 @@ def _results(
         for reduction in program.reductions
     ]
     return [*stores, *partials]
+
+
+def _tiles_along_n(program: Program, n: int, config: KernelConfig) -> int:
+    columns, of_half = config.tile_n // program.halves.of_n, n // program.halves.of_n
+    return sum(-(-((end or of_half) - first) // columns) for first, end in program.sections)
+
+
+def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig) -> float:
+    """How many clusters of tiles there are; infinitely many where a size is not known."""
+    if not isinstance(m, int) or not isinstance(batch, int | None):
+        return math.inf
+    return (batch or 1) * -(-m // (config.tile_m * config.cluster_m)) * _tiles_along_n(program, n, config)
 
 
 def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -331,7 +331,7 @@ def _launch(
     # The custom call's results are typed as varying over no mesh axis.
     results = vary(varying_axes(*arguments), *results)
     stores, partials = results[: len(program.stores)], results[len(program.stores) :]
-    over_tiles = zip(program.reductions, partials, strict=False)  # split-K's come last
+    over_tiles = zip(program.reductions, partials, strict=False)  # the kernel's own come last
     return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]
 
 

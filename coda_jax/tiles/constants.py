@@ -18,7 +18,8 @@ NUM_SMS = 132  # of an H100 or H200 with SXM
 UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
 # In a program of several devices NCCL holds some of the multiprocessors for a while. Were a product's blocks all given
 # their share of it from the start, those that belong there would begin when the others end. So blocks claim their tiles
-# (cuda/claims.cuh), and end after this long, that a collective need not wait for a long product's end to begin.
+# (cuda/claims.cuh). And they end after this long, or up to twice as long, that a collective need not wait for a long
+# product's end to begin.
 YIELD_NANOSECONDS = 1_000_000
 
 

@@ -11,11 +11,11 @@ T tokens on a device, t devices of tensor parallelism and P parameters in the la
 | data parallelism: gradients reduced                              | 4 P / t        |
 | tensor: the stream's partial sums, twice forward, twice backward | 2 T D each     |
 
-in bfloat16 and with float32 gradients. What is gathered is kept, as without `remat`; with it, it is gathered again for
-each layer's backward pass. Sequence parallelism has a gather and a reduce-scatter in the place of each
-all-reduce, and gathers the stream once more for the weights' gradients. With n devices a gather or a reduce-scatter of
-so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that. This is how "Efficiently Scaling
-Transformer Inference" (arXiv 2211.05102) counts.
+in bfloat16 and with float32 gradients. What is gathered is kept, as in a list of layers without `remat`; with it, and
+in a scan, it is gathered again for each layer's backward pass. Sequence parallelism has a gather and a reduce-scatter
+in the place of each all-reduce, and gathers the stream once more for the weights' gradients. With n devices a gather or
+a reduce-scatter of so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that. This is how
+"Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts.
 """
 
 from __future__ import annotations
