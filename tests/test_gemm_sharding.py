@@ -207,7 +207,7 @@ def test_kernels_make_way_where_there_are_several_devices(kind, manual):
 
 @needs_nvrtc
 def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
-    """One more result, which is zeroed before. Not on one device, of split-K, or of fewer tiles than run at one time."""
+    """One more result, zeroed before. Not on one device, of split-K, or of no more tiles than run at one time."""
     spec = PROGRAMS["residual_sumsq"]
 
     def made(m=4096, **options):
