@@ -213,12 +213,12 @@ def summed_gradients(kind, parts=1):
 
 
 def gathered_weights(parts=1):
-    """In the compute dtype, each once: the backward pass takes what the forward pass has gathered."""
+    """In the compute dtype; of chains again in the backward pass, as no rules ask for keep_weights; the head once."""
     return (
-        (3 * LAYERS, "all-gather", "bf16", "data", QKV // parts),
+        (2 * 3 * LAYERS, "all-gather", "bf16", "data", QKV // parts),
         (LAYERS, "all-gather", "bf16", "data", OUT // parts),
-        (LAYERS, "all-gather", "bf16", "data", GATE_UP // parts),
-        (LAYERS, "all-gather", "bf16", "data", DOWN // parts),
+        (2 * LAYERS, "all-gather", "bf16", "data", GATE_UP // parts),
+        (2 * LAYERS, "all-gather", "bf16", "data", DOWN // parts),
         (1, "all-gather", "bf16", "data", HEAD // parts),
     )
 
