@@ -121,6 +121,11 @@ def _shardings(parameters: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, parameters)
 
 
+def each_once(yields: str) -> list[int]:
+    """The values that `--yields` names."""
+    return list(dict.fromkeys(map(int, yields.split(","))))
+
+
 @contextlib.contextmanager
 def yielding(nanoseconds: int) -> Iterator[None]:
     """Thread blocks of products that are compiled inside end after so long; 0: at the product's end."""
@@ -253,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--yields", default=str(YIELD_NANOSECONDS), help="values of YIELD_NANOSECONDS")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
     options = parser.parse_args(arguments)
-    names, options.yields = options.variants.split(","), list(dict.fromkeys(map(int, options.yields.split(","))))
+    names, options.yields = options.variants.split(","), each_once(options.yields)
     if unknown := [name for name in names if name not in POSSIBLE]:
         parser.error(f"--variants: {unknown[0]} is none of {', '.join(POSSIBLE)}")
     possible = {scheme.name: scheme for scheme in schemes(len(jax.devices()))}

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from benchmarks import results, timing
 from benchmarks.beside import kernels, overlap
-from benchmarks.sharded_step import interleaved, yielding
+from benchmarks.sharded_step import each_once, interleaved, yielding
 from coda_jax.tiles.constants import YIELD_NANOSECONDS
 
 TOKENS, WIDTH, FEATURES, LAYER = 16384, 4096, 14336, 218_112_000
@@ -119,9 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", type=pathlib.Path, help=argparse.SUPPRESS)  # a process's own file
     options = parser.parse_args(arguments)
     if options.one:
-        rows = measure(
-            options.scale, list(dict.fromkeys(map(int, options.yields.split(",")))), options.rounds, options.burst
-        )
+        rows = measure(options.scale, each_once(options.yields), options.rounds, options.burst)
         with options.one.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             writer.writeheader()
