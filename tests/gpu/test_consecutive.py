@@ -81,8 +81,8 @@ def test_a_missing_wait_shows(monkeypatch):
     """What the test above would catch."""
     source_of = kernel._source
 
-    def plant(*args):
-        source = inline_headers(source_of(*args))
+    def plant(*args, **options):
+        source = inline_headers(source_of(*args, **options))
         assert source.count(WAIT) == 1
         return source.replace(WAIT, "")
 
