@@ -24,9 +24,11 @@ VARIANTS = {
     "coda_recompute": 'flax_layers, `remat="save_attention"`',
     "coda_scan_recompute": 'flax_layers, scan, `remat="save_attention"`',
     "coda_recompute_3": 'flax_layers, `remat="save_attention", remat_layers=3`',
+    "coda_packed": "flax_layers, packed rows",
     "xla": "plain JAX, unrolled",
     "xla_scan": "plain JAX, scan over layers",
     "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
+    "xla_packed": "plain JAX, unrolled, packed rows",
 }
 EPILOGUES = {
     "residual": "acc + x",
@@ -303,7 +305,7 @@ def sharded_step(rows: Sequence[Row]) -> str:
             row["devices"],
             VARIANTS.get(row["variant"], row["variant"]),
             f"{number(row, 'ms'):.1f}" if row["ms"] else row["failure"],
-            f"{number(row, 'efficiency'):.3f}" if row["efficiency"] else "",
+            f"{number(row, 'efficiency'):.3f}" if row.get("efficiency") else "",  # where one GPU ran, too
             f"{number(row, 'collective_ms'):.1f}" if row["collective_ms"] else "",
             f"{number(row, 'exposed_ms'):.1f}" if row["exposed_ms"] else "",
             f"{number(row, 'temporaries_gib'):.2f}",
@@ -342,8 +344,8 @@ def overlap(rows: Sequence[Row]) -> str:
     text = (
         "The gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU, beside a gather of a layer's "
         "weights (436 MB) or a float32 reduce-scatter of their gradients, wall clock. *Yields*: `YIELD_NANOSECONDS` "
-        "of `coda_jax/tiles/constants.py` at that commit, 0 for thread blocks that stay to the end. *Over the longer*: "
-        "the time over that of the longer one alone.\n\n"
+        "of `coda_jax/tiles/constants.py`, 0 for thread blocks that stay until no tile is left to claim. *Over the "
+        "longer*: the time over that of the longer one alone.\n\n"
     )
     lines = []
     for row in rows:
