@@ -54,13 +54,16 @@ SECTIONS = [
             'make bench-train_step ARGS="--param-dtype float32 --variants coda,xla,coda_packed,xla_packed"',
             report_tables.training_step),
     Section("Training step on several GPUs", "_sharded_step",
-            'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat"',
+            'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat '
+            '--repeats 4"',
             report_tables.sharded_step),
     Section("Training step on several GPUs, Llama-3-8B", "_sharded_step_8b",
-            'make bench-sharded_step ARGS="--model 8b --schemes fsdp --variants coda_recompute,xla_scan_remat"',
+            'make bench-sharded_step ARGS="--model 8b --schemes fsdp --variants coda_recompute,xla_scan_remat '
+            '--repeats 4"',
             report_tables.sharded_step),
     Section("Kernels of a step on several GPUs", "_sharded_kernels",
-            'XLA_FLAGS=--xla_gpu_enable_command_buffer= make bench-sharded_step ARGS="--schemes fsdp --variants coda,xla"',
+            'XLA_FLAGS=--xla_gpu_enable_command_buffer= make bench-sharded_step ARGS="--schemes fsdp --variants '
+            'coda,xla --repeats 2"',
             report_tables.sharded_kernels),
     Section("A product beside a collective", "_overlap",
             'make lab-overlap ARGS="--ctas 0 --rounds 10"', report_tables.overlap),

@@ -2,6 +2,7 @@
 
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.epilogue.equations import bind as bind_equation
+from coda_jax.operators.feed_forward import add_residual as add_residual
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
 from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
@@ -18,6 +19,7 @@ from coda_jax.primitives.mesh_types import without_axes as without_axes
 from coda_jax.primitives.notes import noted as noted
 
 __all__ = [
+    "add_residual",
     "add_residual_sumsq",
     "array",
     "bind_equation",

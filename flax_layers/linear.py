@@ -15,18 +15,21 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import add_residual_sumsq, array, hide_frames, noted, scaled_weight, separate_residual
+from coda_jax.extend import (
+    add_residual,
+    add_residual_sumsq,
+    array,
+    hide_frames,
+    noted,
+    scaled_weight,
+    separate_residual,
+)
 from flax_layers.sharding import width_is_cut
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
     hide_frames(library)
 
 default_kernel_init = nnx.initializers.lecun_normal()
-
-
-def add_residual(acc: jax.Array, x: jax.Array) -> jax.Array:
-    """Epilogue: y = acc + x."""
-    return acc + x
 
 
 def add_bias(acc: jax.Array, bias: jax.Array) -> jax.Array:

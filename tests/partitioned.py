@@ -12,10 +12,10 @@ import numpy as np
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks import sharded_step
+from benchmarks.sharded_step import COLLECTIVES
 from coda_jax.primitives import lowering, row_shards
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
-
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def mesh_of(kind, data=2, model=2):
@@ -26,9 +26,7 @@ def mesh_of(kind, data=2, model=2):
 
 def collectives(compiled):
     """Counts by kind."""
-    text = compiled.as_text()
-    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
-    return {kind: count for kind, count in found.items() if count}
+    return sharded_step.collectives(compiled.as_text())
 
 
 class Move(NamedTuple):

@@ -201,8 +201,8 @@ def plan_costs(
       axes: roles by axis, "data", "fsdp" or "tensor", for axes that are called otherwise: {"x": "fsdp"}.
       sequence_parallel: whether the stream between sub-layers is cut by tokens over the tensor axis.
       device: as `coda.explain` takes it; default an H200.
-      bus_gbytes: bus bandwidth of a device in GB/s, as nccl-tests tells it. The default is assumed for the NVLink of an
-        H100 or H200, not measured; between hosts it is that of their network.
+      bus_gbytes: bus bandwidth of a device in GB/s, as nccl-tests tells it. The default is assumed for the NVLink of a
+        host of eight; two H100s reached 206 to 234, beside products 100 to 130; between hosts it is their network's.
       tflops: that the products reach; by default the cost model says for each how long it takes, without its epilogue.
       gradient_dtype: in which weights' gradients are summed over devices.
       stream_dtype: in which the stream's partial sums are, under tensor parallelism.
