@@ -382,11 +382,8 @@ def _added(
     _check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
     add = add_residual_sumsq if residual.has_sums else add_residual
 
-    def add_bias_residual(acc: jax.Array, residual: jax.Array, bias: jax.Array) -> Any:
-        return add(acc + bias, residual)
-
     def add_low_rank_residual(acc: jax.Array, residual: jax.Array, low_rank: jax.Array, *bias: jax.Array) -> Any:
-        return add(acc + low_rank + bias[0] if bias else acc + low_rank, residual)
+        return add(acc + low_rank, residual, *bias)
 
     out = project(
         x,
@@ -394,7 +391,7 @@ def _added(
         residual.array,
         *(() if low_rank is None else (low_rank,)),
         *biases,
-        epilogue=add_low_rank_residual if low_rank is not None else add_bias_residual if biases else add,
+        epilogue=add if low_rank is None else add_low_rank_residual,
         dtype=layer.dtype,
         out_dtype=residual.array.dtype,
     )
