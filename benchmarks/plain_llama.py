@@ -14,21 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from flax_layers import LlamaConfig, segment_positions
+from flax_layers.axis_names import Axes
 from flax_layers.sharding import STREAM, constrain
 
 Params = dict[str, Any]
 
 # Names of the parameters' axes, for `flax_layers.sharding`. Arrays are constrained only where its rules are in force.
-AXES: dict[str, tuple[str | None, ...]] = {
+AXES: dict[str, Axes] = {
     "embed": ("vocab", "embed"),
     "head": ("embed", "vocab"),
     "q": ("embed", "heads"),
     "k": ("embed", "kv_heads"),
     "v": ("embed", "kv_heads"),
-    "out": ("heads", "embed"),
+    "out": (("heads", "fan_in"), "embed"),
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
-    "down": ("mlp", "embed"),
+    "down": (("mlp", "fan_in"), "embed"),
     "attention_norm": ("norm",),
     "mlp_norm": ("norm",),
     "norm": ("norm",),

@@ -13,13 +13,18 @@
 | rank      | r                         | adapters                                                                   |
 | positions | learned positions         | their embedding                                                            |
 | layers    | layers stacked for a scan | an axis in front of a layer's parameters                                   |
+| fan_in    | H Dh, or F                | `out` and `down`: a second name of the axis that their products sum over   |
+
+An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, one after the
+other. FSDP may cut `out` and `down` along either axis. By rows, the part of a device lies in one piece in what is
+gathered; by columns every gather and every sum of a gradient costs transpositions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-Axes = tuple[str | None, ...]  # a name for each axis; None for one that is never cut
+Axes = tuple[str | tuple[str, ...] | None, ...]  # a name for each axis, or several; None for one that is never cut
 
 # By the last names of a parameter's path, as "qkv.kernel" of layers.0.attention.qkv.kernel, or by the last one alone.
 PARAMETERS: dict[str, Axes] = {
@@ -30,12 +35,12 @@ PARAMETERS: dict[str, Axes] = {
     "query.kernel": ("embed", "heads"),
     "key.kernel": ("embed", "kv_heads"),
     "value.kernel": ("embed", "kv_heads"),
-    "out.kernel": ("heads", "embed"),
+    "out.kernel": (("heads", "fan_in"), "embed"),
     "gate_up": ("embed", None, "mlp"),
     "gate_up.kernel": ("embed", "mlp"),
     "gate.kernel": ("embed", "mlp"),
     "up.kernel": ("embed", "mlp"),
-    "down.kernel": ("mlp", "embed"),
+    "down.kernel": (("mlp", "fan_in"), "embed"),
     "qkv.bias": ("heads",),
     "query.bias": ("heads",),
     "key.bias": ("kv_heads",),

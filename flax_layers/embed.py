@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
 
 from coda_jax.extend import constrained, explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
 from flax_layers.sharding import STREAM, activation_spec, constrain, mesh_axes
@@ -21,7 +22,8 @@ class Embed(nnx.Embed):
 
     A row's gradient is a sum over the tokens that name it, thousands of frequent ones. flax.nnx.Embed casts the table
     to `dtype` and takes rows of the result, so that this sum runs, and stagnates, in `dtype`. Here rows are taken and
-    then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device.
+    then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device. Under data parallelism
+    each device rounds its own sum as well, and these are added in `param_dtype`, as other weights' gradients are.
 
     Arguments and `attend` are flax.nnx.Embed's, but for `promote_dtype`, which only `attend` looks at.
 
@@ -60,7 +62,7 @@ class Embed(nnx.Embed):
             rows = table.astype(sum_dtype).at[inputs].get(mode="fill", out_sharding=out_sharding).astype(self.dtype)
         else:
             varying = vary(varying_axes(table, inputs), table, inputs)
-            rows = _take(jax.typeof(table), jnp.dtype(self.dtype), *varying)
+            rows = _take(jax.typeof(table), jnp.dtype(self.dtype), self._parts(table, inputs), *varying)
         return self._laid_out(constrained(rows, exchanged))
 
     def _exchanged(self, table: jax.Array, inputs: Any) -> jax.P | None:
@@ -83,6 +85,17 @@ class Embed(nnx.Embed):
             return None
         rows = (tuple(axis for axis in mesh_axes([entry]) if axis not in columns) or None for entry in of_inputs)
         return jax.P(*rows, columns)
+
+    def _parts(self, table: jax.Array, inputs: Any) -> tuple[str, ...]:
+        """The automatic mesh axes that cut the first axis of the tokens, where none cut the others or the table."""
+        of_table = activation_spec(table.shape, *self.axes)
+        of_inputs = activation_spec(jnp.shape(inputs), "batch", "length")
+        if not of_inputs or mesh_axes(of_table or ()) or mesh_axes(of_inputs[1:]):
+            return ()
+        mesh = jax.sharding.get_abstract_mesh()
+        free = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
+        others = [name for name in free if name not in mesh_axes(of_inputs) and mesh.shape[name] > 1]
+        return () if others else tuple(name for name in mesh_axes(of_inputs) if name in free)
 
     def _laid_out(self, rows: jax.Array) -> jax.Array:
         """The residual stream: rows of a cut vocabulary are summed before their axis may cut them; no table moves."""
@@ -116,19 +129,33 @@ def _sharding_of_rows(table: jax.Array, inputs: Any) -> Any:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _take(of_table: Any, dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of a table of 16-bit elements, in `dtype`, whose gradient is summed in float32; `of_table` is its type."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _take(of_table: Any, dtype: Any, parts: tuple[str, ...], table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table of 16-bit elements, in `dtype`, whose gradient is summed in float32.
+
+    Args:
+      of_table: the table's type.
+      parts: mesh axes that cut the tokens: XLA would add the devices' sums before they are rounded, twice the bytes.
+    """
     return jnp.take(table, tokens, axis=0).astype(dtype)
 
 
-def _take_forward(of_table: Any, dtype: Any, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _take(of_table, dtype, table, tokens), tokens
+def _take_forward(of_table: Any, dtype: Any, parts: Any, table: jax.Array, tokens: jax.Array) -> tuple[Any, jax.Array]:
+    return _take(of_table, dtype, parts, table, tokens), tokens
 
 
-def _take_backward(of_table: Any, dtype: Any, tokens: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    (zeros,) = vary(varying_axes(tokens, dy), jnp.zeros(of_table.shape, jnp.float32))
-    return zeros.at[tokens].add(dy.astype(jnp.float32)).astype(of_table.dtype), None
+def _take_backward(of_table: Any, dtype: Any, parts: Any, tokens: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    def summed(tokens: jax.Array, dy: jax.Array) -> jax.Array:
+        (zeros,) = vary(varying_axes(tokens, dy), jnp.zeros(of_table.shape, jnp.float32))
+        return zeros.at[tokens].add(dy.astype(jnp.float32)).astype(of_table.dtype)
+
+    if not parts:
+        return summed(tokens, dy), None
+    rows = jax.P(parts)
+    of_parts = jax.shard_map(
+        lambda *rows: jax.lax.psum(summed(*rows), parts), in_specs=(rows, rows), out_specs=jax.P(), axis_names=set(parts)
+    )
+    return of_parts(tokens, dy), None
 
 
 _take.defvjp(_take_forward, _take_backward)

@@ -13,7 +13,8 @@ mesh axes, the major one first. What no rule names is not cut. A mesh axis cuts 
 names ask for it, the name that comes first in the rules has it. So {"batch": "fsdp", "embed": "fsdp"} cuts the
 residual stream (batch, length, embed) by its batch and a kernel (embed, mlp) by its rows, and with "length": "tensor"
 behind "mlp": "tensor" the residual stream is cut by its length, the hidden activation (batch, length, mlp) by mlp. Mesh
-axes that the mesh does not have are passed over: one set of rules serves a node and a cluster.
+axes that the mesh does not have are passed over: one set of rules serves a node and a cluster. Where a parameter's axis
+is not divided evenly, a name further on has the mesh axis: of `down` (mlp and fan_in, embed) that is embed.
 
 **Where rules act.** `Llama(config, rules=...)` keeps them, and hands them to all that it is made of while it is traced.
 They may also be those of a `with nnx.logical_axis_rules(...)` around what is traced, inside the jitted function: for
@@ -53,7 +54,7 @@ Plan = dict[str, MeshAxes]
 
 # The textbook plans, over mesh axes "data", "fsdp" and "tensor", any of which a mesh may lack.
 DATA: Plan = {"batch": "data"}
-FSDP: Plan = {"batch": ("data", "fsdp"), "embed": "fsdp"}
+FSDP: Plan = {"batch": ("data", "fsdp"), "fan_in": "fsdp", "embed": "fsdp"}
 TENSOR: Plan = {"batch": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 FSDP_TENSOR: Plan = {**TENSOR, **FSDP}
 SEQUENCE: Plan = {**TENSOR, "length": "tensor"}
@@ -98,7 +99,7 @@ def spec_of(
     """How an array lies whose axes have these names.
 
     Args:
-      axes: names, or None for an axis that is not cut.
+      axes: names, of an axis several or None for one that is not cut.
       rules: default those in force.
       mesh: whose axes are meant; default that of `jax.set_mesh`, and without one all that the rules name.
       shape: of the array: mesh axes that do not divide an axis evenly do not cut it; None of an axis whose size is
@@ -106,22 +107,26 @@ def spec_of(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     sizes = None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    cuts: dict[str, tuple[str, ...]] = {}
+    cuts: list[tuple[str, ...]] = [()] * len(axes)
     taken: set[str] = set()
+    done: set[str] = set()
     for name, mesh_axes in normalized(rules) or spmd.get_logical_axis_rules():
-        if name in axes and not cuts.get(name):
-            cut: tuple[str, ...] = ()
-            for axis in _names(mesh_axes):
-                if axis in taken or (sizes is not None and axis not in sizes):
-                    continue
-                size = None if shape is None else shape[axes.index(name)]
-                if size is not None and sizes is not None and not _divides((*cut, axis), size, sizes):
-                    break
-                cut += (axis,)
-            cuts[name] = cut
+        at = next((i for i, names in enumerate(axes) if name in _names(names)), None)
+        if at is None or name in done:
+            continue
+        cut = cuts[at]
+        size = None if shape is None else shape[at]
+        for axis in _names(mesh_axes):
+            if axis in taken or (sizes is not None and axis not in sizes):
+                continue
+            if size is not None and sizes is not None and not _divides((*cut, axis), size, sizes):
+                break
+            cut += (axis,)
+        if cut != cuts[at]:
             taken.update(cut)
-    entries = (cuts.get(name or "", ()) for name in axes)
-    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in entries))
+            done.add(name)
+            cuts[at] = cut
+    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 
 def constrain(x: T, *axes: str | None, beside: Axes = ()) -> T:
@@ -223,8 +228,9 @@ def parameter_specs(
                 return PartitionSpec()  # counts, keys, what an optimizer has of rows alone
             end = ".".join(_dotted(keys).split(".")[-2:])
             raise ValueError(f"{_dotted(keys)} of shape {x.shape} has no names of axes: give axes={{{end!r}: (...)}}")
-        found = spec_of(names, rules, mesh=mesh)
-        _check_divides(_dotted(keys), x.shape, names, found, mesh)
+        wanted, found = (spec_of(names, rules, mesh=mesh, shape=shape) for shape in (None, x.shape))
+        if set(mesh_axes(wanted)) != set(mesh_axes(found)):
+            _check_divides(_dotted(keys), x.shape, names, wanted, mesh)
         return found
 
     return jax.tree_util.tree_map_with_path(spec, tree)
@@ -285,7 +291,8 @@ def _divides(axes: Sequence[str], size: Any, sizes: Mapping[str, int]) -> bool:
 
 def _check_divides(name: str, shape: Sequence[int], axes: Axes, spec: PartitionSpec, mesh: Any) -> None:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    for axis, size, cut in zip(axes, shape, spec, strict=True):
+    for names, size, cut in zip(axes, shape, spec, strict=True):
+        axis = next(iter(_names(names)), None)
         if sizes and cut is not None and not _divides(_names(cut), size, sizes):
             by = " x ".join(f"{one}={sizes[one]}" for one in _names(cut))
             raise ValueError(

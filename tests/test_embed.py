@@ -122,3 +122,26 @@ def test_rows_are_exchanged_not_the_table():
     (table,) = jax.tree.leaves(arguments[0])
     want = jnp.zeros_like(table).at[arguments[1]].add(jnp.cos(table[arguments[1]].astype(jnp.bfloat16)))
     np.testing.assert_allclose(jax.device_get(gradient), jax.device_get(want), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+def test_gradient_of_a_table_that_is_whole(sizes):
+    """Under data parallelism the devices' sums move in the table's dtype; a vocabulary that is cut has XLA's sum."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), sharding.axis_rules(sharding.TENSOR):
+        made = Embed(128, 16, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(made)
+        state = jax.device_put(state, sharding.parameter_shardings(state, mesh, sharding.TENSOR))
+        tokens = jax.random.randint(jax.random.key(0), (4, 32), 0, 128)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+
+        def loss(state, tokens):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(tokens).astype(jnp.float32)))
+
+        lowered = jax.jit(jax.grad(loss)).lower(state, tokens)
+        summed = re.findall(r"stablehlo.all_reduce.*?\((tensor<\S+>)\) ->", lowered.as_text(), re.DOTALL)
+        (gradient,) = jax.tree.leaves(lowered.compile()(state, tokens))
+    assert summed == (["tensor<128x16xbf16>"] if "tensor" not in sizes else [])
+    table = jax.tree.leaves(state)[0].astype(jnp.float32)
+    want = jnp.zeros_like(table).at[tokens].add(jnp.cos(table[tokens]).astype(jnp.bfloat16))
+    np.testing.assert_allclose(jax.device_get(gradient).astype(np.float32), jax.device_get(want), rtol=2e-2, atol=2e-2)

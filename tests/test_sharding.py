@@ -32,6 +32,7 @@ MODELS = {
     "gpt2": lambda **options: layers.GPT2(GPT2, rngs=nnx.Rngs(0), **options),
 }
 TOKENS = jax.random.randint(jax.random.key(0), (4, 8), 0, 32)
+BOTH = {"fsdp": 2, "tensor": 2}
 
 
 def mesh_of(kind=AxisType.Auto, **sizes):
@@ -61,6 +62,10 @@ def by_path(tree):
         # An axis that is not divided evenly.
         (("batch", "embed"), sharding.FSDP, {"data": 2, "fsdp": 2}, (2, 16), P("data", "fsdp")),
         (("batch", "heads"), sharding.TENSOR, {"tensor": 4}, (8, 6), P(None, None)),
+        # An axis of two names; where they do not divide it together, the second one's mesh axis goes further on.
+        ((("mlp", "fan_in"), "embed"), sharding.FSDP_TENSOR, BOTH, (8, 6), P(("tensor", "fsdp"), None)),
+        ((("mlp", "fan_in"), "embed"), sharding.FSDP_TENSOR, BOTH, (6, 8), P("tensor", "fsdp")),
+        ((("mlp", "fan_in"), "embed"), {"embed": "fsdp"}, BOTH, (8, 8), P(None, "fsdp")),
     ],
 )
 def test_rules(axes, rules, sizes, shape, expected):
@@ -82,7 +87,7 @@ def test_parameters(name):
     specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh))
     assert specs.keys() == by_path(nnx.state(model)).keys()
     for path, spec in specs.items():
-        axes = [axis for axis in spec if axis is not None]
+        axes = sharding.mesh_axes(spec)
         expected = ["fsdp"] if path.startswith("position_embed") else ["fsdp", "tensor"]
         assert path.endswith(("scale", "bias")) or sorted(axes) == expected, path
     muon = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=layers.muon_dimension_numbers)
@@ -99,8 +104,9 @@ def test_adapters_lie_as_what_they_adapt():
     layers.add_lora(model, 4, rngs=nnx.Rngs(0))
     specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=2, tensor=2)))
     place = "layers.0.attention.out"
-    assert specs[f"{place}.base_module.kernel"] == P("tensor", "fsdp")
-    assert (specs[f"{place}.lora_a"], specs[f"{place}.lora_b"]) == (P("tensor", None), P(None, "fsdp"))
+    by_rows = P(("tensor", "fsdp"), None)
+    assert specs[f"{place}.base_module.kernel"] == specs[f"{place}.lora_a"] == by_rows
+    assert specs[f"{place}.lora_b"] == P(None, "fsdp")
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -148,6 +154,22 @@ def test_names_of_one_s_own():
         sharding.parameter_specs(Router(), sharding.FSDP, mesh=mesh)
     made = sharding.create(Router, sharding.FSDP, mesh=mesh, axes={"gates": ("embed", None)})
     assert made.gates[...].sharding == NamedSharding(mesh, P("fsdp", None))
+    axes = {"gates": (("experts", "fan_in"), None)}
+    made = sharding.create(Router, {"experts": "tensor"} | sharding.FSDP, mesh=mesh, axes=axes)
+    assert made.gates[...].sharding == NamedSharding(mesh, P(("tensor", "fsdp"), None))
+
+
+def test_a_kernel_whose_rows_are_not_divided_is_cut_by_columns():
+    """Of 12 hidden features two parts are cut, not four of two mesh axes; of those that neither axis can, an error."""
+    narrow = dataclasses.replace(LLAMA, intermediate_size=12)
+    model = nnx.eval_shape(lambda: layers.Llama(narrow, separate_qkv=True, rngs=nnx.Rngs(0)))
+    specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2)))
+    assert specs["layers.0.mlp.down.kernel"] == P("tensor", "fsdp")
+    assert specs["layers.0.attention.out.kernel"] == P(("tensor", "fsdp"), None)
+    odd = dataclasses.replace(LLAMA, intermediate_size=13)
+    model = nnx.eval_shape(lambda: layers.Llama(odd, separate_qkv=True, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"mlp\.down.* \(13, 16\), whose axis 'mlp' of 13 .* tensor=2 x fsdp=4"):
+        sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2))
 
 
 def test_refusals():
