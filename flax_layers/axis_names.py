@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-Axes = tuple[str | tuple[str, ...] | None, ...]  # a name for each axis, or several; None for one that is never cut
+Name = str | tuple[str, ...] | None  # of an axis, or several; None for one that is never cut
+Axes = tuple[Name, ...]
 
 # By the last names of a parameter's path, as "qkv.kernel" of layers.0.attention.qkv.kernel, or by the last one alone.
 PARAMETERS: dict[str, Axes] = {

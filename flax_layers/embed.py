@@ -22,8 +22,8 @@ class Embed(nnx.Embed):
 
     A row's gradient is a sum over the tokens that name it, thousands of frequent ones. flax.nnx.Embed casts the table
     to `dtype` and takes rows of the result, so that this sum runs, and stagnates, in `dtype`. Here rows are taken and
-    then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device. Under data parallelism
-    each device rounds its own sum as well, and these are added in `param_dtype`, as other weights' gradients are.
+    then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device. Under data
+    parallelism each device rounds its own sum, too, and these are added in `param_dtype`, as gradients of kernels are.
 
     Arguments and `attend` are flax.nnx.Embed's, but for `promote_dtype`, which only `attend` looks at.
 
@@ -151,9 +151,9 @@ def _take_backward(of_table: Any, dtype: Any, parts: Any, tokens: jax.Array, dy:
 
     if not parts:
         return summed(tokens, dy), None
-    rows = jax.P(parts)
+    cut = jax.P(parts)
     of_parts = jax.shard_map(
-        lambda *rows: jax.lax.psum(summed(*rows), parts), in_specs=(rows, rows), out_specs=jax.P(), axis_names=set(parts)
+        lambda *rows: jax.lax.psum(summed(*rows), parts), in_specs=(cut, cut), out_specs=jax.P(), axis_names=set(parts)
     )
     return of_parts(tokens, dy), None
 

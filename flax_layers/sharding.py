@@ -46,7 +46,7 @@ from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import array, constrained
-from flax_layers.axis_names import Axes, axes_of_parameter
+from flax_layers.axis_names import Axes, Name, axes_of_parameter
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
@@ -129,7 +129,7 @@ def spec_of(
     return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 
-def constrain(x: T, *axes: str | None, beside: Axes = ()) -> T:
+def constrain(x: T, *axes: Name, beside: Axes = ()) -> T:
     """x, which lies as the rules in force say of axes with these names, and so does its cotangent.
 
     Args:
@@ -164,7 +164,7 @@ def constrain_parameters(module: T) -> T:
     return made
 
 
-def activation_spec(shape: Sequence[Any], *axes: str | None, beside: Axes = ()) -> PartitionSpec | None:
+def activation_spec(shape: Sequence[Any], *axes: Name, beside: Axes = ()) -> PartitionSpec | None:
     """How `constrain` lays an array of this shape; None where no rules are in force, or no mesh is."""
     if not _in_force():
         return None
@@ -191,7 +191,7 @@ def mesh_axes(spec: Iterable[MeshAxes]) -> tuple[str, ...]:
     return tuple(axis for entry in spec for axis in _names(entry))
 
 
-def array_sharding(mesh: Any, rules: Rules | None, *axes: str | None) -> NamedSharding:
+def array_sharding(mesh: Any, rules: Rules | None, *axes: Name) -> NamedSharding:
     """Of an array whose axes have these names, as tokens ("batch", "length")."""
     return NamedSharding(mesh, spec_of(axes, rules or (), mesh=mesh))
 

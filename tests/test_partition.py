@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from coda_jax.primitives import plans
+from coda_jax.primitives.partitioned import BARE
 from tests.gemm_cases import assert_close, total
-from tests.partitioned import mesh_of, run
+from tests.partitioned import mesh_of, partitioned_on_cpus, run
 from tests.requirements import RECORD
 
 P = PartitionSpec
@@ -61,6 +62,47 @@ def test_products(kind, layout):
     assert parts == [("everything", part_of_a, part_of_b)]
     found.pop("all-reduce", None)  # of vectors, and of K's sum
     assert found == moved
+
+
+def scaled(acc, x, row, column):
+    y = (acc * column - acc * row) / 3
+    return y, jnp.sum(y * x, axis=1), jnp.mean(y)
+
+
+# Epilogues of a product whose k is cut; whether each device runs them on its own part, and their results are summed.
+OF_PARTS = {
+    "linear": (scaled, True),
+    "acc itself": (lambda acc, x, row, column: acc, True),
+    "of halves": (lambda acc, x, row, column: jnp.split(acc * column, 2, axis=1)[1], True),
+    "affine": (lambda acc, x, row, column: acc * column + x, False),
+    "a square": (lambda acc, x, row, column: acc * acc, False),
+    "a quotient": (lambda acc, x, row, column: column / (1 + acc * acc), False),
+    "a maximum": (lambda acc, x, row, column: jnp.max(acc * column, axis=1), False),
+    "of one that is not": (lambda acc, x, row, column: (acc, jnp.sum(jnp.abs(acc), axis=1)), False),
+    "beside a constant": (lambda acc, x, row, column: (acc, x * row), False),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_an_epilogue_of_each_part_or_of_the_sum(name, kind):
+    epilogue, of_parts = OF_PARTS[name]
+    whole, cut = P("data"), (P("data", "model"), P("model"))
+
+    def f(a, b, x, row, column):
+        return coda.gemm(a, b, x, row, column, epilogue=epilogue)
+
+    arguments = (A, B, X, ROW, COLUMN)
+    mesh = mesh_of(kind)
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        specs = (*cut, whole, P(), whole)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+        got = jax.device_get(jax.jit(f)(*placed))
+    assert_close(got, f(*arguments), rtol=1e-5)
+    ((spec, types, _),) = records
+    assert [x.shape for x in types[:2]] == [(M // 2, K // 2), (K // 2, N)]
+    assert len(spec.program.operands) == len(types) - 2
+    assert (spec.program == BARE) == (not of_parts)
 
 
 def test_types_that_leave_a_product_open():
@@ -223,6 +265,7 @@ import sys, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import coda_jax as coda
 from coda_jax.primitives import plans
+from coda_jax.primitives.partitioned import BARE
 from tests.partitioned import partitioned_on_cpus
 for option, value in (("jax_compilation_cache_dir", sys.argv[1]), ("jax_persistent_cache_min_compile_time_secs", 0),
                       ("jax_persistent_cache_min_entry_size_bytes", -1),

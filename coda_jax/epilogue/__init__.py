@@ -7,9 +7,10 @@ From a function to a kernel's epilogue, in order:
                 and elementwise; tags say what indexes each axis, values holds what is known of a value
   finishing     leaves to XLA what follows from finished reductions
   simplify      shortens the nodes; assemble numbers them and makes the program
-  program       is the data model; evaluate runs it with XLA; code_size estimates its instructions
+  program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
+                whether its results may be summed over devices
   emit          writes its CUDA
-trace is the way in: it calls all of these but the last two lines.
+trace is the way in: it calls all of these but those from program on.
 """
 
 from coda_jax.epilogue.code_size import instructions as instructions
@@ -19,6 +20,7 @@ from coda_jax.epilogue.evaluate import evaluate_tiles as evaluate_tiles
 from coda_jax.epilogue.evaluate import finish as finish
 from coda_jax.epilogue.halves import Halves as Halves
 from coda_jax.epilogue.halves import Width as Width
+from coda_jax.epilogue.linearity import is_linear as is_linear
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Kind as Kind

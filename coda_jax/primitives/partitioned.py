@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, types_of
+from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.notes import is_strict
@@ -61,13 +61,32 @@ BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
     """Stores and finished reductions of a device's part, in a region where the plan's mesh axes are manual."""
-    stores, reductions = (_of_sum if plan.over("k") else _of_product)(arguments, spec, plan, tiles)
     over = {Axis.ROW: plan.over("n"), Axis.COLUMN: plan.over("m")}
+    if not plan.over("k"):
+        stores, reductions = _of_product(arguments, spec, tiles)
+    elif sums_results(arguments, spec, plan):
+        stores, reductions = _of_product(arguments, spec, tiles)
+        stores = [lax.psum(x, plan.over("k")) for x in stores]
+        over = {axis: (*axes, *plan.over("k")) for axis, axes in over.items()}
+    else:
+        stores, reductions = _of_sum(arguments, spec, plan, tiles)
     each = zip(reductions_of(spec), reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
 
-def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
+def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
+    """Whether a device runs the whole epilogue on its part of k, and the results are summed over the devices.
+
+    It may where the epilogue is linear in acc, the results have the dtype in which products are summed, and all devices
+    keep the whole sum: as of a weight's gradient with a norm's scale, under data parallelism.
+    """
+    of_a, _ = map(len, argument_parts(spec)[:2])
+    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[of_a]))
+    keeps_whole = not any(plan.scatters.values())
+    return keeps_whole and is_linear(spec.program) and all(x == dtype for x in spec.store_dtypes)
+
+
+def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
     narrow = _narrowed(spec, sum(FactorAxes.of(arguments, spec).parts))
     return tiles(*arguments, spec=narrow.replace(out_sharding=None))
 
@@ -206,13 +225,14 @@ def parts_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
 def part_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
     """Types of the arguments' parts on a device, as those of the whole say over explicit axes; what it multiplies.
 
-    Where k is cut that is the product of the factors alone, the first of the parts.
+    Where the epilogue is of a sum over devices that is the product of the factors alone, the first of the parts.
     """
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     parts = parts_of(avals, spec, made)
-    return parts, bare(spec, parts) if made.over("k") else spec
+    is_whole = not made.over("k") or sums_results(parts, spec, made)
+    return parts, spec if is_whole else bare(spec, parts)
 
 
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:

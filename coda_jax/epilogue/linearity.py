@@ -1,0 +1,48 @@
+"""Whether an epilogue is linear in acc: its results may then be summed over devices in the place of acc."""
+
+from __future__ import annotations
+
+import enum
+
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Node, Program, ReductionOp
+
+
+class _Degree(enum.IntEnum):
+    """In acc."""
+
+    CONSTANT = 0
+    LINEAR = 1  # and zero where acc is
+    OTHER = 2
+
+
+def is_linear(program: Program) -> bool:
+    """Whether every tile and reduction of a + b is the sum of those of a and of b, but for rounding, whatever else."""
+    degrees: list[_Degree] = []
+    for node in program.nodes:
+        degrees.append(_degree(node, [degrees[i] for i in node.inputs]))
+    values = [value for store in program.stores for value in store.values]
+    values += [value for reduction in program.reductions for value in reduction.values]
+    sums = all(reduction.op is ReductionOp.SUM for reduction in program.reductions)
+    return sums and all(degrees[value] is _Degree.LINEAR for value in values)
+
+
+def _degree(node: Node, inputs: list[_Degree]) -> _Degree:
+    if node.op == "acc":
+        return _Degree.LINEAR
+    if max(inputs, default=_Degree.CONSTANT) is _Degree.CONSTANT:
+        return _Degree.CONSTANT
+    match node.op, inputs:
+        case _ if node.dtype != "float32":  # rounded: the sum of many such would be worse than one
+            return _Degree.OTHER
+        case "mul", [x, y] if _Degree.CONSTANT in (x, y):
+            return max(x, y)
+        case "div", [x, _Degree.CONSTANT]:
+            return x
+        case (("add" | "sub"), [x, y]) if x is y:
+            return x
+        case "neg", [x]:
+            return x
+        case op, [*_] if HEAD_REDUCTIONS.get(op) is ReductionOp.SUM and set(inputs) == {_Degree.LINEAR}:
+            return _Degree.LINEAR
+        case _:
+            return _Degree.OTHER
