@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import cases, peers, programs, results, timing
+from benchmarks.lab.machine_code import resource_usage
 from coda_jax import ffi
 from coda_jax.tiles.constants import tiles_by
 
@@ -118,7 +119,7 @@ def _compile_report() -> None:
         source = programs.kernel_source(program, m=4096, n=program.columns(4096), k=4096)
         compiled = ffi.compile(source + f"// compiled afresh {datetime.datetime.now()}\n", name)
         # NVRTC keeps what it has assembled, and then reports nothing.
-        usage = programs.resource_usage(compiled.log) if compiled.log else None
+        usage = resource_usage(compiled.log) if compiled.log else None
         found = f"{usage.registers:11}{usage.spilled_bytes:15}" if usage else f"{'-':>11}{'-':>15}"
         print(f"{name:24}{compiled.seconds:9.2f}{found}", flush=True)
 

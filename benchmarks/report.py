@@ -62,8 +62,8 @@ SECTIONS = [
             '--repeats 4"',
             report_tables.sharded_step),
     Section("Kernels of a step on several GPUs", "_sharded_kernels",
-            'XLA_FLAGS=--xla_gpu_enable_command_buffer= make bench-sharded_step ARGS="--schemes fsdp --variants '
-            'coda,xla --repeats 2"',
+            'XLA_FLAGS=--xla_gpu_enable_command_buffer= make bench-sharded_step ARGS="--schemes one,dp,fsdp '
+            '--variants coda,xla --repeats 2"',
             report_tables.sharded_kernels),
     Section("A product beside a collective", "_overlap",
             'make lab-overlap ARGS="--ctas 0 --rounds 10"', report_tables.overlap),

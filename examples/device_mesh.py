@@ -58,7 +58,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
 def state_shardings(tree: Any, mesh: Mesh | None) -> Any:
     """Where each array of a training state lies; gradients and an optimizer's moments lie as their parameters do.
 
-    Kernels are cut by "fsdp" along one side and by "tensor" along the other; norms and counts lie on every device.
+    Kernels are cut by "fsdp" and by "tensor", along one side or both; norms and counts lie on every device.
 
     Raises:
       ValueError: a parameter that the mesh does not divide evenly.

@@ -19,6 +19,7 @@ from benchmarks import (
     loss_head,
     peers,
     plots,
+    programs,
     report_tables,
 )
 from benchmarks.lab import ablation, energy, tunix_logprobs
@@ -26,6 +27,7 @@ from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, Setting, step
 from coda_jax import ffi
+from tests.nvrtc import needs_nvrtc
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -52,6 +54,14 @@ def test_variants_lower_for_a_gpu():
         traced = step(name, variant, parameters.setting).trace(parameters.of(variant), tokens, tokens)
         kernels[name] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm")
     assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
+
+
+@needs_nvrtc
+def test_compile_report(monkeypatch, capsys):
+    monkeypatch.setattr(programs, "PROGRAMS", {"identity": PROGRAMS["identity"]})
+    products._compile_report()
+    name, seconds, registers, spilled = capsys.readouterr().out.splitlines()[-1].split()
+    assert name == "identity" and float(seconds) > 0 and int(registers) > 100 and int(spilled) == 0
 
 
 @pytest.mark.slow
