@@ -31,7 +31,7 @@ from flax_layers.linear import (
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.sharding import activation_spec, constrain, width_is_cut
+from flax_layers.sharding import activation_spec, constrain, keeps_weights
 
 _QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
 
@@ -294,7 +294,7 @@ class Attention(nnx.Module):
             num_kv_heads=self.num_kv_heads,
             dtype=layers[0].dtype,
             out_sharding=specs,
-            keep_weights=width_is_cut(by_automatic_axes=True),
+            keep_weights=keeps_weights(),
             **norms,
         )
 

@@ -24,7 +24,7 @@ from coda_jax.extend import (
     scaled_weight,
     separate_residual,
 )
-from flax_layers.sharding import width_is_cut
+from flax_layers.sharding import keeps_weights
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
     hide_frames(library)
@@ -204,7 +204,7 @@ def normalized(
         bias,
         dtype=bases[0].dtype,
         out_sharding=out_sharding,
-        keep_weights=width_is_cut(by_automatic_axes=True),
+        keep_weights=keeps_weights(),
     )
     ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
     return [
@@ -370,8 +370,7 @@ class Linear(nnx.Module):
     def beside(self, x: DeferredNorm) -> tuple[jax.Array, jax.Array]:
         """The map of x, and the array that x normalises, for the residual: `coda_jax.norm_projection`."""
         bias = None if self.bias is None else self.bias[...]
-        keep_weights = width_is_cut(by_automatic_axes=True)
-        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype, keep_weights=keep_weights)
+        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype, keep_weights=keeps_weights())
 
 
 def _added(

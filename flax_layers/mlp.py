@@ -28,7 +28,7 @@ from flax_layers.linear import (
     takes_norm,
     unchained,
 )
-from flax_layers.sharding import activation_spec, constrain, width_is_cut
+from flax_layers.sharding import activation_spec, constrain, keeps_weights
 
 HIDDEN = ("batch", None, "mlp")
 
@@ -73,7 +73,7 @@ class _FeedForward(nnx.Module):
                 residual=True if residual is True else False if target is None else target.array,
                 dtype=self.dtype,
                 hidden_sharding=activation_spec((*x.shape[:-1], down.kernel.shape[0]), *HIDDEN),
-                keep_weights=width_is_cut(by_automatic_axes=True),
+                keep_weights=keeps_weights(),
             )
             return y if target is not None and target.is_stream else y.x
 

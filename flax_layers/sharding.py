@@ -179,11 +179,14 @@ def activation_spec(shape: Sequence[Any], *axes: Name, beside: Axes = ()) -> Par
     return PartitionSpec(*entries[len(lacking) :])
 
 
-def width_is_cut(*, by_automatic_axes: bool = False) -> bool:
+def width_is_cut() -> bool:
     """Whether the rules in force cut kernels along the model's width, as FSDP's do: products then gather them."""
-    if not _in_force():
-        return False
-    return bool(set(mesh_axes(spec_of(("embed",)))) - (_explicit_axes() if by_automatic_axes else set()))
+    return bool(_axes_of_width())
+
+
+def keeps_weights() -> bool:
+    """Whether the operators are to keep what is gathered (`keep_weights`): where automatic mesh axes cut the width."""
+    return bool(_axes_of_width() - _explicit_axes())
 
 
 def mesh_axes(spec: Iterable[MeshAxes]) -> tuple[str, ...]:
@@ -273,6 +276,10 @@ def create(make: Callable[[], T], rules: Rules | None = None, *, mesh: Any = Non
 
 def _in_force() -> bool:
     return bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
+
+
+def _axes_of_width() -> set[str]:
+    return set(mesh_axes(spec_of(("embed",)))) if _in_force() else set()
 
 
 def _explicit_axes() -> set[str]:
