@@ -15,8 +15,8 @@
 | layers    | layers stacked for a scan | an axis in front of a layer's parameters                                   |
 | fan_in    | H Dh, or F                | `out` and `down`: a second name of the axis that their products sum over   |
 
-An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, one after the
-other. FSDP may cut `out` and `down` along either axis. By rows, the part of a device lies in one piece in what is
+An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, in the order of
+the names. FSDP may cut `out` and `down` along either axis. By rows, the part of a device lies in one piece in what is
 gathered; by columns every gather and every sum of a gradient costs transpositions.
 """
 
@@ -70,7 +70,8 @@ def axes_of_parameter(path: Sequence[str | int], ndim: int, more: Mapping[str, A
         of_kernel = axes_of_parameter((*keys[:-1], "kernel"), 2, more)
         if of_kernel is None:
             return None
-        axes: Axes | None = (of_kernel[0], "rank") if keys[-1] == "lora_a" else ("rank", of_kernel[-1])
+        ends = [name[0] if isinstance(name, tuple) else name for name in of_kernel]
+        axes: Axes | None = (ends[0], "rank") if keys[-1] == "lora_a" else ("rank", ends[-1])
     else:
         found = (table.get(key) for table in (more or {}, PARAMETERS) for key in (".".join(keys[-2:]), keys[-1]))
         axes = next((axes for axes in found if axes is not None), None)

@@ -23,7 +23,7 @@ class Embed(nnx.Embed):
     A row's gradient is a sum over the tokens that name it, thousands of frequent ones. flax.nnx.Embed casts the table
     to `dtype` and takes rows of the result, so that this sum runs, and stagnates, in `dtype`. Here rows are taken and
     then cast, and the sum is rounded once, to `param_dtype`; inside a shard_map once on each device. Under data
-    parallelism each device rounds its own sum, too, and these are added in `param_dtype`, as gradients of kernels are.
+    parallelism of a bfloat16 table, too, which adds the devices' sums in bfloat16, as gradients of kernels are.
 
     Arguments and `attend` are flax.nnx.Embed's, but for `promote_dtype`, which only `attend` looks at.
 
@@ -87,15 +87,17 @@ class Embed(nnx.Embed):
         return jax.P(*rows, columns)
 
     def _parts(self, table: jax.Array, inputs: Any) -> tuple[str, ...]:
-        """The automatic mesh axes that cut the first axis of the tokens, where none cut the others or the table."""
-        of_table = activation_spec(table.shape, *self.axes)
+        """The mesh axes that cut the first axis of the tokens, where the table is bfloat16 and whole on all devices.
+
+        None where other axes of the mesh have several devices, or where some are not automatic.
+        """
         of_inputs = activation_spec(jnp.shape(inputs), "batch", "length")
-        if not of_inputs or mesh_axes(of_table or ()) or mesh_axes(of_inputs[1:]):
-            return ()
         mesh = jax.sharding.get_abstract_mesh()
-        free = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-        others = [name for name in free if name not in mesh_axes(of_inputs) and mesh.shape[name] > 1]
-        return () if others else tuple(name for name in mesh_axes(of_inputs) if name in free)
+        if not of_inputs or table.dtype != jnp.bfloat16 or any(kind is not AxisType.Auto for kind in mesh.axis_types):
+            return ()
+        of_table = mesh_axes(activation_spec(table.shape, *self.axes) or ())
+        parts = tuple(name for name in mesh_axes(of_inputs[:1]) if mesh.shape[name] > 1 and name not in of_table)
+        return parts if math.prod(mesh.shape[name] for name in parts) == mesh.size else ()
 
     def _laid_out(self, rows: jax.Array) -> jax.Array:
         """The residual stream: rows of a cut vocabulary are summed before their axis may cut them; no table moves."""
@@ -135,7 +137,8 @@ def _take(of_table: Any, dtype: Any, parts: tuple[str, ...], table: jax.Array, t
 
     Args:
       of_table: the table's type.
-      parts: mesh axes that cut the tokens: XLA would add the devices' sums before they are rounded, twice the bytes.
+      parts: mesh axes that cut the tokens, all of the mesh but those of size 1. XLA would add the devices' sums before
+        they are rounded, twice the bytes.
     """
     return jnp.take(table, tokens, axis=0).astype(dtype)
 
@@ -152,9 +155,7 @@ def _take_backward(of_table: Any, dtype: Any, parts: Any, tokens: jax.Array, dy:
     if not parts:
         return summed(tokens, dy), None
     cut = jax.P(parts)
-    of_parts = jax.shard_map(
-        lambda *rows: jax.lax.psum(summed(*rows), parts), in_specs=(cut, cut), out_specs=jax.P(), axis_names=set(parts)
-    )
+    of_parts = jax.shard_map(lambda *rows: jax.lax.psum(summed(*rows), parts), in_specs=(cut, cut), out_specs=jax.P())
     return of_parts(tokens, dy), None
 
 

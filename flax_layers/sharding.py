@@ -107,26 +107,25 @@ def spec_of(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     sizes = None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    cuts: list[tuple[str, ...]] = [()] * len(axes)
+    cuts: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    done: set[str] = set()
     for name, mesh_axes in normalized(rules) or spmd.get_logical_axis_rules():
         at = next((i for i, names in enumerate(axes) if name in _names(names)), None)
-        if at is None or name in done:
+        if at is None or cuts.get(name):
             continue
-        cut = cuts[at]
+        cut: tuple[str, ...] = ()
+        beside = tuple(axis for other in _names(axes[at]) for axis in cuts.get(other, ()))
         size = None if shape is None else shape[at]
         for axis in _names(mesh_axes):
             if axis in taken or (sizes is not None and axis not in sizes):
                 continue
-            if size is not None and sizes is not None and not _divides((*cut, axis), size, sizes):
+            if size is not None and sizes is not None and not _divides((*beside, *cut, axis), size, sizes):
                 break
             cut += (axis,)
-        if cut != cuts[at]:
-            taken.update(cut)
-            done.add(name)
-            cuts[at] = cut
-    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
+        cuts[name] = cut
+        taken.update(cut)
+    entries = (tuple(axis for name in _names(names) for axis in cuts.get(name, ())) for names in axes)
+    return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in entries))
 
 
 def constrain(x: T, *axes: Name, beside: Axes = ()) -> T:
@@ -171,7 +170,8 @@ def activation_spec(shape: Sequence[Any], *axes: Name, beside: Axes = ()) -> Par
     lacking = (None,) * (len(beside) + len(axes) - len(shape))
     names = (*beside, *axes)
     entries = tuple(spec_of(names, shape=(*lacking, *shape)))
-    if "length" in axes and (explicit := set(_names(entries[names.index("length")])) & _explicit_axes()):
+    of_length = (entry for name, entry in zip(names, entries, strict=True) if "length" in _names(name))
+    if explicit := set(mesh_axes(of_length)) & _explicit_axes():
         raise ValueError(
             f"the rules cut 'length' by {', '.join(sorted(explicit))}, an explicit mesh axis: sequence parallelism is "
             "for automatic ones, axis_types=(jax.sharding.AxisType.Auto, ...)"
@@ -216,7 +216,8 @@ def parameter_specs(
       The structure of `nnx.state(model)`, or of the pytree.
 
     Raises:
-      ValueError: a parameter of two or more axes without names, or one that its mesh axes do not divide evenly.
+      ValueError: a parameter of two or more axes without names, or one that its mesh axes do not divide evenly, along
+        any axis whose names ask for them.
     """
     tree = nnx.state(model) if isinstance(model, nnx.Module) else model
     rules = getattr(model, "rules", None) if rules is None else rules
@@ -299,12 +300,12 @@ def _divides(axes: Sequence[str], size: Any, sizes: Mapping[str, int]) -> bool:
 def _check_divides(name: str, shape: Sequence[int], axes: Axes, spec: PartitionSpec, mesh: Any) -> None:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     for names, size, cut in zip(axes, shape, spec, strict=True):
-        axis = next(iter(_names(names)), None)
         if sizes and cut is not None and not _divides(_names(cut), size, sizes):
             by = " x ".join(f"{one}={sizes[one]}" for one in _names(cut))
+            axis = " and ".join(map(repr, _names(names)))
             raise ValueError(
-                f"{name} has shape {tuple(shape)}, whose axis {axis!r} of {size} mesh axes {by} do not divide evenly: "
-                f"change its size, or give {axis!r} other mesh axes or None in the rules"
+                f"{name} has shape {tuple(shape)}, whose axis {axis} of {size} mesh axes {by} do not divide evenly: "
+                f"change its size, or give {axis} other mesh axes or None in the rules"
             )
 
 

@@ -80,6 +80,9 @@ OF_PARTS = {
     "a maximum": (lambda acc, x, row, column: jnp.max(acc * column, axis=1), False),
     "of one that is not": (lambda acc, x, row, column: (acc, jnp.sum(jnp.abs(acc), axis=1)), False),
     "beside a constant": (lambda acc, x, row, column: (acc, x * row), False),
+    "divided by an operand": (lambda acc, x, row, column: acc / (2 + row * row), False),
+    "two tiles": (lambda acc, x, row, column: (acc * row, acc * column), False),
+    "no kernel": (lambda acc, x, row, column: jnp.split(acc * 2, [30], axis=1)[1], False),
 }
 
 
@@ -92,13 +95,13 @@ def test_an_epilogue_of_each_part_or_of_the_sum(name, kind):
     def f(a, b, x, row, column):
         return coda.gemm(a, b, x, row, column, epilogue=epilogue)
 
-    arguments = (A, B, X, ROW, COLUMN)
+    arguments = (A.astype(jnp.bfloat16), B.astype(jnp.bfloat16), X, ROW, COLUMN)
     mesh = mesh_of(kind)
     with partitioned_on_cpus() as records, jax.set_mesh(mesh):
         specs = (*cut, whole, P(), whole)
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
         got = jax.device_get(jax.jit(f)(*placed))
-    assert_close(got, f(*arguments), rtol=1e-5)
+    assert_close(got, f(*arguments), rtol=2e-2)
     ((spec, types, _),) = records
     assert [x.shape for x in types[:2]] == [(M // 2, K // 2), (K // 2, N)]
     assert len(spec.program.operands) == len(types) - 2
@@ -265,7 +268,6 @@ import sys, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import coda_jax as coda
 from coda_jax.primitives import plans
-from coda_jax.primitives.partitioned import BARE
 from tests.partitioned import partitioned_on_cpus
 for option, value in (("jax_compilation_cache_dir", sys.argv[1]), ("jax_persistent_cache_min_compile_time_secs", 0),
                       ("jax_persistent_cache_min_entry_size_bytes", -1),

@@ -66,6 +66,8 @@ def by_path(tree):
         ((("mlp", "fan_in"), "embed"), sharding.FSDP_TENSOR, BOTH, (8, 6), P(("tensor", "fsdp"), None)),
         ((("mlp", "fan_in"), "embed"), sharding.FSDP_TENSOR, BOTH, (6, 8), P("tensor", "fsdp")),
         ((("mlp", "fan_in"), "embed"), {"embed": "fsdp"}, BOTH, (8, 8), P(None, "fsdp")),
+        # In the order of the axis's names, whatever that of the rules.
+        ((("mlp", "fan_in"), None), {"fan_in": "fsdp", "mlp": "tensor"}, BOTH, None, P(("tensor", "fsdp"), None)),
     ],
 )
 def test_rules(axes, rules, sizes, shape, expected):
@@ -104,9 +106,8 @@ def test_adapters_lie_as_what_they_adapt():
     layers.add_lora(model, 4, rngs=nnx.Rngs(0))
     specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=2, tensor=2)))
     place = "layers.0.attention.out"
-    by_rows = P(("tensor", "fsdp"), None)
-    assert specs[f"{place}.base_module.kernel"] == specs[f"{place}.lora_a"] == by_rows
-    assert specs[f"{place}.lora_b"] == P(None, "fsdp")
+    assert specs[f"{place}.base_module.kernel"] == P(("tensor", "fsdp"), None)
+    assert (specs[f"{place}.lora_a"], specs[f"{place}.lora_b"]) == (P("tensor", None), P(None, "fsdp"))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -166,9 +167,14 @@ def test_a_kernel_whose_rows_are_not_divided_is_cut_by_columns():
     specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2)))
     assert specs["layers.0.mlp.down.kernel"] == P("tensor", "fsdp")
     assert specs["layers.0.attention.out.kernel"] == P(("tensor", "fsdp"), None)
+    adapted = layers.Llama(narrow, separate_qkv=True, rngs=nnx.Rngs(0))
+    layers.add_lora(adapted, 4, targets=("down",), rngs=nnx.Rngs(0))
+    specs = by_path(sharding.parameter_specs(adapted, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2)))
+    assert specs["layers.0.mlp.down.lora_a"] == P("tensor", None)
     odd = dataclasses.replace(LLAMA, intermediate_size=13)
     model = nnx.eval_shape(lambda: layers.Llama(odd, separate_qkv=True, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"mlp\.down.* \(13, 16\), whose axis 'mlp' of 13 .* tensor=2 x fsdp=4"):
+    refused = r"mlp\.down.* \(13, 16\), whose axis 'mlp' and 'fan_in' of 13 .* tensor=2 x fsdp=4"
+    with pytest.raises(ValueError, match=refused):
         sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2))
 
 

@@ -16,17 +16,22 @@ class _Degree(enum.IntEnum):
 
 
 def is_linear(program: Program) -> bool:
-    """Whether every tile and reduction of a + b is the sum of those of a and of b, but for rounding, whatever else."""
+    """Whether every tile and reduction of a + b is the sum of those of a and of b, but for rounding, all being finite.
+
+    A quotient is taken for linear where a constant of the epilogue divides: an operand may have zeros, and infinities
+    of several signs would be added.
+    """
     degrees: list[_Degree] = []
     for node in program.nodes:
-        degrees.append(_degree(node, [degrees[i] for i in node.inputs]))
+        is_by_literal = node.op == "div" and program.nodes[node.inputs[1]].op == "literal"
+        degrees.append(_degree(node, [degrees[i] for i in node.inputs], is_by_literal=is_by_literal))
     values = [value for store in program.stores for value in store.values]
     values += [value for reduction in program.reductions for value in reduction.values]
     sums = all(reduction.op is ReductionOp.SUM for reduction in program.reductions)
     return sums and all(degrees[value] is _Degree.LINEAR for value in values)
 
 
-def _degree(node: Node, inputs: list[_Degree]) -> _Degree:
+def _degree(node: Node, inputs: list[_Degree], *, is_by_literal: bool) -> _Degree:
     if node.op == "acc":
         return _Degree.LINEAR
     if max(inputs, default=_Degree.CONSTANT) is _Degree.CONSTANT:
@@ -36,7 +41,7 @@ def _degree(node: Node, inputs: list[_Degree]) -> _Degree:
             return _Degree.OTHER
         case "mul", [x, y] if _Degree.CONSTANT in (x, y):
             return max(x, y)
-        case "div", [x, _Degree.CONSTANT]:
+        case "div", [x, _] if is_by_literal:
             return x
         case (("add" | "sub"), [x, y]) if x is y:
             return x

@@ -2,7 +2,8 @@
 
 A product has four dimensions that may be cut: a batch, m, n and k. Each device computes the product of its parts, with
 the whole epilogue. Where k is cut the parts are summed first, and the epilogue runs on the sum, on the part of it that
-the device keeps. Row reductions are finished over the axes that cut n, column reductions over those that cut m.
+the device keeps; or, of an epilogue that is linear in acc, its results are summed. Row reductions are finished over the
+axes that cut n, column reductions over those that cut m.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
+from coda_jax.primitives.addressing import unsupported_reason
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.notes import is_strict
@@ -45,6 +46,8 @@ from coda_jax.primitives.shapes import (
     FactorAxes,
     argument_groups,
     argument_parts,
+    flat_spec,
+    flat_types,
     num_stored,
     product_parts,
     reductions_of,
@@ -77,18 +80,35 @@ def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Til
 def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
     """Whether a device runs the whole epilogue on its part of k, and the results are summed over the devices.
 
-    It may where the epilogue is linear in acc, the results have the dtype in which products are summed, and all devices
-    keep the whole sum: as of a weight's gradient with a norm's scale, under data parallelism.
+    It may where the epilogue is linear in acc, the results have the dtype in which products are summed and are no
+    larger than these, all devices keep the whole sum, and the part can be a kernel: as of a weight's gradient with a
+    norm's scale, under data parallelism.
+
+    Args:
+      arguments: the device's parts, or their types.
     """
-    of_a, _ = map(len, argument_parts(spec)[:2])
-    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[of_a]))
+    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(argument_parts(spec)[0])]))
     keeps_whole = not any(plan.scatters.values())
-    return keeps_whole and is_linear(spec.program) and all(x == dtype for x in spec.store_dtypes)
+    if not (keeps_whole and is_linear(spec.program) and all(x == dtype for x in spec.store_dtypes)):
+        return False
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+    part = _part(types, spec)
+    if unsupported_reason(flat_types(types, part), flat_spec(part)) is not None:
+        return False
+    stores, accs = (
+        jax.eval_shape(functools.partial(xla_tiles, spec=of_one), *types[: len(of_one.batched)])[0]
+        for of_one in (part, bare(spec, types))
+    )
+    return sum(x.size for x in stores) <= sum(x.size for x in accs)
+
+
+def _part(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
+    """The product, with its epilogue, of these parts."""
+    return _narrowed(spec, sum(FactorAxes.of(arguments, spec).parts)).replace(out_sharding=None)
 
 
 def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
-    narrow = _narrowed(spec, sum(FactorAxes.of(arguments, spec).parts))
-    return tiles(*arguments, spec=narrow.replace(out_sharding=None))
+    return tiles(*arguments, spec=_part(arguments, spec))
 
 
 def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
