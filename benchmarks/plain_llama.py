@@ -14,26 +14,28 @@ import jax
 import jax.numpy as jnp
 
 from flax_layers import LlamaConfig, segment_positions
-from flax_layers.axis_names import Axes
+from flax_layers.axis_names import PARAMETERS
 from flax_layers.sharding import STREAM, constrain
 
 Params = dict[str, Any]
 
-# Names of the parameters' axes, for `flax_layers.sharding`. Arrays are constrained only where its rules are in force.
-AXES: dict[str, Axes] = {
-    "embed": ("vocab", "embed"),
-    "head": ("embed", "vocab"),
-    "q": ("embed", "heads"),
-    "k": ("embed", "kv_heads"),
-    "v": ("embed", "kv_heads"),
-    "out": (("heads", "fan_in"), "embed"),
-    "gate": ("embed", "mlp"),
-    "up": ("embed", "mlp"),
-    "down": (("mlp", "fan_in"), "embed"),
-    "attention_norm": ("norm",),
-    "mlp_norm": ("norm",),
-    "norm": ("norm",),
+# What the parameters are called in a fused Llama, and so the names of their axes, for `flax_layers.sharding`. Arrays
+# are constrained only where its rules are in force.
+_NAMES = {
+    "embed": "embedding",
+    "head": "head.kernel",
+    "q": "query.kernel",
+    "k": "key.kernel",
+    "v": "value.kernel",
+    "out": "out.kernel",
+    "gate": "gate.kernel",
+    "up": "up.kernel",
+    "down": "down.kernel",
+    "attention_norm": "scale",
+    "mlp_norm": "scale",
+    "norm": "scale",
 }
+AXES = {name: PARAMETERS[ours] for name, ours in _NAMES.items()}
 
 
 def from_fused(fused: Mapping[str, Any], config: LlamaConfig) -> Params:

@@ -22,7 +22,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -127,21 +127,14 @@ def each_once(yields: str) -> list[int]:
     return list(dict.fromkeys(map(int, yields.split(","))))
 
 
-@contextlib.contextmanager
-def yielding(nanoseconds: int) -> Iterator[None]:
+def yielding(nanoseconds: int) -> contextlib.AbstractContextManager[Any]:
     """Thread blocks of products that are compiled inside end after so long; 0: at the product's end."""
-    before, kernel.YIELD_NANOSECONDS = kernel.YIELD_NANOSECONDS, nanoseconds
-    try:
-        yield
-    finally:
-        kernel.YIELD_NANOSECONDS = before
+    return mock.patch.object(kernel, "YIELD_NANOSECONDS", nanoseconds)
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
+def silent() -> contextlib.AbstractContextManager[Any]:
     """Products that are compiled inside do not tell XLA's scheduler how long they take."""
-    with mock.patch.object(lowering, "expected_nanoseconds", lambda *_: None):
-        yield
+    return mock.patch.object(lowering, "expected_nanoseconds", lambda *_: None)
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int) -> dict[str, float]:
@@ -174,20 +167,15 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
     parameters = _Placed(scheme.setting(config, options.param_dtype), scheme, mesh)
 
     with jax.set_mesh(mesh):
+        settings = [(yielding(x), f" {x}" * (len(options.yields) > 1)) for x in options.yields]
+        settings += [(silent(), " silent")] * options.silent
         measured = []
-        for nanoseconds in options.yields:
+        for setting, suffix in settings:
             left = [name for name in names if not measured or VARIANTS[name].fused]
-            with yielding(nanoseconds):
+            with setting:
                 compiled = compile_all(left, parameters, tokens, labels, shardings=_shardings)
-            for one in compiled if len(options.yields) > 1 else ():
-                one.name += f" {nanoseconds}" * one.variant.fused
-            measured += compiled
-        if options.silent:
-            fused = [name for name in names if VARIANTS[name].fused]
-            with silent():
-                compiled = compile_all(fused, parameters, tokens, labels, shardings=_shardings)
             for one in compiled:
-                one.name += " silent"
+                one.name += suffix * one.variant.fused
             measured += compiled
         parameters.release()
         check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Node, Program, ReductionOp
 
@@ -23,17 +24,18 @@ def is_linear(program: Program) -> bool:
     """
     degrees: list[_Degree] = []
     for node in program.nodes:
-        is_by_literal = node.op == "div" and program.nodes[node.inputs[1]].op == "literal"
-        degrees.append(_degree(node, [degrees[i] for i in node.inputs], is_by_literal=is_by_literal))
+        degrees.append(_degree(node, program.nodes, degrees))
     values = [value for store in program.stores for value in store.values]
     values += [value for reduction in program.reductions for value in reduction.values]
     sums = all(reduction.op is ReductionOp.SUM for reduction in program.reductions)
     return sums and all(degrees[value] is _Degree.LINEAR for value in values)
 
 
-def _degree(node: Node, inputs: list[_Degree], *, is_by_literal: bool) -> _Degree:
+def _degree(node: Node, nodes: Sequence[Node], degrees: Sequence[_Degree]) -> _Degree:
+    """Of a node, from those of the nodes before it."""
     if node.op == "acc":
         return _Degree.LINEAR
+    inputs = [degrees[i] for i in node.inputs]
     if max(inputs, default=_Degree.CONSTANT) is _Degree.CONSTANT:
         return _Degree.CONSTANT
     match node.op, inputs:
@@ -41,13 +43,13 @@ def _degree(node: Node, inputs: list[_Degree], *, is_by_literal: bool) -> _Degre
             return _Degree.OTHER
         case "mul", [x, y] if _Degree.CONSTANT in (x, y):
             return max(x, y)
-        case "div", [x, _] if is_by_literal:
+        case "div", [x, _] if nodes[node.inputs[1]].op == "literal":
             return x
         case (("add" | "sub"), [x, y]) if x is y:
             return x
         case "neg", [x]:
             return x
-        case op, [*_] if HEAD_REDUCTIONS.get(op) is ReductionOp.SUM and set(inputs) == {_Degree.LINEAR}:
+        case _ if HEAD_REDUCTIONS.get(node.op) is ReductionOp.SUM and set(inputs) == {_Degree.LINEAR}:
             return _Degree.LINEAR
         case _:
             return _Degree.OTHER
