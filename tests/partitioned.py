@@ -71,20 +71,25 @@ def _groups(line):
     """The groups of devices of a collective, in any of the ways in which XLA prints them."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line):
         return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", pairs[1])]
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
+    iota = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({iota}\))? ?\{{([^}}]*)\}}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = re.findall(r"'(\w+)'", named[2])
-        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        over = re.findall(r"'(\w+)'", named[4])
+        devices = _iota(named[2] or str(math.prod(sizes.values())), named[3]).reshape([*sizes.values()])
         rest = [i for i, name in enumerate(sizes) if name not in over]
         devices = devices.transpose(*rest, *(i for i, name in enumerate(sizes) if name in over))
         return [tuple(x) for x in devices.reshape(-1, math.prod(sizes[name] for name in over))]
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        sizes = [*map(int, iota[3].split(","))]
-        devices = np.arange(math.prod(sizes)).reshape(sizes)
-        devices = devices.transpose([*map(int, iota[4].split(","))]) if iota[4] else devices
-        return [tuple(x) for x in devices.reshape(int(iota[1]), int(iota[2]))]
+    if tiled := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={iota}", line):
+        return [tuple(x) for x in _iota(tiled[3], tiled[4]).reshape(int(tiled[1]), int(tiled[2]))]
     listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
     return [tuple(map(int, x.split(","))) for x in re.findall(r"\{([\d,]+)\}", listed[1])]
+
+
+def _iota(sizes, transposed):
+    """The devices of an array of these sizes, with its axes in this order."""
+    sizes = [*map(int, sizes.split(","))]
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose([*map(int, transposed.split(","))]) if transposed else devices
 
 
 def _axes_of(groups, mesh):
