@@ -74,7 +74,9 @@ def explicit_sharding(x: Any) -> Any:
 
 def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array, the explicit mesh axes that cut it."""
-    sharding = jax.typeof(x).sharding if not hasattr(x, "sharding") or isinstance(x, jax.Array) else x.sharding
+    # Never hasattr(x, "sharding"): for the message of a miss jax 0.10 walks all equations that a tracer's trace has.
+    is_type = isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct)
+    sharding = x.sharding if is_type else jax.typeof(x).sharding
     explicit = set(explicit_axes(sharding.mesh)) if sharding is not None else set()
     entries = (*sharding.spec, *(None,) * x.ndim)[: x.ndim] if explicit else (None,) * x.ndim
     names = (entry if isinstance(entry, tuple) else (entry,) for entry in entries)
