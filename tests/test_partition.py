@@ -108,6 +108,25 @@ def test_an_epilogue_of_each_part_or_of_the_sum(name, kind):
     assert (spec.program == BARE) == (not of_parts)
 
 
+@pytest.mark.parametrize("of_row", [P("p"), P()], ids=["row cut", "row whole"])
+@pytest.mark.parametrize("of_a", [P("p"), P(None, "p"), P()], ids=["rows", "k", "whole"])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "apart"])
+def test_halves_cut_by_the_minor_part_of_an_axis(is_packed, of_a, of_row):
+    """Eight devices on four columns: XLA cuts by parts of the axis, the minor ones too."""
+    rng = np.random.default_rng(3)
+    a, *halves = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 24), (24, 4), (24, 4)))
+    b, row = jnp.stack(halves, axis=1) if is_packed else tuple(halves), jnp.asarray(rng.standard_normal(8), jnp.float32)
+
+    def f(a, b, row):
+        return coda.gemm(a, b, row, epilogue=lambda acc, r: swiglu(acc + r))
+
+    mesh = jax.make_mesh((8,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    with partitioned_on_cpus(), jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, of_a), (b, P()), (row, of_row))]
+        got = jax.device_get(jax.jit(f)(*placed))
+    assert_close(got, f(a, b, row), rtol=1e-5)
+
+
 def test_types_that_leave_a_product_open():
     """Over explicit axes that cut K a product lies as its first tile; without one JAX's error is that of jnp.matmul."""
     for function in (jnp.matmul, coda.gemm):

@@ -152,7 +152,8 @@ def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Me
         group = AbstractMesh(*_sizes_and_names(over, manual))
         try:
             return over, [_cuts(x, group) for x in arrays]
-        except (KeyError, ValueError, StopIteration, NotImplementedError):  # it needs parts of an axis
+        # It needs parts of an axis. JAX asserts that an axis holds what cuts, where XLA cuts by a minor part of one.
+        except (AssertionError, KeyError, ValueError, StopIteration, NotImplementedError):
             continue
     shardings = ", ".join(str(x.sharding) for x in arrays)
     raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} lay arrays as {shardings}")
