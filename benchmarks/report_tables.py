@@ -102,7 +102,15 @@ def training_step(rows: Sequence[Row]) -> str:
                  ("coda", "xla")]  # fmt: skip
         lines.append([f"`{name}`", *shown])
     text += "\nKernels of a millisecond and more, ms (how many):\n\n"
-    return text + table(["kernels", "flax_layers", "plain JAX, unrolled"], lines)
+    text += table(["kernels", "flax_layers", "plain JAX, unrolled"], lines)
+    if traced := [row for row in rows if row["kind"] == "tracing"]:
+        text += "\nSeconds in which steps of other numbers of layers are traced and lowered:\n\n"
+        seconds = [f"{number(row, 'trace_s'):.1f}, {number(row, 'lower_s'):.1f}" for row in traced]
+        by_variant = grouped(list(zip(traced, seconds, strict=True)), lambda pair: pair[0]["variant"])
+        columns = list(dict.fromkeys(row["layers"] for row in traced))
+        lines = [[VARIANTS.get(name, name), *(shown for _, shown in pairs)] for name, pairs in by_variant.items()]
+        text += table(["", *(f"{layers} layers" for layers in columns)], lines)
+    return text
 
 
 def layer(rows: Sequence[Row]) -> str:

@@ -5,7 +5,8 @@ gradients are compared before anything is timed. Times are the profiler's, of al
 wall clock's. With --alone each variant also runs by itself, back to back as in training: its wall clock's time and its
 energy. Packed variants have documents of --documents tokens in their rows, in the mean, and are compared with each
 other. Writes benchmarks/results/<device>_train_step.csv, with _float32 in its name for such parameters and _packed for
-packed variants: a row a variant, and a row a class of kernels.
+packed variants: a row a variant, a row a class of kernels, and a row for each number of layers with which the first
+fused and the first plain variant were traced and lowered, of which nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import re
 import statistics
@@ -142,6 +144,28 @@ def compile_all(
     return found
 
 
+def traced(
+    names: Sequence[str], setting: Setting, numbers_of_layers: Sequence[int], tokens: jax.Array
+) -> list[dict[str, Any]]:
+    """Rows of the CSV: seconds that tracing and lowering a step take, by variant and number of layers."""
+    rows = []
+    for name in names:
+        for layers in numbers_of_layers:
+            config = dataclasses.replace(setting.config, num_hidden_layers=layers)
+            one = dataclasses.replace(setting, config=config)
+            variant = VARIANTS[name]
+            parameters = jax.eval_shape(lambda one=one, variant=variant: Parameters(one).of(variant))
+            times = [time.perf_counter()]
+            trace = step(name, variant, one).trace(parameters, tokens, tokens)
+            times.append(time.perf_counter())
+            trace.lower()
+            times.append(time.perf_counter())
+            trace_s, lower_s = (round(end - start, 3) for start, end in itertools.pairwise(times))
+            rows.append({"kind": "tracing", "variant": name, "layers": layers, "trace_s": trace_s, "lower_s": lower_s})
+            print(f"{name:20}{layers:4} layers: traced in {trace_s:.2f} s, lowered in {lower_s:.2f} s", flush=True)
+    return rows
+
+
 def _kind(path: Any) -> str:
     """Of a parameter, whatever its layer."""
     return "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
@@ -227,6 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--documents", type=int, default=1024, help="mean tokens of a document of packed rows")
+    parser.add_argument("--traced-layers", default="16,32,80", help="numbers of layers to trace (default 16,32,80)")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds, on (2, 24) tokens")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
@@ -236,6 +261,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--repeats, --batch, --length, --layers and --documents must be at least 1")
     if options.alone < 0:
         parser.error(f"--alone: {options.alone} seconds")
+    numbers = [x for x in options.traced_layers.split(",") if x]
+    if not all(x.isdecimal() and int(x) for x in numbers):
+        parser.error(f"--traced-layers: {options.traced_layers!r} are no numbers of layers")
+    options.traced_layers = [int(x) for x in numbers]
     return options
 
 
@@ -278,6 +307,8 @@ def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | 
         for one in good:
             one.alone = executed(one.call, counter or device_counter(), options.alone)
     rows = report(measured, about, tokens.size)
+    firsts = {VARIANTS[name].fused: name for name in reversed(options.variants)}
+    rows += [about | row for row in traced([*firsts.values()][::-1], parameters.setting, options.traced_layers, tokens)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     suffix = "_train_step" if options.param_dtype == "bfloat16" else f"_train_step_{options.param_dtype}"
     suffix += "_packed" * any(one.variant.packed for one in measured)

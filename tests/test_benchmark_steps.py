@@ -10,18 +10,23 @@ import pytest
 from benchmarks import (
     beside,
     loss_curve,
+    report,
     sharded_step,
     timing,
     train_step,
 )
 from benchmarks.lab import schedule
+from benchmarks.report_tables import training_step
 from benchmarks.variants import step
 
 
-def steps_in(folder):
+def rows_in(folder):
     (path,) = folder.iterdir()
-    with path.open() as file:
-        return {row["variant"]: row for row in csv.DictReader(file) if row["kind"] == "step"}
+    return report.rows_of(path)
+
+
+def steps_in(folder):
+    return {row["variant"]: row for row in rows_in(folder) if row["kind"] == "step"}
 
 
 @pytest.mark.slow
@@ -36,7 +41,8 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     )
     options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none"]
     counter = lambda: 100 * time.perf_counter()  # noqa: E731
-    assert train_step.main([*options, "--alone=0.05", "--variants=coda_scan,xla,xla_scan"], counter) == 1
+    options += ["--traced-layers=1,2", "--variants=coda_scan,xla,xla_scan"]
+    assert train_step.main([*options, "--alone=0.05"], counter) == 1
     steps = steps_in(tmp_path)
     assert steps.keys() == {"coda_scan", "xla", "xla_scan"}
     assert 0 < float(steps["coda_scan"]["gradient_distance"]) < 0.05
@@ -44,6 +50,11 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
     assert "gradients differ" in steps["xla_scan"]["failure"] and not steps["xla_scan"]["ms"]
     alone = [float(steps["xla"][name]) for name in ("alone_ms", "alone_joules")]
     assert alone[1] == pytest.approx(100 * 1e-3 * alone[0], rel=0.1) and not steps["xla_scan"]["alone_ms"]
+    rows = rows_in(tmp_path)
+    traced = [row for row in rows if row["kind"] == "tracing"]
+    assert [(row["variant"], row["layers"]) for row in traced] == [(v, n) for v in ("coda_scan", "xla") for n in "12"]
+    assert all(float(row["trace_s"]) > 0 and float(row["lower_s"]) > 0 for row in traced)
+    assert "|  | 1 layers | 2 layers |" in training_step([row for row in rows if row["kind"] != "kernels"])
     shown = capsys.readouterr().out
     assert "coda_scan: milliseconds" in shown and "xla_scan: milliseconds" not in shown
 
@@ -52,7 +63,15 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
 def test_packed_step(tmp_path, quick_to_compile):
     """Documents attend to themselves alone in both, and to more in rows that are not packed."""
     variants = ("coda", "xla", "coda_packed", "xla_packed")
-    options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none", "--documents=6"]
+    options = [
+        "--tiny",
+        "--layers=1",
+        "--repeats=1",
+        f"--out={tmp_path}",
+        "--commit=none",
+        "--documents=6",
+        "--traced-layers=",
+    ]
     assert train_step.main([*options, f"--variants={','.join(variants)}"]) == 0
     steps = steps_in(tmp_path)
     assert steps.keys() == set(variants)
@@ -67,9 +86,7 @@ def test_sharded_step(tmp_path, quick_to_compile):
     """Variants agree under each scheme; throughput a device is compared with one device's."""
     options = ["--tiny", "--layers=1", "--repeats=1", "--burst=1", f"--out={tmp_path}", "--commit=none"]
     assert sharded_step.main([*options, "--schemes=one,fsdp", "--variants=coda,xla_scan_remat", "--silent"]) == 0
-    (path,) = tmp_path.iterdir()
-    with path.open() as file:
-        rows = {(row["scheme"], row["variant"]): row for row in csv.DictReader(file)}
+    rows = {(row["scheme"], row["variant"]): row for row in rows_in(tmp_path)}
     assert rows.keys() == {(s, v) for s in ("one", "fsdp") for v in ("coda", "coda silent", "xla_scan_remat")}
     assert all(float(row["efficiency"]) > 0 and float(row["gradient_distance"]) < 0.05 for row in rows.values())
     one, fsdp = rows["one", "coda"], rows["fsdp", "coda"]
