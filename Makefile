@@ -31,8 +31,10 @@ endif
 train: $(STAMPS)/train
 	$(RUN) examples/train_lm.py $(ARGS)
 
-test: $(STAMPS)/test # by file: what a file's tests share, compiled programs above all, is made once
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+# Without ARGS a third of each test's parameters, and no test that is marked slow; test-all has the rest. Each file runs
+# on one worker: what its tests share, compiled programs above all, is made once.
+test: $(STAMPS)/test
+	CODA_JAX_TEST_SAMPLE="$${CODA_JAX_TEST_SAMPLE-$(if $(ARGS),,0/3)}" $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all:
 	.ci/run all

@@ -1,4 +1,4 @@
-"""Settings of the whole test run: kernels are cached in a folder of its own, thrown away at the end."""
+"""Settings of a test run: which tests, and a folder of its own for compiled programs, thrown away at the end."""
 
 import atexit
 import functools
@@ -10,10 +10,15 @@ from collections import defaultdict
 
 import pytest
 
-if "CODA_JAX_CACHE_DIR" not in os.environ:  # set before coda_jax is imported; pytest-xdist's workers inherit it
+# Set before coda_jax and jax are imported; pytest-xdist's workers inherit them.
+if "CODA_JAX_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="coda_jax-test-")
     os.environ["CODA_JAX_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # most of a run is XLA's compiling, often of a program met before
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["CODA_JAX_CACHE_DIR"], "xla")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("CODA_JAX_QUIET", "1")
 for setting in ("CODA_JAX_TILES_BY", "CODA_JAX_STRICT"):  # the defaults are what is tested
     os.environ.pop(setting, None)
@@ -30,20 +35,41 @@ def pytest_sessionstart():
 
 
 def pytest_collection_modifyitems(config, items):
-    """With CODA_JAX_TEST_SAMPLE=i/n one in n of each test's parameters, at least one; other i, other ones."""
-    if "CODA_JAX_TEST_SAMPLE" not in os.environ:
+    """Chooses the tests by two settings; all run where both are empty or unset.
+
+    ``CODA_JAX_TEST_SAMPLE=i/n``: of the tests that are not marked slow, one in n of each test's parameters and at least
+    one; other i, other ones.
+    ``CODA_JAX_TEST_SLICE=i/n``: one in n of all tests, the slow ones too. With both, what either chooses.
+    """
+    if not any(map(os.environ.get, ("CODA_JAX_TEST_SAMPLE", "CODA_JAX_TEST_SLICE"))):
         return
-    index, count = map(int, os.environ["CODA_JAX_TEST_SAMPLE"].split("/"))
+    chosen = {*_sample(items), *_slice(items)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
-    def place(item):
-        return (zlib.crc32(item.nodeid.encode()) - index) % count
 
+def _fraction(setting):
+    index, count = map(int, os.environ[setting].split("/"))
+    return lambda item: (zlib.crc32(item.nodeid.encode()) - index) % count
+
+
+def _sample(items):
+    if not os.environ.get("CODA_JAX_TEST_SAMPLE"):
+        return
+    place = _fraction("CODA_JAX_TEST_SAMPLE")
     groups = defaultdict(list)
     for item in items:
-        groups[item.nodeid.split("[")[0]].append(item)
-    kept = {item for group in groups.values() for item in group if place(item) == 0 or item is min(group, key=place)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+        if item.get_closest_marker("slow") is None:
+            groups[item.nodeid.split("[")[0]].append(item)
+    for group in groups.values():
+        first = min(group, key=place)
+        yield from (item for item in group if place(item) == 0 or item is first)
+
+
+def _slice(items):
+    if os.environ.get("CODA_JAX_TEST_SLICE"):
+        place = _fraction("CODA_JAX_TEST_SLICE")
+        yield from (item for item in items if place(item) == 0)
 
 
 @pytest.fixture
