@@ -189,6 +189,10 @@ def test_a_maxtext_folder(is_database, tmp_path):
         load_maxtext_folder(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="has no params with decoder or token_embedder"):
         load_maxtext_folder(tmp_path / "other", CONFIG)
+    metadata = tmp_path / "items" / "_METADATA"
+    metadata.write_text(metadata.read_text().replace('"embedding"', '"../../embedding"'))
+    with pytest.raises(ValueError, match=r"names an array .*embedding': it must be the bare name"):
+        load_maxtext_folder(tmp_path / "items", CONFIG)
 
 
 def test_a_peft_folder(tmp_path):

@@ -138,7 +138,7 @@ def test_a_fresh_model_has_the_checkpoint_s_names():
 
 def test_errors_name_the_array():
     arrays = checkpoint(CONFIG)
-    ignored = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+    ignored = {"model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0 ** (-np.arange(0, 8, 2) / 8)}
     from_hf(arrays | ignored, CONFIG)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
         from_hf({n: a for n, a in arrays.items() if n != "lm_head.weight"}, CONFIG)

@@ -1,5 +1,6 @@
 """Llama, Qwen3 and GPT-2 against Hugging Face transformers: logits, loss and the gradient of every parameter."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 from flax_layers.checkpoints import config_from_hf, from_hf, load_hf_folder, save_hf_folder, to_hf
@@ -39,6 +41,7 @@ CASES = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=16),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "gpt2_gelu": lambda: transformers.GPT2Config(**GPT2, n_inner=40, activation_function="gelu"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 71, (2, 24))
@@ -104,3 +107,41 @@ def test_folders(case, tmp_path):
     save_hf_folder(model, tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     np.testing.assert_array_equal(back(tokens).logits.detach().numpy(), want)
+
+
+@pytest.mark.parametrize("case", ["llama_bias_tied", "gpt2"])
+def test_a_head_of_its_own_under_a_tied_config(case, tmp_path):
+    """transformers gives the model the head that the file has, and so do we; also with the file beside an old index."""
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    arrays = {name: np.array(x.detach().numpy()) for name, x in reference.state_dict().items()}
+    arrays["lm_head.weight"] += 1.0
+    safetensors.numpy.save_file(arrays, tmp_path / "model" / "model.safetensors")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    want = other(torch.from_numpy(TOKENS)).logits.detach().numpy()
+    with pytest.warns(UserWarning, match="the config ties the head"):
+        model = load_hf_folder(tmp_path / "model")
+    np.testing.assert_allclose(model(jnp.asarray(TOKENS)), want, atol=1e-5 * np.abs(want).max())
+    save_hf_folder(model, tmp_path / "model")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    np.testing.assert_array_equal(back(torch.from_numpy(TOKENS)).logits.detach().numpy(), want)
+    assert not list((tmp_path / "model").glob("*-of-*"))
+
+
+def test_settings_that_ours_do_not_model(tmp_path):
+    """transformers finds them again, after a change of ours too, and in the dtype that the arrays have."""
+    reference = theirs("llama")
+    reference.config.eos_token_id, reference.config.pad_token_id, reference.config.a_key = 5, 3, {"b": 1}
+    reference.generation_config.eos_token_id = [5, 7]
+    reference.to(torch.bfloat16).save_pretrained(tmp_path / "a")
+    model = load_hf_folder(tmp_path / "a")
+    assert model.end_tokens == (5, 7)
+    model.config = dataclasses.replace(model.config, rope_theta=5000.0)
+    save_hf_folder(model, tmp_path / "a")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    want = reference.config.to_dict() | {"dtype": "float32"}
+    want["rope_parameters"]["rope_theta"] = 5000.0
+    assert {k: v for k, v in back.config.to_dict().items() if k != "_name_or_path"} == {
+        k: v for k, v in want.items() if k != "_name_or_path"
+    }
+    assert back.generation_config.eos_token_id == [5, 7] and back.dtype == torch.float32

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from flax_layers.activation import ACTIVATIONS
+from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
+from flax_layers.models.origin import settings_in, with_settings
 from flax_layers.rope_scaling import RopeScaling
 
 # Settings that change what a model computes, and the value that ours compute with.
@@ -19,11 +22,13 @@ _REQUIRED: dict[str, dict[str, Any]] = {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
-        "tie_word_embeddings": True,
     },
 }
 # Fields of ours that config.json has elsewhere, or, as the window, not for these models.
-_NOT_HERE = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window"}
+_NOT_HERE = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window", "origin"}
+# Settings of how parameters were stored, which are not those of what is written; a number for each layer there was.
+_OF_FORMER_FILES = ("quantization_config", "compression_config", "transformers_weights")
+_OF_LAYERS = ("layer_types",)
 
 
 def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
@@ -32,9 +37,20 @@ def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
     Args:
       settings: what the file holds, or `transformers`' config.to_dict().
 
+    Returns:
+      The configuration; all settings are its `origin`, from which `config_to_hf` starts.
+
     Raises:
+      TypeError: no dictionary.
       ValueError: another model_type, or a setting that ours have not.
     """
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            f"config_from_hf takes a dictionary, not a {type(settings).__name__}: "
+            + ("give config.to_dict()" if hasattr(settings, "to_dict") else "give what a config.json holds")
+            + ("; load_hf_folder takes a folder" if isinstance(settings, str | PathLike) else "")
+        )
+    origin = with_settings(None, CONFIG, settings)
     model_type = settings.get("model_type")
     if model_type not in _REQUIRED:
         raise ValueError(f"{model_type=} is not supported; it must be one of {', '.join(_REQUIRED)}")
@@ -48,7 +64,7 @@ def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; it must be one of {', '.join(ACTIVATIONS)}")
     if cls is GPT2Config:
-        return GPT2Config(**fields)
+        return GPT2Config(**fields, origin=origin)
     # transformers 5 has one dictionary of all that is rotary, older releases have two settings.
     rope = {"rope_theta": settings.get("rope_theta")} | dict(
         settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -61,15 +77,21 @@ def config_from_hf(settings: Mapping[str, Any]) -> LlamaConfig | GPT2Config:
         rope_theta=float(rope["rope_theta"] or 10000.0),
         rope_scaling=_scaling(rope),
         qk_norm=model_type == "qwen3",
+        origin=origin,
     )
 
 
 def config_to_hf(config: LlamaConfig | GPT2Config) -> dict[str, Any]:
-    """What config.json says of a model with this configuration.
+    """What config.json says of a model with this configuration: what it said where that came from, and our fields.
 
     Raises:
       ValueError: it has what no Llama and no Qwen3 of Hugging Face has: a sliding window, or no rotary embedding.
     """
+    return _written_over(settings_in(config.origin, CONFIG) or {}, config)
+
+
+def _own_settings(config: LlamaConfig | GPT2Config) -> dict[str, Any]:
+    """What our fields are in config.json."""
     if isinstance(config, LlamaConfig) and config.sliding_window is not None:
         raise ValueError(f"sliding_window={config.sliding_window} has no place in a config.json of a Llama or a Qwen3")
     if isinstance(config, LlamaConfig) and config.rope_theta is None:
@@ -93,6 +115,29 @@ def config_to_hf(config: LlamaConfig | GPT2Config) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
     }
+
+
+def _written_over(former: dict[str, Any], config: LlamaConfig | GPT2Config) -> dict[str, Any]:
+    """Settings of Hugging Face's that a model came with, our own in their place; rotary ones in the form they had."""
+    own = _own_settings(config)
+    kept = {name: value for name, value in former.items() if name not in _OF_FORMER_FILES}
+    for name in _OF_LAYERS:
+        if kept.get(name) is not None and len(kept[name]) != own.get("num_hidden_layers"):
+            del kept[name]
+    unset = {field.name for field in dataclasses.fields(config)} - _NOT_HERE - own.keys()
+    kept |= dict.fromkeys(unset & kept.keys())  # as an n_inner that is the default now
+    if isinstance(config, GPT2Config):
+        return kept | own
+    parameters, scaling = kept.pop("rope_parameters", None), kept.pop("rope_scaling", None)
+    rope = own.pop("rope_scaling") or {"rope_type": "default"}
+    of_former = parameters or scaling or {}
+    if of_former.get("rope_type", of_former.get("type", "default")) == rope["rope_type"]:
+        rope = {**of_former, **rope}
+    if parameters:
+        kept.pop("rope_theta", None)
+        rope["rope_theta"] = own.pop("rope_theta")
+        return kept | own | {"rope_parameters": rope}
+    return kept | own | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

@@ -68,6 +68,9 @@ def _gpt2(config: GPT2Config) -> list[Entry]:
         add((*path, "bias"), f"{name}.bias", shape[-1:])
 
     add(("embed", "embedding"), "wte.weight", (config.vocab_size, width))
+    if not config.tie_word_embeddings:
+        head = Part("lm_head.weight", (config.vocab_size, width), transposed=True)
+        found.append(Entry(("head", "kernel"), (head,)))
     add(("position_embed", "embedding"), "wpe.weight", (config.n_positions, width))
     add_with_bias(("norm",), "scale", "ln_f", (width,))
     for i in range(config.n_layer):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,17 +12,18 @@ import jax
 import numpy as np
 from flax import nnx
 
+from flax_layers.checkpoints.folder import write_folder
+from flax_layers.checkpoints.hf_beside import with_its_head, without_buffers
 from flax_layers.checkpoints.hf_config import config_from_hf, config_to_hf
+from flax_layers.checkpoints.hf_files import CONFIG, GENERATION, WEIGHTS, former_files, settings_of, weight_files
 from flax_layers.checkpoints.hf_names import entries
+from flax_layers.checkpoints.incoming import readable
 from flax_layers.checkpoints.placement import Shardings, wait_for_all_processes
 from flax_layers.checkpoints.safetensors_files import Stored, stored_in, write
 from flax_layers.checkpoints.table import arrays_of, check, fill, types_of
 from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama, LlamaConfig
-
-# What checkpoints hold beside parameters: rotary frequencies, causal masks.
-_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+from flax_layers.models.origin import settings_in, with_settings
 
 
 @overload
@@ -46,8 +46,9 @@ def from_hf(
     `load_hf_folder` reads config and arrays from a folder.
 
     Args:
-      state_dict: name -> array, in the shapes that `transformers` gives them; of any floating dtype. GPT-2's names may
-        lack the leading "transformer.".
+      state_dict: name -> array, of NumPy, JAX or torch, in the shapes that `transformers` gives them; of any floating
+        dtype. GPT-2's names may lack the leading "transformer.". Buffers are not read, but compared with the config. A
+        model that the config ties gets a head of its own if there is one that is not the embedding, with a warning.
       config: sizes; those of the arrays must agree.
       shardings: where the parameters lie, on a mesh say: a jax.sharding.Sharding for all, a function
         f(path, leaf) -> Sharding, or an nnx.State or nested dictionaries of them; default the default device. Of an
@@ -56,15 +57,21 @@ def from_hf(
         layers are filled directly.
 
     Raises:
-      ValueError: names that are missing or unknown, a shape that does not agree with `config`, or shardings that do not
-        divide a parameter or are not those of all parameters.
+      TypeError: a model for its state_dict, or another kind of config.
+      ValueError: names that are missing or unknown, a shape that does not agree with `config`, an array of other than
+        floating numbers, or shardings that do not divide a parameter or are not those of all parameters.
     """
-    if isinstance(config, GPT2Config) and "wte.weight" in state_dict:
-        state_dict = {f"transformer.{name}": array for name, array in state_dict.items()}
-    # Checkpoints of tied models may hold the head too.
-    is_tied = isinstance(config, GPT2Config) or config.tie_word_embeddings
-    ignored = (*_BUFFERS, "lm_head.weight") if is_tied else _BUFFERS
-    arrays = {name: array for name, array in state_dict.items() if not name.endswith(ignored)}
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"from_hf takes arrays by name, not a {type(state_dict).__name__}: give model.state_dict(), or a folder to "
+            "load_hf_folder"
+        )
+    _check_config(config)
+    arrays = dict(state_dict)
+    if isinstance(config, GPT2Config) and "wte.weight" in arrays:
+        arrays = {name if name == "lm_head.weight" else f"transformer.{name}": x for name, x in arrays.items()}
+    arrays, config = with_its_head(without_buffers(arrays, config), config)
+    arrays = readable(arrays)
     table = entries(config)
     hint = "attention_bias gives a LlamaConfig biases, qk_norm QK-norms, and adapters are not supported"
     check(table, arrays, hint)
@@ -80,8 +87,13 @@ def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> 
     Args:
       model: a model, on a mesh too; one that has several processes wants this call in each of them. Or a state
         with its structure, as a gradient is. Its layers may be stacked for a scan.
-      config: its sizes.
+      config: its sizes, as model.config has them.
+
+    Raises:
+      TypeError: another kind of config.
+      ValueError: parameters for which the config has no place.
     """
+    _check_config(config)
     # Files are written from memory as it lies: a transposed view would be written untransposed.
     return {part.name: np.ascontiguousarray(array) for part, array in arrays_of(model, entries(config))}
 
@@ -96,20 +108,24 @@ def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
         load_hf_folder(path, shardings=NamedSharding(mesh, P("fsdp")), dtype=jnp.bfloat16)
 
     Args:
-      path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names.
+      path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names. What else
+        its config.json and generation_config.json say is kept with the model: `save_hf_folder` writes it again, and
+        `generate` ends at the tokens that end a text there.
       **options: as in `from_hf`: shardings, and options of the model.
 
     Raises:
-      FileNotFoundError: a folder without these files.
+      FileNotFoundError, NotADirectoryError: no such folder, as a name on the Hub is none, or one without these files.
       ImportError: without the package safetensors, which the extra `hf` brings.
-      ValueError: as `from_hf`, or a config.json of another kind of model.
+      ValueError: as `from_hf`, a config.json of another kind of model, a damaged file, or an index that names files
+        outside of the folder.
     """
     path = Path(path)
-    config = config_from_hf(json.loads((path / _CONFIG).read_text()))
+    config = config_from_hf(settings_of(path, CONFIG))
+    if (path / GENERATION).exists():
+        origin = with_settings(config.origin, GENERATION, settings_of(path, GENERATION))
+        config = dataclasses.replace(config, origin=origin)
     arrays: dict[str, Stored] = {}
-    for file in _files(path):
-        if not (path / file).exists():
-            raise FileNotFoundError(f"{path} has no {file}; its parameters must be in safetensors files")
+    for file in weight_files(path):
         arrays |= stored_in(path / file)
     return from_hf(arrays, config, **options)
 
@@ -117,9 +133,15 @@ def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
 def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     """Writes a folder that `from_pretrained` of `transformers` and `load_hf_folder` read.
 
-    All is written into a hidden folder first. It is then renamed, so that the new folder is whole or not there; into an
-    existing folder its files are moved one by one, the parameters first. Other files there, as a tokenizer's, stay, but
-    for parameters in several files, which are removed with their index: they are the former model's.
+    Its config.json is the one that the parameters came with, model.config's fields written over it; a
+    generation_config.json that they came with is written too.
+
+    All is written into a hidden folder first and is on the disk before it takes its place, so that a process that is
+    killed leaves the former files or the new ones: a new folder whole; in an existing one the parameters, by one
+    renaming, if its settings stay the same; else the folder itself, which is then another one with links to the same
+    other files, where the system can exchange folders (see `checkpoints.folder`). Other files, as a tokenizer's, stay,
+    but for parameters in several files, which are removed with their index: they are the former model's. What killed
+    processes left is removed by the first save there a day later.
 
     Parameters are written one at a time, those of stacked layers a layer at a time: the host's memory holds no more
     than that beside the model. From a mesh each is gathered alone. Where the mesh has several processes, all of them
@@ -130,45 +152,31 @@ def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     """
     settings, table = config_to_hf(model.config), entries(model.config)
     types = {part.name: (part.shape, dtype) for part, dtype in types_of(model, table)}
-    settings["torch_dtype"] = next(iter(types.values()))[1].name
+    # transformers writes dtype, its releases before 5 torch_dtype; it reads both.
+    settings = {name: value for name, value in settings.items() if name not in ("dtype", "torch_dtype")} | {
+        "dtype" if "dtype" in settings else "torch_dtype": next(iter(types.values()))[1].name
+    }
+    generation = settings_in(model.config.origin, GENERATION)
     arrays = (array for _, array in arrays_of(model, table, only_first_process=True))
+
+    def write_files(made: Path) -> None:
+        write(made / WEIGHTS, types, arrays)
+        for name, of_file in ((CONFIG, settings), (GENERATION, generation)):
+            if of_file is not None:
+                (made / name).write_text(json.dumps(of_file, indent=2) + "\n")
+
     if jax.process_index():
         for _ in arrays:  # helps to gather them
             raise AssertionError("the first process alone gets arrays")
     else:
-        _write_folder(Path(path).resolve(), settings, types, arrays)
+        path = Path(path).resolve()
+        write_folder(path, write_files, key=CONFIG, former=former_files(path))
     wait_for_all_processes("save_hf_folder")
 
 
-def _write_folder(
-    path: Path,
-    settings: dict[str, Any],
-    types: dict[str, tuple[tuple[int, ...], np.dtype]],
-    arrays: Iterator[np.ndarray],
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # On the file system where it is to lie: only there a renaming is one step.
-    made = (path if path.exists() else path.parent) / f".{path.name}.{uuid.uuid4().hex}"
-    made.mkdir()
-    try:
-        write(made / _WEIGHTS, types, arrays)
-        (made / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        if made.parent != path:
-            made.rename(path)
-            return
-        former = _files(path) if (path / _INDEX).exists() else []
-        (made / _WEIGHTS).replace(path / _WEIGHTS)
-        (path / _INDEX).unlink(missing_ok=True)
-        (made / _CONFIG).replace(path / _CONFIG)
-        for file in former:
-            if file != _WEIGHTS:
-                (path / file).unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _files(path: Path) -> list[str]:
-    """Names of the files with the parameters in a folder."""
-    if not (path / _INDEX).exists():
-        return [_WEIGHTS]
-    return sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+def _check_config(config: Any) -> None:
+    if not isinstance(config, LlamaConfig | GPT2Config):
+        raise TypeError(
+            f"config is a {type(config).__name__}, and must be a LlamaConfig or a GPT2Config: config_from_hf makes one "
+            "of the dictionary in a config.json, or of to_dict() of a config of transformers"
+        )

@@ -12,11 +12,14 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_layers.checkpoints.incoming import readable_one
 from flax_layers.checkpoints.placement import Index, Shardings, block_of
 from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, fill
 from flax_layers.models.llama import Llama, LlamaConfig
+from flax_layers.models.origin import remember, settings_in
 
 Rotary = Literal["halves", "interleaved"]
+_ORIGIN = "maxtext"  # how the arrays of a model were stored, of which nothing stands beside them
 _STACKED, _LAYER = "decoder.layers.", "decoder.layers_"
 
 
@@ -66,6 +69,8 @@ def from_maxtext(
     check(table, arrays, hint + "kernels are not supported")
     abstract = nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0)))
     model: Llama = fill(abstract, table, arrays, shardings)
+    is_stacked = any(name.startswith(_STACKED) for name in flatten_dict(params, sep="."))
+    remember(model, _ORIGIN, {"query_scaled": query_scaled, "rotary": rotary, "scan_layers": is_stacked})
     return model
 
 
@@ -75,7 +80,7 @@ def to_maxtext(
     *,
     query_scaled: bool | None = None,
     rotary: Rotary | None = None,
-    scan_layers: bool = True,
+    scan_layers: bool | None = None,
 ) -> dict[str, Any]:
     """The inverse of `from_maxtext`: nested dictionaries of arrays in the parameters' own dtype.
 
@@ -83,12 +88,17 @@ def to_maxtext(
       model: a model, or the state of its parameters. Its layers may be stacked for a scan. Not gradients, unless
         query_scaled=False: those of query kernels are scaled the other way.
       config: its sizes.
-      query_scaled, rotary: as in `from_maxtext`. 1 / sqrt(Dh) goes in in float32: exactly if Dh is a power of 4.
-      scan_layers: MaxText's setting: whether its layers are stacked, along axis 1.
+      query_scaled, rotary: as in `from_maxtext`, and by default as they were there for a model that it made, or for the
+        config of one. 1 / sqrt(Dh) goes in in float32: exactly if Dh is a power of 4.
+      scan_layers: MaxText's setting: whether its layers are stacked, along axis 1; default as they came, or True.
 
     Raises:
       ValueError: query_scaled of a model with QK-norms.
     """
+    stored = settings_in(getattr(model, "origin", None) or config.origin, _ORIGIN) or {}
+    query_scaled = stored.get("query_scaled") if query_scaled is None else query_scaled
+    rotary = stored.get("rotary") if rotary is None else rotary
+    scan_layers = stored.get("scan_layers", True) if scan_layers is None else scan_layers
     found: dict[str, np.ndarray] = {}
     for part, array in arrays_of(model, _entries(config, query_scaled, rotary)):
         if scan_layers and part.name.startswith(_LAYER):
@@ -123,6 +133,7 @@ def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Name -> array, those of stacked layers a layer each."""
     found: dict[str, Any] = {}
     for name, array in flatten_dict(params, sep=".").items():
+        array = readable_one(name, array)
         if not name.startswith(_STACKED):
             found[name] = array
             continue

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from flax_layers.checkpoints.hf_files import is_bare
 from flax_layers.checkpoints.maxtext import from_maxtext
 from flax_layers.checkpoints.placement import Index
 from flax_layers.models.llama import Llama, LlamaConfig
@@ -36,7 +37,7 @@ def load_maxtext_folder(path: str | Path, config: LlamaConfig, **options: Any) -
     Raises:
       FileNotFoundError: no such folder.
       ImportError: without the package tensorstore, which comes with orbax.
-      ValueError: as `from_maxtext`, or a checkpoint without a decoder's parameters.
+      ValueError: as `from_maxtext`, a checkpoint without a decoder's parameters, or one that names arrays elsewhere.
     """
     return from_maxtext(_arrays_in(Path(path).resolve()), config, **options)
 
@@ -50,6 +51,10 @@ class _Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.opened.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.opened.dtype
 
     def __getitem__(self, index: Index) -> np.ndarray:
         return np.asarray(self.opened[index])
@@ -69,6 +74,8 @@ def _arrays_in(path: Path) -> Mapping[str, Any]:
         inner = names[next((i for i, name in enumerate(names) if name != "params"), len(names)) :]
         if inner[:1] and inner[0] in _ROOTS:
             name = ".".join(names)
+            if not is_bare(name):
+                raise ValueError(f"{path / _METADATA} names an array {name!r}: it must be the bare name of one there")
             kvstore = (
                 {"driver": "ocdbt", "base": path.as_uri() + "/", "path": f"{name}/"}
                 if (path / "manifest.ocdbt").exists()

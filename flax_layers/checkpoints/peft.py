@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,15 +22,18 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from flax_layers.checkpoints.folder import write_folder
+from flax_layers.checkpoints.hf_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, settings_of
 from flax_layers.checkpoints.hf_names import entries
+from flax_layers.checkpoints.incoming import readable
 from flax_layers.checkpoints.placement import on_host, wait_for_all_processes
-from flax_layers.checkpoints.safetensors_files import safetensors_module
+from flax_layers.checkpoints.safetensors_files import stored_in, write
 from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
 from flax_layers.lora import put_lora
 from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama
+from flax_layers.models.origin import remember, settings_in
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Settings that change what an adapter computes, and the values that ours compute with.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -43,10 +44,16 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "alora_invocation_tokens": (None,),
 }
+_DEFAULTS = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True}
+# Settings that say which modules have adapters beside target_modules, which has all of them when it is written; and how
+# arrays were initialised before they were trained, which is done again to a base.
+_SAID_OTHERWISE = ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters", "init_lora_weights")
 
 
 def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The adapters of a model as PEFT's settings and arrays, float32 or as they are stored.
+
+    Of adapters that `from_peft` read the settings are those that they came with, with what ours say in its place.
 
     Args:
       model: a model with adapters, as `add_lora` puts them there. Its layers may be stacked for a scan.
@@ -78,7 +85,9 @@ def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     if len(adapted) > len(written):
         names = [".".join(map(str, path)) for path in adapted if not written & {path, path[:-1]}]
         raise ValueError(f"PEFT has no place for the adapter {some(names)}")
-    return _settings(model, ranks, modules), arrays
+    former = settings_in(model.origin, ADAPTER_CONFIG) or {}
+    kept = {name: value for name, value in former.items() if name not in _SAID_OTHERWISE}
+    return _DEFAULTS | kept | _settings(model, ranks, modules), arrays
 
 
 def from_peft(
@@ -94,7 +103,7 @@ def from_peft(
     Args:
       model: without adapters. Its layers may be stacked for a scan: then a layer without an adapter gets zeros.
       settings: of adapter_config.json.
-      arrays: name -> array, with PEFT's names.
+      arrays: name -> array, of NumPy, JAX or torch, with PEFT's names.
       dtype, param_dtype: as in `add_lora`.
 
     Raises:
@@ -107,7 +116,7 @@ def from_peft(
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if _adapted(model):
         raise ValueError("the model has adapters already: merge_lora or remove_lora first")
-    unread = dict(arrays)
+    unread = readable(arrays)
     made: dict[Any, dict[Any, tuple[np.ndarray, np.ndarray]]] = {}
     for entry in as_stored(_table(model), params):
         _check_base(entry, params, unread)
@@ -123,43 +132,38 @@ def from_peft(
         count = None if ... in of_layers else model.config.num_hidden_layers
         a, b = of_layers[...] if count is None else _stacked(of_layers, count)
         put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
+    remember(model, ADAPTER_CONFIG, settings)
 
 
 def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str | None = None) -> None:
     """Writes the adapters of a model as a folder that `peft.PeftModel.from_pretrained` and `load_peft_folder` read.
 
-    Files are written whole and then moved there, the arrays first. lora_alpha is the rank: `lora_b` has its factor.
-    Where adapters lie on the devices of several processes, all of these call this, and the first one writes.
+    A process that is killed leaves the former files or the new ones, as in `save_hf_folder`. lora_alpha is the rank:
+    `lora_b` has its factor. Where adapters lie on the devices of several processes, all of these call this, and the
+    first one writes.
 
     Args:
       model: as in `to_peft`.
       path: the folder.
-      base_model: name or path of the model that was adapted, for PEFT to find it by.
+      base_model: name or path of the model that was adapted, for PEFT to find it by; default that of the settings that
+        the adapters came with.
 
     Raises:
-      ImportError: without the package safetensors, which the extra `hf` brings.
       ValueError: as `to_peft`.
     """
-    safetensors = safetensors_module()
     settings, arrays = to_peft(model)
-    settings = {"base_model_name_or_path": base_model, **settings}
+    settings = {"base_model_name_or_path": None, **settings}
+    if base_model is not None:
+        settings["base_model_name_or_path"] = base_model
+
+    def write_files(made: Path) -> None:
+        types = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        write(made / ADAPTER_WEIGHTS, types, arrays.values())
+        (made / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
     if jax.process_index() == 0:
-        _write_folder(Path(path).resolve(), settings, arrays, safetensors)
+        write_folder(Path(path).resolve(), write_files, key=ADAPTER_CONFIG)
     wait_for_all_processes("save_peft_folder")
-
-
-def _write_folder(path: Path, settings: dict[str, Any], arrays: dict[str, np.ndarray], safetensors: Any) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    made = path / f".{uuid.uuid4().hex}"  # on the file system where they are to lie
-    made.mkdir()
-    try:
-        safetensors.numpy.save_file(arrays, made / _WEIGHTS, metadata={"format": "pt"})
-        (made / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        for file in (_WEIGHTS, _CONFIG):
-            (made / file).replace(path / file)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> None:
@@ -171,22 +175,24 @@ def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> N
       **options: dtype and param_dtype, as in `from_peft`.
 
     Raises:
-      FileNotFoundError: a folder without these files.
+      FileNotFoundError, NotADirectoryError: no such folder, as a name on the Hub is none, or one without these files.
       ImportError: without the package safetensors, which the extra `hf` brings.
       ValueError: as `from_peft`.
     """
     path = Path(path)
-    settings = json.loads((path / _CONFIG).read_text())
-    if not (path / _WEIGHTS).exists():
-        raise FileNotFoundError(f"{path} has no {_WEIGHTS}")
-    from_peft(model, settings, safetensors_module().numpy.load_file(path / _WEIGHTS), **options)
+    settings = settings_of(path, ADAPTER_CONFIG)
+    if not (path / ADAPTER_WEIGHTS).exists():
+        raise FileNotFoundError(
+            f"{path} has no {ADAPTER_WEIGHTS}; save_pretrained of peft writes it, from_peft takes arrays from elsewhere"
+        )
+    from_peft(model, settings, stored_in(path / ADAPTER_WEIGHTS), **options)
 
 
 def _table(model: Llama | GPT2) -> list[Entry]:
     """The kernels that may have adapters, the head's among them where it is tied."""
     config = model.config
     found = [entry for entry in entries(config) if entry.path[-1] in ("kernel", "gate_up")]
-    if isinstance(config, GPT2Config) or config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         width = config.n_embd if isinstance(config, GPT2Config) else config.hidden_size
         found.append(Entry(("head", "kernel"), (Part("lm_head.weight", (config.vocab_size, width), transposed=True),)))
     return found
@@ -234,19 +240,16 @@ def _settings(model: Llama | GPT2, ranks: dict[str, int], modules: list[str]) ->
     targets = sorted(everywhere | {name for name in ranks if name.rpartition(".")[2] not in everywhere})
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": other,
         "alpha_pattern": dict(other),
         "target_modules": targets,
-        "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": isinstance(model, GPT2),
         "use_rslora": False,
         "use_dora": False,
         "modules_to_save": None,
-        "inference_mode": True,
     }
 
 

@@ -1,7 +1,8 @@
 """Files of Hugging Face's safetensors: slices of their arrays read, and arrays written one after another.
 
 A file is the length of a header (8 bytes, little endian), the header, JSON that says of each array its dtype, shape and
-place, and the arrays as they lie in memory. The package safetensors reads them; it writes only what is in memory whole.
+place, and the arrays as they lie in memory. The package safetensors checks a file when it opens it; it writes only what
+is in memory whole, and reads no float8 for NumPy.
 """
 
 from __future__ import annotations
@@ -13,24 +14,38 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _DTYPES |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_READ = {stored: jnp.dtype(name) for name, stored in _DTYPES.items()} | {"BOOL": np.dtype(bool)}
+_READ |= {f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array in a file, of which a slice is read each time that one is asked for."""
+    """An array in a file, of which a slice is read each time that one is asked for.
+
+    Attributes:
+      dtype: NumPy's, or the file's name for one that NumPy does not have.
+      begin: its first byte in the file.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: np.dtype | str
+    begin: int
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        # Opened anew, for what has been read of an open file stays in memory.
-        with safetensors_module().safe_open(self.file, framework="numpy") as opened:
-            return np.asarray(opened.get_slice(self.name)[index])
+        if not math.prod(self.shape):
+            return np.empty(self.shape, self.dtype)[index]
+        # Mapped anew, for what has been read of a mapped file stays in memory.
+        return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[tuple(slice(0, size) for size in self.shape)], dtype)
 
 
 def stored_in(file: Path) -> dict[str, Stored]:
@@ -38,9 +53,23 @@ def stored_in(file: Path) -> dict[str, Stored]:
 
     Raises:
       ImportError: without the package safetensors, which the extra `hf` brings.
+      ValueError: a file that is damaged or no such file.
     """
-    with safetensors_module().safe_open(file, framework="numpy") as opened:
-        return {name: Stored(file, name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}  # noqa: SIM118, it is no dictionary
+    module = safetensors_module()
+    try:
+        with module.safe_open(file, framework="numpy"):
+            pass
+    except module.SafetensorError as error:
+        raise ValueError(f"{file} cannot be read, it is damaged or no safetensors file: {error}") from None
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, one in header.items():
+        dtype = _READ.get(one["dtype"], one["dtype"])
+        found[name] = Stored(file, name, tuple(one["shape"]), dtype, 8 + size + one["data_offsets"][0])
+    return found
 
 
 def write(file: Path, types: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[np.ndarray]) -> None:
@@ -72,9 +101,9 @@ def write(file: Path, types: Mapping[str, tuple[tuple[int, ...], np.dtype]], arr
 
 
 def safetensors_module() -> Any:
-    """The package, with its functions for NumPy."""
+    """The package."""
     try:
-        import safetensors.numpy
+        import safetensors
     except ImportError:
         raise ImportError("Hugging Face folders need the package safetensors: pip install 'coda-jax[hf]'") from None
     return safetensors

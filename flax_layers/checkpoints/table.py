@@ -161,7 +161,7 @@ def arrays_of(
       table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
       only_first_process: whether the other processes only help: nothing is yielded there.
     """
-    params = parameters_of(model)
+    params = _parameters_in(model, table)
     for entry in as_stored(table, params):
         path, layer = place(params, entry.path)
         layer = None if layer is ... else layer
@@ -172,10 +172,22 @@ def arrays_of(
 
 def types_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator[tuple[Part, np.dtype]]:
     """What `arrays_of` yields, and the dtype of each; nothing is gathered."""
-    params = parameters_of(model)
+    params = _parameters_in(model, table)
     for entry in as_stored(table, params):
         dtype = at(params, place(params, entry.path)[0]).dtype
         yield from ((part, dtype) for part in entry.parts)
+
+
+def _parameters_in(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Any:
+    """As `parameters_of`; a ValueError if the table lacks one, but for those of modules that a user added."""
+    params = parameters_of(model)
+    known = {place(params, entry.path)[0] for entry in as_stored(table, params)}
+    ours = {path[0] for path in known} | {"head"}
+    if unknown := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[0] in ours and path not in known]:
+        raise ValueError(
+            f"the model has {'.'.join(map(str, unknown[0]))}, for which its config has no place: give model.config"
+        )
+    return params
 
 
 def parameters_of(model: nnx.Module | nnx.State) -> Any:

@@ -69,7 +69,8 @@ def generate(
       temperature: 0 for the likeliest token, else the logits' divisor.
       top_k: samples from the k likeliest tokens.
       top_p: samples from the fewest likeliest tokens whose probabilities sum to at least top_p; of those of top_k.
-      eos_token: a token that ends a row, or several; default none.
+      eos_token: a token that ends a row, or several, () for none; default the model's `end_tokens`, which a Llama or a
+        GPT2 of a Hugging Face folder has from generation_config.json or config.json, or none.
       key: of jax.random; required unless temperature is 0.
 
     Raises:
@@ -80,7 +81,7 @@ def generate(
     if not isinstance(lengths, jax.Array | None):
         lengths = np.asarray(lengths)
     _check(tokens, max_new_tokens, lengths, temperature, top_k, top_p, key)
-    ends = np.asarray(() if eos_token is None else eos_token)
+    ends = np.asarray(getattr(model, "end_tokens", ()) if eos_token is None else eos_token)
     if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
         raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
     graphdef, state = nnx.split(model)

@@ -30,7 +30,8 @@ from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalize
 class GPT2Config:
     """Sizes of a GPT-2, with the names and defaults of Hugging Face's GPT2Config.
 
-    n_inner defaults to 4 n_embd. The head is tied to the token embedding. There is no dropout.
+    n_inner defaults to 4 n_embd. There is no dropout. `origin` is what stood in the settings that a checkpoint came
+    with, see `flax_layers.models.origin`; it does not count when configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -45,6 +46,8 @@ class GPT2Config:
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    origin: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "n_positions", "n_embd", "n_head", "n_inner")
@@ -95,7 +98,7 @@ def gpt2_block(
 
 
 class GPT2(LanguageModel):
-    """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding.
+    """GPT-2: token and position embeddings, pre-norm blocks, final norm, head tied to the token embedding or not.
 
     Positions are below n_positions; those of packed sequences begin anew with each by positions="restart".
 
@@ -135,11 +138,14 @@ class GPT2(LanguageModel):
         block = partial(gpt2_block, config, **layout, **options)
         self.layers = nnx.List(block() for _ in range(config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.head = LMHead(config.n_embd, config.vocab_size, tied=True, **options)
+        self.head = LMHead(
+            config.n_embd, config.vocab_size, tied=config.tie_word_embeddings, kernel_init=init, **options
+        )
         self.config = config
+        self.origin = config.origin
 
-    def _embedding(self) -> jax.Array:
-        return self.embed.embedding[...]
+    def _embedding(self) -> jax.Array | None:
+        return self.embed.embedding[...] if self.config.tie_word_embeddings else None
 
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None

@@ -11,6 +11,7 @@ from flax import nnx
 from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
+from flax_layers.models.origin import end_tokens
 from flax_layers.packing import labels_within_segments, segment_positions
 from flax_layers.sharding import MeshAxes, axis_rules
 
@@ -22,6 +23,7 @@ class LanguageModel(nnx.Module):
 
     Attributes:
       max_length: the name of the config's field that bounds the number of tokens.
+      origin: the config's: settings of the checkpoint that the parameters came with.
       rules: how parameters and activations lie on a mesh, see `flax_layers.sharding`; None: as those in force say.
     """
 
@@ -29,7 +31,13 @@ class LanguageModel(nnx.Module):
     config: Any
     head: LMHead
     layers: Any
+    origin: str | None = None
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a text, as the settings of the checkpoint say that the parameters came with."""
+        return end_tokens(self.origin)
 
     def _features(
         self,

@@ -33,7 +33,8 @@ class LlamaConfig:
     gives the query, key, value and output projections biases. qk_norm normalises queries and keys: a Qwen3 is a Llama
     with qk_norm. hidden_act is a name in `flax_layers.activation`. sliding_window, as Mistral's config
     names it, is how many tokens a token sees, itself and those before; default all. rope_theta None is no rotary
-    embedding.
+    embedding. `origin` is what stood in the settings that a checkpoint came with, see `flax_layers.models.origin`; it
+    does not count when configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -56,6 +57,7 @@ class LlamaConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
+    origin: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -226,6 +228,7 @@ class Llama(LanguageModel):
             rngs=rngs,
         )
         self.config = config
+        self.origin = config.origin
 
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
