@@ -123,6 +123,14 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     assert found.is_broken and "cannot be written" in found.text and "CODA_JAX_CACHE_DIR=" in found.mend
 
 
+def test_what_a_killed_doctor_left_is_no_finding(tmp_path):
+    """Processes of several containers have one number."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / f"doctor.{os.getpid()}").touch()
+    (sound,) = doctor.check_cache()
+    assert not sound.is_broken
+
+
 def test_entries_that_others_may_write(tmp_path):
     folder = tmp_path / "kernels"
     folder.mkdir(mode=0o755)

@@ -111,15 +111,27 @@ def test_only_files_of_ours_are_removed(cache):
     folder = cache()
     folder.mkdir()
     ours, age = "0123456789abcdef" * 4 + "-nvrtc13.0", time.time() - 7200
-    kept = ["mine.kernel", "a.1.0.temporary", ours + ".txt", "A" + ours[1:] + ".kernel", ours[1:] + ".kernel"]
+    kept = [
+        "mine.kernel",
+        "a.1.0.temporary",
+        ours + ".txt",
+        ours + ".0123456789abcde.temporary",
+        "A" + ours[1:] + ".kernel",
+        ours[1:] + ".kernel",
+    ]
     for name in [*kept, ours + ".kernel"]:  # the last has an entry's name alone
         (folder / name).write_bytes(b"a text that the user has written")
-    gone = [ours.replace("0", "1") + ".kernel", ours + ".1.0.temporary", ours + ".1.1.temporary"]
-    for name, begin in zip(gone, (b"codajax1 as an older version begins", b"", b"codaj"), strict=True):
+    gone = {
+        ours.replace("0", "1") + ".kernel": b"codajax1 as an older version begins",
+        ours + ".1.0.temporary": b"",  # as an older version named them
+        ours + ".1.1.temporary": b"codaj",
+        ours + ".0123456789abcdef.temporary": b"codaj",
+    }
+    for name, begin in gone.items():
         (folder / name).write_bytes(begin)
     for path in folder.iterdir():
         os.utime(path, (age, age))
-    fresh = folder / (ours + ".1.2.temporary")
+    fresh = folder / (ours + ".0123456789abcde0.temporary")
     fresh.write_bytes(b"codaj")
     (folder / (ours.replace("0", "2") + ".kernel")).mkdir()
     cache(cache_limit_bytes=1)
@@ -243,6 +255,94 @@ def test_whatever_the_file_system_answers_is_a_miss(tmp_path):
     lines = ["coda_jax: compiled kernels are not kept (CODA_JAX_CACHE_DIR): " in line for line in err.splitlines()]
     assert lines == [True] * 6  # as of six processes: each but the two that could not read
     assert not list(tmp_path.glob("*.temporary"))
+
+
+# The first TAKEN temporary files are there already; the disk is full while FULL is there. Prints their names.
+LEFTOVERS = r"""
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+static int taken = -1;
+int open(const char* path, int flags, ...) {
+  va_list rest;
+  va_start(rest, flags);
+  const int mode = va_arg(rest, int);
+  va_end(rest);
+  if (strstr(path, ".temporary") != NULL) {
+    if (taken < 0) taken = atoi(getenv("TAKEN"));
+    printf("%s\n", path);
+    fflush(stdout);
+    if (taken > 0) {
+      taken--;
+      errno = EEXIST;
+      return -1;
+    }
+  }
+  return ((int (*)(const char*, int, int))dlsym(RTLD_NEXT, "open"))(path, flags, mode);
+}
+ssize_t write(int file, const void* data, size_t size) {
+  char link[64], path[4096] = "";
+  snprintf(link, sizeof(link), "/proc/self/fd/%d", file);
+  const char* full = getenv("FULL");
+  if (full != NULL && readlink(link, path, sizeof(path) - 1) > 0 && strstr(path, ".temporary") != NULL &&
+      access(full, F_OK) == 0) {
+    errno = ENOSPC;
+    return -1;
+  }
+  return REAL(write)(file, data, size);
+}
+"""
+
+
+def test_what_killed_processes_left_keeps_no_kernel_from_being_kept(cache):
+    """Processes of several containers have one number, and each counts from 0."""
+    ffi.compile(source(2), "gemm[test]")
+    folder = cache()
+    (entry,) = entries(folder)
+    for number in range(1000):
+        (folder / f"{entry.stem}.{os.getpid()}.{number}.temporary").touch()
+    entry.unlink()
+    ffi.compile(source(2), "gemm[test]")
+    assert entries(folder) == [entry]
+
+
+def test_a_temporary_file_that_is_there_is_left_alone(tmp_path):
+    """Another name is tried; two processes of one number never have the same."""
+    code = f"""
+        from coda_jax import ffi
+        ffi.compile({source(2)!r}, "gemm[test]")
+    """
+    environment = preloaded(tmp_path, LEFTOVERS, TAKEN="3")
+    names = []
+    for _ in range(2):
+        out, err = finish(child(code, tmp_path, **environment))
+        (entry,) = entries(tmp_path)
+        entry.unlink()
+        assert err == ""
+        names += out.split()
+    assert len(names) == len(set(names)) == 8, names
+    assert all(re.fullmatch(r".*-nvrtc[0-9.]+\.[0-9a-f]{16}\.temporary", name) for name in names), names
+
+
+def test_leftovers_go_where_they_fill_the_disk(tmp_path):
+    code = f"""
+        from coda_jax import ffi
+        ffi.compile({source(2)!r}, "gemm[test]")
+    """
+    leftover = tmp_path / ("0123456789abcdef" * 4 + "-nvrtc13.0.0123456789abcdef.temporary")
+    environment = preloaded(tmp_path, LEFTOVERS, TAKEN="0", FULL=str(leftover))
+    leftover.write_bytes(b"codaj")
+    _, err = finish(child(code, tmp_path, **environment))  # another process may be writing it
+    assert "compiled kernels are not kept (CODA_JAX_CACHE_DIR): " in err and "No space left" in err
+    assert leftover.exists() and not entries(tmp_path)
+    os.utime(leftover, (time.time() - 7200,) * 2)
+    _, err = finish(child(code, tmp_path, **environment))
+    assert err == "" and len(entries(tmp_path)) == 1 and not leftover.exists()
 
 
 @pytest.mark.parametrize("setting", ["~/kernels", "kernels"])

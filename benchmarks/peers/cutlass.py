@@ -16,6 +16,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ def build(root: pathlib.Path, transpose_a: bool, transpose_b: bool) -> pathlib.P
     library = BUILD / f"cutlass_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_suffix(f".{os.getpid()}")
+        unfinished = library.with_suffix(f".{uuid.uuid4().hex}")
         built = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
         if built.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{built.stdout}{built.stderr}")

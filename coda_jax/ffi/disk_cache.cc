@@ -1,18 +1,20 @@
 #include "disk_cache.h"
 
 #include <fcntl.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cinttypes>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <string_view>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "sha256.h"
@@ -26,6 +28,7 @@ constexpr std::string_view kMagic = "codajax2";
 constexpr size_t kMagicOfAnyVersion = 7;
 constexpr std::string_view kSuffix = ".kernel";
 constexpr std::string_view kTemporary = ".temporary";
+constexpr size_t kRandomDigits = 16;
 // Longer than any compilation: an older temporary file was left by a process that was killed.
 constexpr auto kAbandoned = std::chrono::hours(1);
 
@@ -81,8 +84,8 @@ const char* Distrust(const struct stat& file) {
   return nullptr;
 }
 
-/// Entries and temporary files by name: <64 hexadecimal digits>-nvrtc<version>, then .kernel, or the process, a number
-/// and .temporary.
+/// Entries and temporary files by name: <64 hexadecimal digits>-nvrtc<version>, then .kernel, or 16 random hexadecimal
+/// digits and .temporary. Older versions had there the process and a number.
 bool EndsAsOurs(const std::string& name, std::string_view suffix) {
   char key[65];
   unsigned part;
@@ -92,15 +95,36 @@ bool EndsAsOurs(const std::string& name, std::string_view suffix) {
   }
   if (suffix == kSuffix) return name.substr(used) == suffix;
   int more = 0;
+  if (std::sscanf(name.c_str() + used, ".%16[0-9a-f]%n", key, &more) == 1 && std::strlen(key) == kRandomDigits &&
+      name.substr(used + more) == suffix) {
+    return true;
+  }
   return std::sscanf(name.c_str() + used, ".%u.%u%n", &part, &part, &more) == 2 && name.substr(used + more) == suffix;
 }
 
-/// Removes the file if it begins as an entry of any version does, be it cut short.
-void RemoveOurs(const fs::path& path) {
+/// Removes the file if it begins as an entry of any version does, be it cut short. Whether it was removed.
+bool RemoveOurs(const fs::path& path) {
   char magic[kMagicOfAnyVersion];
   const File file(path);
   const ssize_t bytes = file.descriptor < 0 ? -1 : read(file.descriptor, magic, sizeof(magic));
-  if (bytes >= 0 && std::memcmp(magic, kMagic.data(), bytes) == 0) unlink(path.c_str());
+  return bytes >= 0 && std::memcmp(magic, kMagic.data(), bytes) == 0 && unlink(path.c_str()) == 0;
+}
+
+/// A new file in the entry's folder, open for writing: its descriptor and its path. Processes of several containers,
+/// whose numbers are the same, and of several hosts write there; what a killed one left may be there for an hour.
+std::pair<int, fs::path> CreateTemporary(const fs::path& entry) {
+  for (int tries_left = 100;; --tries_left) {
+    uint64_t random;
+    if (getrandom(&random, sizeof(random), 0) != sizeof(random)) Fail(errno, entry);
+    char digits[kRandomDigits + 1];
+    std::snprintf(digits, sizeof(digits), "%016" PRIx64, random);
+    fs::path path = entry;
+    (path += ".") += digits;
+    path += kTemporary;
+    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    if (file >= 0) return {file, path};
+    if (errno != EEXIST || tries_left == 0) Fail(errno, path);
+  }
 }
 
 }  // namespace
@@ -120,7 +144,12 @@ std::shared_ptr<const Binary> DiskCache::Load(const std::string& name) const noe
 void DiskCache::Store(const std::string& name, const Binary& binary) const noexcept {
   if (directory_.empty()) return;
   try {
-    Write(name, binary);
+    try {
+      Write(name, binary);
+    } catch (const std::system_error&) {
+      if (!Evict()) throw;  // else there may be room now
+      Write(name, binary);
+    }
     Evict();
   } catch (const std::exception& error) {
     not_kept_("compiled kernels are not kept (CODA_JAX_CACHE_DIR): %s", error.what());
@@ -181,14 +210,9 @@ void DiskCache::Write(const std::string& name, const Binary& binary) const {
   bytes += binary.log;
   Checksum(name, bytes).copy(bytes.data() + offsetof(Header, checksum), sizeof(header.checksum));
 
-  static std::atomic<unsigned> sequence{0};
   fs::path path = directory_ / name;
-  fs::path temporary = path;
+  const auto [file, temporary] = CreateTemporary(path);
   path += kSuffix;
-  temporary += "." + std::to_string(getpid()) + "." + std::to_string(sequence++);
-  temporary += kTemporary;
-  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (file < 0) Fail(errno, temporary);
   int error = TransferAll(write, file, bytes.data(), bytes.size()) ? 0 : errno;
   if (close(file) != 0 && error == 0) error = errno;  // a network's file system may say only now that it is full
   if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) error = errno;
@@ -197,7 +221,7 @@ void DiskCache::Write(const std::string& name, const Binary& binary) const {
   Fail(error, path);
 }
 
-void DiskCache::Evict() const {
+bool DiskCache::Evict() const {
   struct Entry {
     fs::file_time_type used;
     uint64_t bytes;
@@ -205,6 +229,7 @@ void DiskCache::Evict() const {
   };
   std::vector<Entry> entries;
   uint64_t total_bytes = 0;
+  bool removed = false;
   const auto now = fs::file_time_type::clock::now();
   std::error_code error;
   // Other processes remove files meanwhile: whatever cannot be looked at is skipped.
@@ -217,19 +242,20 @@ void DiskCache::Evict() const {
     if (!gone) entry.bytes = fs::file_size(it->path(), gone);  // fails for what is no file
     if (gone) continue;
     if (temporary) {
-      if (now - entry.used > kAbandoned) RemoveOurs(entry.path);
+      if (now - entry.used > kAbandoned) removed |= RemoveOurs(entry.path);
     } else {
       total_bytes += entry.bytes;
       entries.push_back(std::move(entry));
     }
   }
-  if (total_bytes <= limit_bytes_) return;
+  if (total_bytes <= limit_bytes_) return removed;
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.used < b.used; });
   for (const Entry& entry : entries) {
-    if (total_bytes <= limit_bytes_) return;
-    RemoveOurs(entry.path);
+    if (total_bytes <= limit_bytes_) break;
+    removed |= RemoveOurs(entry.path);
     total_bytes -= entry.bytes;
   }
+  return removed;
 }
 
 }  // namespace coda

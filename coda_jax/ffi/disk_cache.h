@@ -19,7 +19,8 @@ struct Binary {
 };
 
 /// One file an entry: checksum (which covers the entry's name), sizes, cubin, log. Written to a temporary file and
-/// renamed, so that a reader sees a whole entry or none; verified when read, so that a damaged one is a miss.
+/// renamed, so that a reader sees a whole entry or none; verified when read, so that a damaged one is a miss. The
+/// temporary file's name is random, and nobody else's: neither another container's nor what a killed process left.
 ///
 /// An entry becomes code on the GPU. One that another user (root aside) owns or that others may write is a miss, and so
 /// is a link. The directory's own mode is not asked: who may write it can remove an entry, but can neither write one
@@ -37,7 +38,8 @@ class DiskCache {
  private:
   std::shared_ptr<const Binary> Read(const std::string& name) const;
   void Write(const std::string& name, const Binary& binary) const;
-  void Evict() const;
+  /// Removes what is beyond the limit, and temporary files that killed processes left. Whether there was any.
+  bool Evict() const;
 
   const std::filesystem::path directory_;
   const uint64_t limit_bytes_;

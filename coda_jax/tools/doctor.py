@@ -16,6 +16,7 @@ import platform
 import re
 import stat
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,7 +223,7 @@ def check_cache() -> Iterator[Finding]:
         )
         yield Finding("cache", "kernels are kept nowhere: each process compiles its own", mend)
         return
-    probe = folder / f"doctor.{os.getpid()}"
+    probe = folder / f"doctor.{uuid.uuid4().hex}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -287,7 +288,7 @@ def check_kernel(here: Machine) -> Iterator[Finding]:
             yield Finding("kernel", f"not compiled: {product.reason}")
             return
         # A source of its own, which is not kept: what the cache has proves nothing of NVRTC.
-        source = f"{product.source}\n// doctor {os.getpid()}\n"
+        source = f"{product.source}\n// doctor {uuid.uuid4().hex}\n"
         made = ffi.compile(source, "doctor")
     except Exception as error:  # whatever stops it is the finding
         yield broken("kernel", f"does not compile: {error}", 'pip install -U "nvidia-cuda-nvrtc>=13.0,<14"')
