@@ -1,54 +1,78 @@
 """Agreement between the processes of a job about what tiles are chosen by, so that all lower the same program.
 
-The first process says what it goes by, through JAX's coordination service, and the others compare it with theirs.
+JAX's coordination service keeps one verdict for all, which is never changed. The first process writes what it goes by,
+and the others compare it with theirs. Where the first one is late, whoever has waited long enough writes that no
+user's table has a say, and the first one goes by that too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import warnings
+from typing import Any
 
 import jax
 from jax._src import distributed  # the client of the coordination service has no public name
 
 TIMEOUT_SECONDS = 60
 _KEY = "coda_jax/what_tiles_are_chosen_by"
+_NO_TABLE = "no user's table, "  # begins the verdict of a process that has waited; its settings follow
 
 
-def may_consult(path: pathlib.Path | None, own: str) -> bool:
+def may_consult(path: pathlib.Path | None, own: str, settings: str = "") -> bool:
     """Whether the user's table at `path` may choose tiles in this process: always where it is the only one.
 
-    Where the first process does not say what it goes by, or there is no coordination service, no user's table has a
-    say, and a warning tells it.
+    Where the first process is late to say what it goes by, or there is no coordination service, no user's table has a
+    say in any process, and a warning tells it.
 
     Args:
-      own: names what this process goes by: the table's content, and other settings.
+      own: names what this process goes by: the table's content, and `settings`.
+      settings: what counts beside the table, and without one too.
 
     Raises:
-      RuntimeError: the first process has another table, or other settings.
+      RuntimeError: the first process has another table, or other settings; or no verdict can be had.
     """
-    return jax.process_count() == 1 or _is_agreed(path, own)
+    return jax.process_count() == 1 or _is_agreed(path, own, settings)
 
 
 @functools.cache  # once a process, as tables are read
-def _is_agreed(path: pathlib.Path | None, own: str) -> bool:
+def _is_agreed(path: pathlib.Path | None, own: str, settings: str) -> bool:
     if (client := distributed.global_state.client) is None:
         return _no_table(path, "JAX has no coordination service here, which would compare it between processes")
-    if jax.process_index() == 0:
-        client.key_value_set(_KEY, own, allow_overwrite=True)
-        return True
     try:
-        first = client.blocking_key_value_get(_KEY, TIMEOUT_SECONDS * 1000)
-    except jax.errors.JaxRuntimeError:
-        return _no_table(path, f"the first process chose no tile within {TIMEOUT_SECONDS} seconds")
-    if first != own:
+        verdict = _verdict(client, own, settings)
+    except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            f"process {jax.process_index()} of {jax.process_count()} chooses tiles by another table, or another "
-            f"CODA_JAX_TILES_BY, than the first one: here {path or 'no table'}, {own}. All processes must lower "
-            "the same program: let CODA_JAX_TUNED name the same table in all, or none"
-        )
-    return True
+            "what tiles are chosen by cannot be compared between processes, which must lower the same program: JAX's "
+            f"coordination service does not answer: {error}"
+        ) from error
+    if verdict == own:
+        return True
+    if verdict == _NO_TABLE + settings:
+        return _no_table(path, f"the first process chose no tile while another one waited {TIMEOUT_SECONDS} seconds")
+    raise RuntimeError(
+        f"process {jax.process_index()} of {jax.process_count()} chooses tiles by another table, or another "
+        f"CODA_JAX_TILES_BY, than {'the others' if jax.process_index() == 0 else 'the first one'}: here "
+        f"{path or 'no table'}, {own}; there {verdict}. All processes must lower the same program: let CODA_JAX_TUNED "
+        "name the same table in all, or none"
+    )
+
+
+def _verdict(client: Any, own: str, settings: str) -> str:
+    """What all processes go by: what was written first. It is read again, since a write that fails may have been late.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the service does not answer.
+    """
+    if jax.process_index() > 0:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return str(client.blocking_key_value_get(_KEY, TIMEOUT_SECONDS * 1000))
+        own = _NO_TABLE + settings
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # ALREADY_EXISTS, or the read fails too
+        client.key_value_set(_KEY, own)
+    return str(client.blocking_key_value_get(_KEY, TIMEOUT_SECONDS * 1000))
 
 
 def _no_table(path: pathlib.Path | None, reason: str) -> bool:

@@ -112,12 +112,12 @@ def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -
     key = problem.key
     if device is not None and key is not None:
         of_user = user_path()
-        of_user = of_user if may_consult(of_user, chosen_by()) else None
+        of_user = of_user if may_consult(of_user, chosen_by(), tiles_by()) else None
         for path, name, origin in (
             (of_user, user_key(key, device), "tuned"),
             (shipped_path(device), key, "tuned by coda_jax"),
         ):
-            entry = _load(path).get(device, {}).get(name) if path else None
+            entry = _devices(path, _load(path)).get(device, {}).get(name) if path else None
             if entry is not None:
                 try:
                     return problem.config(_config(entry), device), origin
@@ -168,12 +168,9 @@ def chosen_by() -> str:
     return f"{_digest(user_path())} {tiles_by()}"
 
 
-@functools.cache  # once a process, as the table itself
 def _digest(path: pathlib.Path | None) -> str:
-    try:
-        return "none" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return "none"
+    content = None if path is None else _load(path)
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else "none"
 
 
 def user_key(key: str, device: str) -> str:
@@ -200,9 +197,14 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
       OSError: it cannot be read.
     """
     try:
-        table = json.loads(path.read_bytes())
+        return _parsed(path.read_bytes())
     except FileNotFoundError:
         return {}
+
+
+def _parsed(content: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        table = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
@@ -240,7 +242,6 @@ def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _load.cache_clear()
-    _digest.cache_clear()
 
 
 @contextlib.contextmanager
@@ -253,10 +254,22 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 @functools.cache  # once a process: what a product is lowered to must not change between two steps
-def _load(path: pathlib.Path) -> _Devices:
-    """The table, empty where it cannot be used."""
+def _load(path: pathlib.Path) -> bytes | OSError:
     try:
-        return read(path)
+        return path.read_bytes()
+    except OSError as error:
+        return error
+
+
+@functools.cache
+def _devices(path: pathlib.Path, content: bytes | OSError) -> _Devices:
+    """The table, empty where it cannot be used."""
+    if isinstance(content, FileNotFoundError):
+        return {}
+    try:
+        if isinstance(content, OSError):
+            raise content
+        return _parsed(content)
     except (ValueError, OSError) as error:
         _warn(f"the table of tuned tiles {path} is ignored: {error}")
         return {}
