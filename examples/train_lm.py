@@ -215,8 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
             f"{trainer.num_params / 1e6:.2f}M parameters on {places(options.mesh)}, compute in "
             f"{settings.dtype}; {len(train) / 1e6:.1f} MB of text, {len(validation) / 1e6:.2f} MB held out"
         )
-        state, history, stop = fit(trainer, checkpoints, few, options.checkpoint_every, interrupt)
-        checkpoints.close()
+        try:
+            state, history, stop = fit(trainer, checkpoints, few, options.checkpoint_every, interrupt)
+            checkpoints.close()
+        except RunFolderError as error:
+            print(f"train_lm: {error}", file=sys.stderr)  # of any process: each writes what its devices have
+            return 1
     if stop:
         say(f"interrupted: saved at step {int(state['step'])} in {options.out}; the same command resumes")
         return 128 + stop

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,15 +25,16 @@ STEPS = 240
 ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --heads=2 --checkpoint-every=20".split()
 
 
-def start(out, *more):
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "train_lm.py"), *ARGUMENTS, "--out", str(out), *more]
+def start(out, *more, program=(str(EXAMPLES / "train_lm.py"),), **options):
+    command = [sys.executable, "-W", "error", *program, *ARGUMENTS, "--out", str(out), *more]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         # Every run here compiles the same programs.
         "JAX_COMPILATION_CACHE_DIR": os.environ["CODA_JAX_CACHE_DIR"] + "/programs",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, **output, **options)
 
 
 def finish(process):
@@ -107,6 +109,57 @@ def test_a_killed_and_an_interrupted_run_resume_to_the_same_result(undisturbed, 
     assert {h["step"]: h["validation"] for h in expected_history}.items() <= {
         h["step"]: h["validation"] for h in history
     }.items()
+
+
+# Ends at the change of this number that is made to the folder of checkpoints once step FIRST is there.
+KILLED = """
+import os, signal, sys
+examples, out, first, count = sys.argv[1:5]
+del sys.argv[1:5]
+count = int(count)
+
+def hook(event, arguments):
+    global count
+    if event in ("os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and str(arguments[0]).startswith(out):
+        count -= os.path.isdir(f"{out}/checkpoints/{first}")
+        if count < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+sys.path.insert(0, examples)
+import train_lm
+sys.exit(train_lm.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_saves_and_on_a_full_disk_resumes_to_the_same_result(undisturbed, tmp_path):
+    reached = 20
+    for count in (0, 2, 5, 9, 14):
+        program = ("-c", KILLED, str(EXAMPLES), str(tmp_path.resolve()), str(reached), str(count))
+        code, output = finish(start(tmp_path, program=program))
+        assert code == -signal.SIGKILL, output
+        reached = steps(tmp_path)[-1]
+        assert list((tmp_path / "checkpoints").glob("*tmp*")) or len(steps(tmp_path)) > 2, "it was not saving"
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    code, output = finish(start(tmp_path, preexec_fn=limit))
+    assert code == 1, output
+    told = (
+        rf"train_lm: the checkpoint of step {reached + 20} cannot .*File too large.* that of step {reached}; make room"
+    )
+    assert re.search(told, output), output
+    assert "Traceback" not in output
+
+    code, output = finish(start(tmp_path))
+    assert code == 0, output
+    assert f"resuming at step {reached} of {STEPS}" in output
+    (expected, _), (got, _) = result(undisturbed[0]), result(tmp_path)
+    for a, b in zip(leaves(got), leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
 def test_what_a_finished_run_shows(undisturbed):
