@@ -1,0 +1,501 @@
+"""Tiles that clusters claim, by cuda/mainloop_sm90.cuh and cuda/claims.cuh themselves on the host: the threads of all
+clusters take turns in a random order, copies arrive late, and a tile's products tell which tile was loaded.
+"""
+
+import collections
+import ctypes
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+
+HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
+MULTIPROCESSORS = 4  # of this device
+THEIRS = "constexpr int multiprocessors = 132;"
+
+# Barriers as the hardware has them, copies of the engine as events, and the threads that do something as fibers: of
+# each CTA the producer, the two that prefetch, and for each warp of the consumers its first one, which acts for all.
+PTX = r"""
+#pragma once
+#include <ucontext.h>
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+using std::max, std::min;
+#define __device__
+#define __host__
+#define __forceinline__ inline
+static struct { int x; } blockIdx, gridDim, threadIdx;
+static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+static float __fdividef(float a, float b) { return a / b; }
+static int __shfl_sync(unsigned, int value, int) { return value; }
+static void __syncwarp() {}
+
+enum Fault { none, deadlock, sent_to_an_ended_block, bad_barrier, bad_word, wrong_stage, wrong_operand };
+static Fault fault;
+static unsigned shared_bytes;
+static std::mt19937 random_numbers;
+
+struct Barrier {
+  int count = 0, pending = 0, bytes = 0, phase = 0;
+  void complete() {
+    if (pending < 0 || count == 0) fault = bad_barrier;
+    if (pending > 0 || bytes != 0) return;
+    phase++, pending = count;
+  }
+};
+struct Named {
+  int arrived = 0, phase = 0;
+};
+struct Tag {
+  int row, column, k, batch;
+};
+struct Block {  // of threads, and its shared memory
+  int index, running = 0;
+  std::map<unsigned, Barrier> barriers;
+  std::map<unsigned, int> words;
+  std::map<unsigned, Tag> tags;
+  std::map<int, Named> named;
+};
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  int fibers = 0, arrived = 0;
+};
+struct Fiber {
+  Cluster* cluster;
+  Block* block;
+  int thread, priority;
+  std::function<bool()> ready;  // none: it can go on
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+};
+struct Event {  // what arrives in a block's shared memory
+  Cluster* cluster;
+  Block* block;
+  std::function<void()> arrive;
+};
+static ucontext_t loop;
+static Fiber* current;
+static std::vector<Event> events;
+
+static void let_others() { swapcontext(&current->context, &loop); }
+static void wait_until(std::function<bool()> ready) {
+  current->ready = std::move(ready);
+  let_others();
+}
+static void step() {
+  if (random_numbers() % 4 == 0) let_others();
+}
+static void sync_cluster() {
+  Cluster* cluster = current->cluster;
+  wait_until([=] { return cluster->arrived >= cluster->fibers; });
+}
+static void __syncthreads() {
+  current->cluster->arrived++;
+  sync_cluster();
+}
+static int atomicAdd(int* counter, int more) {
+  step();
+  const int before = *counter;
+  *counter += more;
+  return before;
+}
+
+namespace coda::ptx {
+using uint16 = unsigned short;
+using uint32 = unsigned;
+using uint64 = unsigned long long;
+struct TensorMap {
+  bool is_b;
+  int bytes;  // of a copy
+};
+static void tma_prefetch_map(const TensorMap&) {}
+static void mbarrier_init_fence() {}
+static void launch_dependents() {}
+static void wait_for_earlier_kernels() {}
+template <int count> void registers_decrease() {}
+template <int count> void registers_increase() {}
+static int cluster_rank() { return blockIdx.x % current->cluster->blocks.size(); }
+static void cluster_arrive() { current->cluster->arrived++; }
+static void cluster_wait() { sync_cluster(); }
+
+static void send(Block* block, std::function<void()> arrive) { events.push_back({current->cluster, block, arrive}); }
+static Block* block_of(int rank) { return current->cluster->blocks[rank].get(); }
+
+static void mbarrier_init(uint32 barrier, int count) { current->block->barriers[barrier] = {count, count, 0, 0}; }
+static void arrive(Block* block, uint32 barrier, int bytes) {
+  Barrier& at = block->barriers[barrier];
+  at.bytes += bytes, at.pending--;
+  at.complete();
+}
+static void mbarrier_arrive_expect(uint32 barrier, int bytes) { step(), arrive(current->block, barrier, bytes); }
+static void mbarrier_arrive(uint32 barrier) { step(), arrive(current->block, barrier, 0); }
+static void mbarrier_arrive_remote(uint32 barrier, int) {  // each lane at that of the block of its number
+  step();
+  for (auto& block : current->cluster->blocks) send(block.get(), [=, to = block.get()] { arrive(to, barrier, 0); });
+}
+static void mbarrier_wait(uint32 barrier, int parity) {
+  step();
+  Block* block = current->block;
+  if (block->barriers[barrier].phase % 2 != parity) return;
+  wait_until([=] { return block->barriers[barrier].phase % 2 != parity; });
+}
+static void arrive_bytes(Block* block, uint32 barrier, int bytes) {
+  Barrier& at = block->barriers[barrier];
+  at.bytes -= bytes;
+  at.complete();
+}
+static void put(Block* block, uint32 to, int value) {
+  block->words[to] = value;
+  if (to % 4 != 0 || to + 4 > shared_bytes || block->barriers.count(to & ~7u)) fault = bad_word;
+}
+static void store_async(uint32 to, int value, uint32 barrier, int rank) {
+  step();
+  send(block_of(rank), [=, block = block_of(rank)] { put(block, to, value), arrive_bytes(block, barrier, 4); });
+}
+static void store_word(uint32 to, int value) { put(current->block, to, value); }
+static int load_word(uint32 from) {
+  step();
+  const auto found = current->block->words.find(from);
+  if (found == current->block->words.end()) fault = bad_word;
+  return found == current->block->words.end() ? 0 : found->second;
+}
+static void copy(Block* block, uint32 target, const TensorMap& map, uint32 barrier, int inner, int outer, int batch) {
+  send(block, [=] {
+    if (map.is_b) block->tags[target] = {0, inner, outer, batch};
+    for (int row = 0; !map.is_b && row < 128; row += 64)
+      block->tags[target + row * 128] = {outer + row, 0, inner, batch};
+    arrive_bytes(block, barrier, map.bytes);
+  });
+}
+static void tma_load(uint32 target, const TensorMap& map, uint32 barrier, int inner, int, int outer, int batch) {
+  copy(current->block, target, map, barrier, inner, outer, batch);
+}
+static void tma_load_multicast(uint32 target, const TensorMap& map, uint32 barrier, int inner, int, int outer,
+                               int batch, uint16 everyone) {
+  for (size_t rank = 0; rank < current->cluster->blocks.size(); ++rank)
+    if (everyone >> rank & 1) copy(block_of(rank), target, map, barrier, inner, outer, batch);
+}
+static bool arrive_at_named(int number, int threads) {
+  Named& at = current->block->named[number];
+  at.arrived += 32;
+  if (at.arrived > threads) fault = bad_barrier;
+  if (at.arrived < threads) return false;
+  at.arrived = 0, at.phase++;
+  return true;
+}
+static void named_barrier_arrive(int number, int threads) { step(), arrive_at_named(number, threads); }
+static void named_barrier_sync(int number, int threads) {
+  step();
+  Block* block = current->block;
+  const int phase = block->named[number].phase;
+  if (!arrive_at_named(number, threads)) wait_until([=] { return block->named[number].phase != phase; });
+}
+}  // namespace coda::ptx
+"""
+
+# Products whose first register is a tile's row, then its column and batch, the k blocks and the sum of their numbers.
+# An epilogue with one operand, which has to be that of its tile.
+EPILOGUE = r"""
+#pragma once
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+namespace coda {
+template <int blocks_, int columns_>
+struct Accumulator {
+  float registers[blocks_][columns_ / 2];
+};
+namespace wgmma {
+static ptx::uint64 descriptor(ptx::uint32 address) { return address / 16; }
+static void fence() {}
+static void commit() {}
+template <int count> void wait() { step(); }
+template <class Registers> void keep_behind_wait(Registers&) {}
+template <int, bool, bool, class Registers>
+void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulate) {
+  if (!accumulate) std::fill(std::begin(registers), std::end(registers), 0.f);
+  const auto& tags = current->block->tags;
+  if (!accumulate || tags.count(a * 16)) {
+    if (!tags.count(a * 16)) return static_cast<void>(fault = wrong_stage);
+    const Tag of_a = tags.at(a * 16);
+    const float found[3] = {float(of_a.row), 0, float(of_a.batch)};
+    if (registers[3] > 0 && (registers[0] != found[0] || registers[2] != found[2])) fault = wrong_stage;
+    std::copy(found, found + 3, registers);
+    registers[3] += 1, registers[4] += of_a.k / 64;
+  }
+  if (tags.count(b * 16)) registers[1] = tags.at(b * 16).column;
+}
+}  // namespace wgmma
+template <class Config, class Epilogue>
+struct EpilogueLayout {
+  static constexpr int n_halves = 1, bytes = 1024, load_slots = 1;
+  static constexpr bool cooperative = 2 * Config::consumer_m == Config::tile_m;
+};
+static std::vector<int> pieces;
+template <class Config, class Epilogue, class Params, class Ring>
+void prefetch_operands(const Params&, const Tile& tile, ptx::uint32 base, Ring ring, RingPosition<Ring::slots>& at) {
+  ring.wait_empty(at);
+  current->block->tags[base] = {tile.row, tile.column, 0, tile.batch};
+  ptx::mbarrier_arrive(ring.full(at.slot));
+  at.advance();
+}
+template <class Config, class Epilogue, class Params>
+struct EpilogueVisitor {
+  using LoadRing = Ring<1>;
+  const Params& params;
+  ptx::uint32 base;
+  LoadRing ring;
+  int consumer, warp;
+  RingPosition<1> at = {};
+  EpilogueVisitor(const Params& params, ptx::uint32 base, LoadRing ring, int consumer, int warp, int)
+      : params(params), base(base), ring(ring), consumer(consumer), warp(warp) {}
+  void begin(const Tile&) {}
+  void read_ahead() {}
+  void finish() {}
+  template <class Accumulator>
+  void visit(const Tile& tile, const Accumulator& accumulator) {
+    const float *found = accumulator.registers[0], blocks = (params.k + 63) / 64;
+    if (found[0] != tile.row || found[1] != tile.column || found[2] != tile.batch || found[3] != blocks ||
+        found[4] != blocks * (blocks - 1) / 2)
+      fault = wrong_stage;
+    ring.wait_full(at);
+    const Tag operand = current->block->tags[base];
+    if (operand.row != tile.row || operand.column != tile.column || operand.batch != tile.batch) fault = wrong_operand;
+    ptx::mbarrier_arrive(ring.empty(at.slot));
+    at.advance();
+    if (warp == 0)
+      pieces.insert(pieces.end(), {int(blockIdx.x), consumer, tile.row, tile.column, tile.batch});
+  }
+};
+}  // namespace coda
+"""
+
+SOURCE = r"""
+#include "ptx_sm90.cuh"
+#include "mainloop_sm90.cuh"
+using namespace coda;
+
+struct Whole {
+  static constexpr int sections = 1, tile_loads = 1;
+  static constexpr Section section[1] = {{0, 0, 0}};
+};
+template <int stages_, int cluster_m_, bool cooperative>
+struct Unsized {
+  static constexpr int tile_m = 128, tile_n = 64, tile_k = 64, stages = stages_, cluster_m = cluster_m_;
+  static constexpr int consumer_m = cooperative ? 64 : 128, loaded_rows = tile_m;
+  static constexpr bool transpose_a = false, transpose_b = false, a_batched = true, b_batched = true;
+  static constexpr bool claims = true, split_k = false;
+  static constexpr int input = 0;
+};
+template <class Of>
+struct Sized : Of {
+  static constexpr int shared_bytes = SharedLayout<Of, Whole>::bytes;
+};
+struct Params {
+  ptx::TensorMap map[2];
+  void* pointer[1];
+  int m, n, k, batch;
+};
+static Params params;
+template <class Config>
+static void thread() {
+  using Kernel = Gemm<Config, Whole, Params>;
+  Kernel::initialize(params, 0);
+  Kernel(params, 0).run();
+}
+
+/// All clusters, so many at a time, the next one where one has ended. Each role has a priority, by which threads take
+/// turns; if not `strict` any other one sometimes. The cluster `fast` goes on whenever it can.
+template <class Config>
+static void launch(int clusters, int resident, int fast, bool strict) {
+  std::vector<std::unique_ptr<Cluster>> kept;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  static void (*entry)() = thread<Config>;
+  gridDim.x = clusters * Config::cluster_m, shared_bytes = Config::shared_bytes;
+  const auto start = [&](int index) {
+    kept.push_back(std::make_unique<Cluster>());
+    Cluster* cluster = kept.back().get();
+    for (int rank = 0; rank < Config::cluster_m; ++rank) {
+      cluster->blocks.push_back(std::make_unique<Block>());
+      cluster->blocks[rank]->index = index * Config::cluster_m + rank;
+    }
+    std::vector<int> threads{0, 32, 64};
+    for (int warp = 4; warp < 12; ++warp) threads.push_back(32 * warp);
+    int of_role[5];
+    for (int& priority : of_role) priority = random_numbers() % 100;
+    for (auto& block : cluster->blocks) {
+      for (const int number : threads) {
+        fibers.push_back(std::make_unique<Fiber>());
+        Fiber& fiber = *fibers.back();
+        const int role = number < 128 ? number / 32 : 2 + number / 128;
+        fiber.cluster = cluster, fiber.block = block.get(), fiber.thread = number;
+        fiber.priority = of_role[role] + (index == fast ? 1000 : 0);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, [] {
+          entry();
+          current->block->running--;
+          current->thread = -1;
+          setcontext(&loop);
+        }, 0);
+        block->running++, cluster->fibers++;
+      }
+    }
+  };
+  int started = 0;
+  for (int turn = 0; fault == none; ++turn) {
+    int running = 0;
+    for (const auto& cluster : kept)
+      running += std::any_of(cluster->blocks.begin(), cluster->blocks.end(), [](auto& x) { return x->running > 0; });
+    for (; running < resident && started < clusters; ++running) start(started++);
+    if (running == 0) break;
+    std::vector<Fiber*> able;
+    for (const auto& fiber : fibers)
+      if (!fiber->ready || fiber->ready()) able.push_back(fiber.get());
+    const bool takes_event = !events.empty() && (able.empty() || random_numbers() % 3 == 0);
+    if (takes_event) {
+      const size_t at = random_numbers() % events.size();
+      const Event event = events[at];
+      events.erase(events.begin() + at);
+      if (event.block->running == 0) fault = sent_to_an_ended_block;
+      event.arrive();
+      continue;
+    }
+    if (able.empty()) {
+      fault = deadlock;
+      break;
+    }
+    const auto less = [](Fiber* a, Fiber* b) { return a->priority < b->priority; };
+    current = strict || random_numbers() % 8 ? *std::max_element(able.begin(), able.end(), less)
+                                             : able[random_numbers() % able.size()];
+    current->ready = nullptr;
+    threadIdx.x = current->thread, blockIdx.x = current->block->index;
+    swapcontext(&loop, &current->context);
+    if (current->thread < 0)
+      fibers.erase(std::find_if(fibers.begin(), fibers.end(), [](auto& fiber) { return fiber.get() == current; }));
+  }
+  if (fault == none && !events.empty()) fault = sent_to_an_ended_block;
+}
+
+extern "C" int run(int form, int m, int n, int k, int batch, int clusters, int fast, int seed, int counter, int* out,
+                   int* count) {
+  const bool cooperative = form == 2;
+  const int cluster_m = form == 1 ? 1 : 2;
+  fault = none, events.clear(), pieces.clear(), random_numbers.seed(seed);
+  params = {{{false, 128 * 64 * 2}, {true, 64 * 64 * 2 / cluster_m}}, {&counter}, m, n, k, batch};
+  const int resident = multiprocessors / cluster_m;
+  const bool strict = fast >= 0 || seed % 2;
+  if (cooperative) launch<Sized<Unsized<4, 2, true>>>(clusters, resident, fast, strict);
+  else if (cluster_m == 2) launch<Sized<Unsized<12, 2, false>>>(clusters, resident, fast, strict);
+  else launch<Sized<Unsized<3, 1, false>>>(clusters, resident, fast, strict);
+  std::copy(pieces.begin(), pieces.end(), out);
+  *count = pieces.size() / 5;
+  return fault;
+}
+extern "C" int most_stages() {
+  int stages = 1;
+  while (Claims<2>::slots_suffice(stages + 1)) ++stages;
+  return stages;
+}
+"""
+FORMS = {"pairs": 0, "alone": 1, "cooperative": 2}
+CLUSTER_M = {"pairs": 2, "alone": 1, "cooperative": 2}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("claims")
+    for name in ("scheduler", "static_for", "epilogue_abi", "elementwise", "pipeline", "claims", "mainloop_sm90"):
+        text = (HEADERS / f"{name}.cuh").read_text()
+        assert (THEIRS in text) == (name == "claims")
+        text = text.split("/// The kernel's body")[0] + "}" * (name == "mainloop_sm90")
+        (folder / f"{name}.cuh").write_text(text.replace(THEIRS, f"constexpr int multiprocessors = {MULTIPROCESSORS};"))
+    for name, text in {"ptx_sm90.cuh": PTX, "epilogue_sm90.cuh": EPILOGUE, "run.cc": SOURCE}.items():
+        (folder / name).write_text(text)
+    (folder / "contracts.cuh").write_text("#pragma once\n")
+    (folder / "partial_tiles_sm90.cuh").write_text(
+        "#pragma once\nnamespace coda { template <class> struct PartialTiles {}; struct float4; }\n"
+    )
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-o", "run.so", "run.cc"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "run.so"))
+
+
+@pytest.fixture
+def run(library):
+    """Pieces of work in the order of their ends: block, consumer, row, column, batch; without a fault."""
+
+    def run(form, m, n, k, *, batch=1, clusters=8, fast=-1, seed=0, counter=0):
+        out, count = np.zeros((1 << 12, 5), np.int32), ctypes.c_int()
+        sizes = m, n, k, batch, clusters, fast, seed, counter
+        fault = library.run(FORMS[form], *sizes, out.ctypes.data_as(ctypes.c_void_p), ctypes.byref(count))
+        assert fault == 0, ["", *FAULTS][fault]
+        return out[: count.value]
+
+    return run
+
+
+FAULTS = (
+    "no thread can go on",
+    "something was sent to a block that has ended",
+    "more arrivals than a barrier expects",
+    "a number is read before it is there, or has no place of its own",
+    "the products are not those of the tile",
+    "the epilogue's operand is not that of the tile",
+)
+
+
+def tiles(form, m, n, batch=1):
+    """(row, column, batch) of all tiles, those of clusters that reach beyond M too."""
+    rows_of_cluster = 128 * CLUSTER_M[form]
+    rows = range(0, -(-m // rows_of_cluster) * rows_of_cluster, 64 if form == "cooperative" else 128)
+    return collections.Counter((row, column, of) for row in rows for column in range(0, n, 64) for of in range(batch))
+
+
+def shares(pieces, form, clusters):
+    """How many tiles of a cluster's size each had, and the share after which one ends."""
+    of_cluster = pieces[:, 0] // CLUSTER_M[form]
+    parts = CLUSTER_M[form] * (2 if form == "cooperative" else 1)
+    return np.bincount(of_cluster, minlength=clusters) / parts, -(-len(pieces) // parts // clusters)
+
+
+# One k block a tile: the producer is as many tiles ahead as there are stages.
+@pytest.mark.parametrize("sizes", [(1024, 600, 64), (384, 512, 200)], ids=str)
+@pytest.mark.parametrize("clusters", [1, 8, None], ids=["one", "some", "a tile each"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_tile_once(run, form, clusters, sizes):
+    m, n, k = sizes
+    clusters = clusters or 2 * -(-m // (128 * CLUSTER_M[form])) * -(-n // 64)
+    for seed in range(8):
+        pieces = run(form, m, n, k, batch=2, clusters=clusters, seed=seed)
+        assert collections.Counter(tuple(piece[2:]) for piece in pieces.tolist()) == tiles(form, m, n, 2)
+        done, share = shares(pieces, form, clusters)
+        assert max(done[: -MULTIPROCESSORS // CLUSTER_M[form]], default=0) <= share
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cluster_ends_after_its_share(run, form):
+    """One that goes on whenever it can has no more than that; but the last ones, as many as run at a time, go on."""
+    last, tiles_of_clusters = MULTIPROCESSORS // CLUSTER_M[form], 8 // CLUSTER_M[form] * 10
+    for clusters, of_them in ((8, range(8 - last + 1)), (tiles_of_clusters, [0])):
+        for fast in of_them:
+            done, share = shares(run(form, 1024, 600, 64, clusters=clusters, fast=fast), form, clusters)
+            assert done[fast] > share if fast == clusters - last else done[fast] == share
+
+
+def test_the_counter_has_to_be_zero_when_the_kernel_starts(run):
+    """Tiles below what it holds are not done."""
+    assert len(run("alone", 512, 64, 64, counter=3)) == 1
+
+
+def test_a_number_is_read_before_it_is_overwritten(library):
+    """With the most stages that are allowed, which the first form has; the kernel refuses more when it compiles."""
+    assert library.most_stages() == 12
