@@ -9,6 +9,7 @@ float64 that it names, by astype or dtype=, is refused, as are arrays that have 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from coda_jax.epilogue.values import NotTileLocalError
 
 _FLOAT64 = "Explicitly requested dtype float64"  # how JAX's warning begins
 _BRANCH = "The truth value of an array with more than one element"  # and its error
+_filtering = threading.RLock()  # an epilogue may itself call a product
 
 
 @contextlib.contextmanager
@@ -32,19 +34,25 @@ def default_types() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _float64_is_an_error() -> Iterator[None]:
+    with _filtering, warnings.catch_warnings():
+        warnings.filterwarnings("error", _FLOAT64)
+        yield
+
+
 def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
     """The closed jaxpr of the epilogue f, called `name`, within `default_types`.
 
-    Under jax_enable_x64 it changes Python's filter of warnings meanwhile, which threads share before Python 3.14.
+    Under jax_enable_x64 it changes Python's filter of warnings meanwhile, which threads share before Python 3.14: one
+    at a time, for two that overlap would leave it changed for ever.
 
     Raises:
       NotTileLocalError: f asks for the value of an array, or for float64 where `jax_enable_x64` would give it.
     """
     refuses_float64 = jax.config.jax_enable_x64
     try:
-        with default_types(), warnings.catch_warnings() if refuses_float64 else contextlib.nullcontext():
-            if refuses_float64:
-                warnings.filterwarnings("error", _FLOAT64)
+        with default_types(), _float64_is_an_error() if refuses_float64 else contextlib.nullcontext():
             return jax.make_jaxpr(f)(*avals)
     except UserWarning as error:
         if not str(error).startswith(_FLOAT64):

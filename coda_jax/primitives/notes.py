@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -66,6 +67,7 @@ def is_strict() -> bool:
 
 coda_note_p = jex_core.Primitive("coda_note")
 _reported: set[str] = set()
+_reporting = threading.Lock()
 
 
 def noted(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Array:
@@ -86,9 +88,11 @@ def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> Non
     """
     if strict:
         raise FallbackError(f"{site.file}:{site.line}: {message} (strict mode: coda.strict, CODA_JAX_STRICT)")
-    if reason not in _reported:
+    with _reporting:  # programs are lowered in several threads
+        if reason in _reported:
+            return
         _reported.add(reason)
-        warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
+    warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
 
 
 def _run(x: Any, *, message: str, site: CallSite, **_: Any) -> Any:

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import pathlib
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,7 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "tuned"
 
 _Devices = Mapping[str, Mapping[str, Any]]
 _reported: set[str] = set()
+_reporting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +293,8 @@ def _config(entry: Any) -> GemmConfig:
 
 
 def _warn(message: str) -> None:
-    if message not in _reported:
+    with _reporting:
+        if message in _reported:
+            return
         _reported.add(message)
-        warnings.warn(message, stacklevel=2)
+    warnings.warn(message, stacklevel=2)
