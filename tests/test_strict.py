@@ -145,6 +145,23 @@ def test_products_that_xla_partitions(as_on_a_gpu):
     assert keys[0] != keys[1]  # in the key of JAX's persistent cache
 
 
+@needs_nvrtc
+def test_a_loss_whose_rows_xla_cuts(as_on_a_gpu):
+    """Its products are lowered when XLA calls back."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    x, w, labels = jnp.ones(A.shape), jnp.ones(B.shape), jnp.zeros(A.shape[:1], jnp.int32)
+    specs = P("x"), P(), P("x")
+    arguments = [jax.device_put(of, NamedSharding(mesh, s)) for of, s in zip((x, w, labels), specs, strict=True)]
+    loss = jax.jit(lambda *arguments: coda.linear_cross_entropy(*arguments)[0])
+    loss(*arguments)
+    with coda.strict():
+        lowered = loss.lower(*arguments)
+        with pytest.raises(Exception, match=r"FallbackError.*takes its XLA form"):
+            loss(*arguments)
+    with pytest.raises(Exception, match=r"FallbackError.*takes its XLA form"):
+        lowered.compile()
+
+
 def test_the_environment_variable(monkeypatch):
     code = """
 import jax, coda_jax as coda

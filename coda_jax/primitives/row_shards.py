@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.lowering import devices_of, route_of, select_part
+from coda_jax.primitives.lowering import devices_of, report, route_of, select_part
 from coda_jax.primitives.mesh_types import may_be_automatic
 from coda_jax.primitives.notes import is_strict
 from coda_jax.primitives.partition import Axes, axes_of
@@ -114,6 +114,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     if not route.is_automatic or route.reason is not None or not has_devices:
         return mlir.lower_fun(whole, multiple_results=True)(ctx, *leaves)
     places: Places = params["places"]
+    strict = is_strict()  # now: XLA's partitioner calls back later, and on threads of its own
 
     def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
         rows, columns = _axes_of(places, arguments, results, sizes)
@@ -130,6 +131,8 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         def each(*leaves: jax.Array) -> list[jax.Array]:
             jaxpr = jax.make_jaxpr(functools.partial(f, cut=cut))(*leaves)
             _record(params["jaxpr"], jaxpr)
+            if strict:
+                _refuse_fallbacks(jaxpr)
             made = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
             moved = _as_moved(made, places.results) if rows else made
             found = []
@@ -159,6 +162,13 @@ def _record(whole: Any, part: Any) -> None:
     if len(products) == len(of_part):  # else it is another function of a part, and nothing is known
         for (avals, spec), (avals_of_part, spec_of_part) in zip(products, of_part, strict=True):
             select_part(avals_of_part, spec_of_part, key=key_of(avals, spec))
+
+
+def _refuse_fallbacks(part: Any) -> None:
+    """Raises what the lowering of a device's part would in strict mode."""
+    for avals, spec in _products(part.jaxpr):
+        if spec.implementation == "auto" and (reason := select_part(avals, spec).reason) is not None:
+            report(spec, reason, strict=True)
 
 
 def _products(jaxpr: Any) -> list[tuple[list[Any], GemmSpec]]:
