@@ -12,6 +12,7 @@ import pytest
 
 HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
 MULTIPROCESSORS = 4  # of this device
+STAGES = 12  # the most
 THEIRS = "constexpr int multiprocessors = 132;"
 
 # Barriers as the hardware has them, copies of the engine as events, and the threads that do something as fibers: of
@@ -395,7 +396,7 @@ extern "C" int run(int form, int m, int n, int k, int batch, int clusters, int f
   const int resident = multiprocessors / cluster_m;
   const bool strict = fast >= 0 || seed % 2;
   if (cooperative) launch<Sized<Unsized<4, 2, true>>>(clusters, resident, fast, strict);
-  else if (cluster_m == 2) launch<Sized<Unsized<12, 2, false>>>(clusters, resident, fast, strict);
+  else if (cluster_m == 2) launch<Sized<Unsized<STAGES, 2, false>>>(clusters, resident, fast, strict);
   else launch<Sized<Unsized<3, 1, false>>>(clusters, resident, fast, strict);
   if (fault == none) std::copy(pieces.begin(), pieces.end(), out);
   *count = pieces.size() / 5;
@@ -411,8 +412,15 @@ FORMS = {"pairs": 0, "alone": 1, "cooperative": 2}
 CLUSTER_M = {"pairs": 2, "alone": 1, "cooperative": 2}
 
 
+def compiled(folder, *flags):
+    """What g++ says."""
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", *flags, "-o", "run.so", "run.cc"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def folder(tmp_path_factory):
+    """With the sources."""
     folder = tmp_path_factory.mktemp("claims")
     for name in ("scheduler", "static_for", "epilogue_abi", "elementwise", "pipeline", "claims", "mainloop_sm90"):
         text = (HEADERS / f"{name}.cuh").read_text()
@@ -425,8 +433,12 @@ def library(tmp_path_factory):
     (folder / "partial_tiles_sm90.cuh").write_text(
         "#pragma once\nnamespace coda { template <class> struct PartialTiles {}; struct float4; }\n"
     )
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-o", "run.so", "run.cc"]
-    subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    assert not (said := compiled(folder, f"-DSTAGES={STAGES}")), said
     return ctypes.CDLL(str(folder / "run.so"))
 
 
@@ -498,6 +510,7 @@ def test_the_counter_has_to_be_zero_when_the_kernel_starts(run):
     assert len(run("alone", 512, 64, 64, counter=3)) == 1
 
 
-def test_a_number_is_read_before_it_is_overwritten(library):
-    """With the most stages that are allowed, which the first form has; the kernel refuses more when it compiles."""
-    assert library.most_stages() == 12
+def test_a_number_is_read_before_it_is_overwritten(library, folder):
+    """With as many stages as are allowed, which pairs have here; the kernel refuses more when it compiles."""
+    assert library.most_stages() == STAGES
+    assert "no claim is overwritten before it is read" in compiled(folder, f"-DSTAGES={STAGES + 1}", "-fsyntax-only")

@@ -1,6 +1,7 @@
 """A list of layers on a mesh: one after another in the forward and in the backward pass, and nothing else changes."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,43 @@ def test_a_layer_s_gradients_go_before_the_one_below_it(remat):
         found = together()
     assert len(found) == 2 * (COUNT - 1)
     assert all((*TOKENS.shape, CONFIG.hidden_size) in shapes for shapes in found)
+
+
+class Unequal(nnx.Module):
+    """The i-th of layers that their widths tell apart, 8 for the first."""
+
+    def __init__(self, i):
+        self.up, self.down = nnx.Param(jnp.ones((4, 8 * i + 8))), nnx.Param(jnp.ones((8 * i + 8, 4)))
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_weights_of_the_next_layer_wait_for_what_enters_this_one(remat):
+    """Forward; backward the gradients of the next one for the cotangent that leaves this one."""
+    graphdef, params = nnx.split(nnx.List(map(Unequal, range(COUNT))))
+
+    def loss(params, x):
+        return jnp.sum(run_layers(nnx.merge(graphdef, params), x, remat=remat))
+
+    events = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            name, shapes = eqn.primitive.name, [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
+            if name == "optimization_barrier" and (3, 4) in shapes and len(shapes) == 6:
+                events.append(("turn", max(map(max, shapes)) // 8 - 1))
+            if name == "dot_general":
+                events.append(("layer", max(map(max, shapes)) // 8 - 1))
+            for inner in inner_jaxprs(eqn):
+                visit(inner)
+
+    with jax.set_mesh(mesh()):
+        visit(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, jnp.ones((3, 4))).jaxpr)
+    forward = [("turn", 1), ("layer", 0), ("turn", 2), ("layer", 1), ("layer", 2)]
+    backward = [("layer", 1), ("turn", 2), ("layer", 0), ("turn", 1)]
+    assert [event for event, _ in itertools.groupby(events)] == forward + backward
 
 
 @pytest.mark.parametrize(("rules", "axis"), [(sharding.FSDP, "fsdp"), (sharding.DATA, "data")])
