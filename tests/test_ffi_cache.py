@@ -299,8 +299,8 @@ ssize_t write(int file, const void* data, size_t size) {
 """
 
 
-def test_what_killed_processes_left_keeps_no_kernel_from_being_kept(cache):
-    """Processes of several containers have one number, and each counts from 0."""
+def test_names_that_others_have_taken_keep_no_kernel_from_being_kept(cache):
+    """Processes of several containers have one number, and each counts from 0; what a killed one wrote is left."""
     ffi.compile(source(2), "gemm[test]")
     folder = cache()
     (entry,) = entries(folder)

@@ -172,7 +172,12 @@ def chosen_by() -> str:
 
 def _digest(path: pathlib.Path | None) -> str:
     content = None if path is None else _load(path)
-    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else "none"
+    return _digest_of(content) if isinstance(content, bytes) else "none"
+
+
+@functools.cache
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def user_key(key: str, device: str) -> str:
@@ -257,6 +262,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 @functools.cache  # once a process: what a product is lowered to must not change between two steps
 def _load(path: pathlib.Path) -> bytes | OSError:
+    """A table's text, of which both its digest and its devices are; or why there is none."""
     try:
         return path.read_bytes()
     except OSError as error:
