@@ -24,8 +24,8 @@ TOKENS = jax.random.randint(jax.random.key(0), (4, 9), 0, 64)
 pytestmark = pytest.mark.skipif(not layer_stack._BARRIER_LEAVES_ZEROS, reason="barriers of an older jax")
 
 
-def mesh():
-    return jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+def mesh(size=4):
+    return jax.make_mesh((size,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
 
 def llama(**options):
@@ -61,6 +61,8 @@ def test_a_layer_s_gradients_go_before_the_one_below_it(remat):
         return [shapes for shapes in barriers(*step_of(llama(remat=remat))) if not weights - shapes]
 
     assert not together()
+    with jax.set_mesh(mesh(1)):  # nothing is gathered
+        assert not together()
     with jax.set_mesh(mesh()):
         found = together()
     assert len(found) == 2 * (COUNT - 1)
@@ -73,8 +75,8 @@ class Unequal(nnx.Module):
     def __init__(self, i):
         self.up, self.down = nnx.Param(jnp.ones((4, 8 * i + 8))), nnx.Param(jnp.ones((8 * i + 8, 4)))
 
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
+    def __call__(self, x, shift=0.0):
+        return x + jnp.tanh(x @ self.up[...] + shift) @ self.down[...]
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
@@ -121,6 +123,19 @@ def test_remat_does_not_pin_weights_that_are_gathered(rules, axis):
         function, params = step_of(layers.Llama(CONFIG, rules=rules, remat="full", rngs=nnx.Rngs(0)))
         visit(jax.make_jaxpr(function)(params).jaxpr)
     assert found and all((False in pinned) == (axis == "fsdp") and True in pinned for pinned in found)
+
+
+def test_remat_pins_what_is_no_weight():
+    """What enters a layer, and its options: their cotangents have to be there before it is computed again."""
+    graphdef, params = nnx.split(nnx.List(map(Unequal, range(COUNT))))
+
+    def run(params, x, shift):
+        return run_layers(nnx.merge(graphdef, params), x, remat="full", shift=shift)
+
+    with sharding.axis_rules(sharding.FSDP), jax.set_mesh(mesh()):
+        jaxpr = jax.make_jaxpr(run)(params, jnp.ones((3, 4)), jnp.ones(()))
+    pinned = [eqn.params["prevent_cse"] for eqn in jaxpr.jaxpr.eqns if "prevent_cse" in eqn.params]
+    assert pinned == [(False, False, True, True)] * COUNT
 
 
 def test_values_are_the_same():
