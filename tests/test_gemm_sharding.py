@@ -1,6 +1,7 @@
 """coda.gemm inside shard_map with checked types, on CPU devices."""
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -12,7 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import lowering
+from coda_jax.primitives import kernel, lowering, row_shards
+from coda_jax.tiles.config import TILES
+from coda_jax.tiles.constants import NUM_SMS
+from coda_jax.tiles.traffic import CLAIMS_BYTES
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
 
@@ -225,6 +229,47 @@ def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
     text = made(split_k=True)
     assert "claims = false" in text and "yield_k_blocks = 0 " in text
     assert "claims = true" in made(2049, split_k=False) and "claims = false" in made(2048, split_k=False)
+
+
+def kernel_of(program, tile):
+    """The kernel of a product of a program of several devices, and its tile's config."""
+    operands = PROGRAMS[program].operand_types(8192, 4096)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 512), (512, 4096))]
+    config = coda.GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=False)
+    multiply = functools.partial(coda.gemm, epilogue=PROGRAMS[program].epilogue, config=config)
+    ((_, spec),) = row_shards._products(jax.make_jaxpr(multiply)(*types, *operands).jaxpr)
+    config = lowering.problem_of([*types, *operands], spec).config(config, None)
+    return kernel.lower([*types, *operands], spec, config, yields=True), config
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_turn_takes_about_a_millisecond(tile):
+    """At 700 TFLOP/s of 132 multiprocessors: a collective waits so long, or twice, for a place beside a product."""
+    found, config = kernel_of("identity", tile)
+    flops = 2 * config.tile_m * config.tile_n * 64 * found.call.yield_k_blocks
+    assert 0.95e-3 < flops / (700e12 / 132) < 1.05e-3
+
+
+@pytest.mark.parametrize("program", ["identity", "column_sum", "residual_sumsq"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_claims_have_a_place_in_shared_memory(tile, program, monkeypatch):
+    """Where a block's shared memory ends before them a kernel's blocks have tiles of their own."""
+    found, _ = kernel_of(program, tile)
+    needed = found.call.smem_bytes
+    assert "claims = true" in found.call.source
+    for end, claims in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(kernel, "SHARED_BYTES_PER_BLOCK", end)
+        found, _ = kernel_of(program, tile)
+        assert (f"claims = {str(claims).lower()}" in found.call.source) and (found.call.flags >= 0) is claims
+        assert found.call.smem_bytes <= end
+
+
+def test_claims_are_as_the_kernel_has_them():
+    """Their bytes, and how many multiprocessors a device has, stand in cuda/claims.cuh too."""
+    text = (pathlib.Path(__file__).parents[1] / "cuda" / "claims.cuh").read_text()
+    slots, slot_bytes = map(int, re.search(r"slots = (\d+), bytes = (\d+) \* slots", text).group(1, 2))
+    assert slots * slot_bytes == CLAIMS_BYTES
+    assert int(re.search(r"multiprocessors = (\d+)", text)[1]) == NUM_SMS
 
 
 @needs_nvrtc

@@ -49,6 +49,31 @@ def test_plain_input_and_mixed_dtypes():
         assert not (gradient.astype(BF16) == gradient).all()  # never rounded to bfloat16
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"chunk_bytes": 1 << 20}, {"soft_cap": 40.0}, {"reduction": "sum"}], ids=str)
+def test_a_label_that_is_nearly_certain(options, dtype):
+    """Its cotangent p - 1 is a small difference: of the exact logit, not of the one that is kept in 16 bits."""
+    x = jnp.ones((160, 2), dtype)
+    kernel = jnp.zeros((2, 136), dtype).at[:, 7].set(jnp.asarray([11.0, 1 / 32 + 1 / 128], dtype))
+    labels = jnp.full(160, 7)
+
+    def textbook(x, kernel):
+        y = x.astype(F32) @ kernel.astype(F32)
+        y = jnp.tanh(y / options["soft_cap"]) * options["soft_cap"] if "soft_cap" in options else y
+        losses = jax.nn.logsumexp(y, axis=1) - y[:, 7]
+        return jnp.sum(losses) / (1 if "reduction" in options else 160)
+
+    def fused(x, kernel):
+        return loss(x, None, kernel, labels, None, **options)[0]
+
+    got, want = (jit(jax.value_and_grad(f, (0, 1)))(x, kernel) for f in (fused, textbook))
+    assert 1e-3 < want[0] / (160 if "reduction" in options else 1) < 1e-2  # 1 - p
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-3)
+    for gradient, exact in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(gradient.astype(F32)[:, 1], exact.astype(F32)[:, 1], rtol=2e-2)
+        np.testing.assert_allclose(gradient.astype(F32), exact.astype(F32), rtol=2e-2, atol=1e-6)
+
+
 def test_padding_beside_very_negative_logits():
     """The padding's logits, 0, would have probabilities exp(240)."""
     x, kernel, labels = jnp.ones((4, 8), BF16), jnp.full((8, 131), -30, BF16), jnp.arange(4)

@@ -200,6 +200,38 @@ def test_peft_folders(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(read), nnx.state(model))
 
 
+@pytest.mark.parametrize(
+    ("settings", "scale_of"),
+    [
+        ({"lora_alpha": 6}, lambda rank, kind: 6 / rank),
+        ({}, lambda rank, kind: 8 / rank),  # PEFT's default
+        ({"lora_alpha": 6, "use_rslora": True}, lambda rank, kind: 6 / rank**0.5),
+        (
+            {"lora_alpha": 6, "use_rslora": True, "alpha_pattern": {"q_proj": 3, ".*_proj": 5}},
+            lambda rank, kind: (3 if kind == "q" else 5) / rank**0.5,
+        ),
+        (
+            {"lora_alpha": 6, "alpha_pattern": {"proj": 3, "layers.0.self_attn.v_proj": 5}},
+            lambda rank, kind: (5 if kind == "v" else 6) / rank,
+        ),
+    ],
+    ids=str,
+)
+def test_the_scale_of_an_adapter(settings, scale_of):
+    """alpha / r, or alpha / sqrt(r) of a rank-stabilised one, r its own; a pattern's alpha where its name ends so."""
+    ranks, layer = {"q": 4, "v": 2}, "base_model.model.model.layers.0.self_attn"
+    arrays = {}
+    for kind, rank in ranks.items():
+        arrays[f"{layer}.{kind}_proj.lora_A.weight"] = np.ones((rank, 64), "f4")
+        arrays[f"{layer}.{kind}_proj.lora_B.weight"] = np.ones(({"q": 64, "v": 32}[kind], rank), "f4")
+    model = MODELS["separate"]()
+    from_peft(model, {"peft_type": "LORA", "r": 4, **settings}, arrays)
+    for kind, name in (("q", "query"), ("v", "value")):
+        adapter = getattr(model.layers[0].attention, name)
+        assert adapter.lora_a.shape == (64, ranks[kind])
+        np.testing.assert_allclose(adapter.lora_b[...], scale_of(ranks[kind], kind), rtol=1e-6)
+
+
 def test_adapters_that_peft_made_apart():
     """q and v alone, with lora_As and scales of their own, against their product added to the kernels."""
     rng = np.random.default_rng(0)

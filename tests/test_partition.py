@@ -12,7 +12,7 @@ import coda_jax as coda
 from coda_jax.primitives import plans
 from coda_jax.primitives.partitioned import BARE
 from tests.gemm_cases import assert_close, total
-from tests.partitioned import mesh_of, partitioned_on_cpus, run
+from tests.partitioned import collectives, mesh_of, partitioned_on_cpus, run
 from tests.requirements import RECORD
 
 P = PartitionSpec
@@ -48,6 +48,18 @@ LAYOUTS = {
         (P("data", "model"), P("model"), P(("data", "model")), P(), P(("data", "model"))),
         (M // 2, K // 2),
         (K // 2, N),
+        {"reduce-scatter": 1},
+    ),
+    "K, scattered over columns": (
+        (P("data", "model"), P("model"), P("data", "model"), P("model"), P("data")),
+        (M // 2, K // 2),
+        (K // 2, N),
+        {"reduce-scatter": 1},
+    ),
+    "K by two axes, scattered over one": (
+        (P(None, ("data", "model")), P(("data", "model")), P(None, "model"), P("model"), P()),
+        (M, K // 4),
+        (K // 4, N),
         {"reduce-scatter": 1},
     ),
 }
@@ -127,6 +139,53 @@ def test_halves_cut_by_the_minor_part_of_an_axis(is_packed, of_a, of_row):
     assert_close(got, f(a, b, row), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("result", [P(("data", "model")), P("data", "model")], ids=str)
+def test_a_linear_epilogue_of_a_sum_that_is_scattered(result, kind):
+    """Each device has a part of the sum, and runs the epilogue on it: no results are summed whole."""
+
+    def f(a, b, x, row, column):
+        if kind is AxisType.Explicit:  # its types follow the first tile
+            x = jax.sharding.reshard(x, result)
+        return coda.gemm(a, b, x, row, column, epilogue=lambda acc, x, row, column: (acc * row / 3, jnp.sum(acc)))
+
+    specs = (P("data", "model"), P("model"), result, P(), P())
+    mesh = mesh_of(kind)
+    options = (
+        {"out_shardings": (NamedSharding(mesh, result), NamedSharding(mesh, P()))} if kind is AxisType.Auto else {}
+    )
+    with partitioned_on_cpus() as records, jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip((A, B, X, ROW, COLUMN), specs, strict=True)]
+        compiled = jax.jit(f, **options).lower(*placed).compile()
+        got = compiled(*placed)
+    assert_close(jax.device_get(got), (A @ B * ROW / 3, jnp.sum(A @ B)), rtol=1e-5)
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, result), 2)
+    assert [spec.program == BARE for spec, _, _ in records] == [True]
+    assert collectives(compiled)["reduce-scatter"] == 1
+
+
+IN_RANGE = {
+    "acc": (lambda acc, x: acc, 1000),
+    "linear": (lambda acc, x: acc * x, 500),
+    "not linear": (lambda acc, x: jnp.maximum(acc, x), 1000),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", IN_RANGE)
+def test_a_sum_of_parts_beyond_the_range_of_float16(name, kind):
+    """A device's part is 8e4 or -7.9e4, their sum 1e3: it is summed, and an epilogue runs on it, in float32."""
+    epilogue, want = IN_RANGE[name]
+    a = jnp.tile(jnp.asarray([100.0] * (K // 2) + [-98.75] * (K // 2), jnp.float16), (M, 1))
+    b, x = jnp.full((K, N), 50, jnp.float16), jnp.full((M, N), 0.5, jnp.float16)
+
+    def f(a, b, x):
+        return coda.gemm(a, b, x, epilogue=epilogue)
+
+    got, *_ = run(f, (a, b, x), (P(None, "model"), P("model"), P()), kind)
+    np.testing.assert_array_equal(got, np.float16(want))
+
+
 def test_types_that_leave_a_product_open():
     """Over explicit axes that cut K a product lies as its first tile; without one JAX's error is that of jnp.matmul."""
     for function in (jnp.matmul, coda.gemm):
@@ -194,6 +253,17 @@ def test_batches():
     got, parts, _ = run(shared, (a, B), (P(None, "data"), P(None, "model")))
     assert_close(got, shared(a, B), rtol=1e-5)
     assert [shapes for _, *shapes in parts] == [[(4, M // 2, K), (K, N // 2)]]
+
+
+def test_a_batch_of_sums_that_are_scattered():
+    a, b = jnp.stack([A, 2 * A]), jnp.stack([B, B - 1])
+    multiply = jax.vmap(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh))
+    result = NamedSharding(mesh_of(AxisType.Auto), P(None, "model"))
+    specs = (P("data", None, "model"), P("data", "model"))
+    got, parts, found = run(multiply, (a, b), specs, out_shardings=result)
+    assert_close(got, multiply(a, b), rtol=1e-5)
+    assert [shapes for _, *shapes in parts] == [[(1, M, K // 2), (1, K // 2, N)]]
+    assert found == {"reduce-scatter": 1, "all-gather": 1}
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
