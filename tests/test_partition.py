@@ -144,21 +144,18 @@ def test_halves_cut_by_the_minor_part_of_an_axis(is_packed, of_a, of_row):
 def test_a_linear_epilogue_of_a_sum_that_is_scattered(result, kind):
     """Each device has a part of the sum, and runs the epilogue on it: no results are summed whole."""
 
-    def f(a, b, x, row, column):
-        if kind is AxisType.Explicit:  # its types follow the first tile
-            x = jax.sharding.reshard(x, result)
-        return coda.gemm(a, b, x, row, column, epilogue=lambda acc, x, row, column: (acc * row / 3, jnp.sum(acc)))
+    def f(a, b, x, row):
+        return coda.gemm(a, b, x, row, epilogue=lambda acc, x, row: (acc * row / 3, jnp.sum(acc)))
 
-    specs = (P("data", "model"), P("model"), result, P(), P())
+    arguments = (A.astype(jnp.bfloat16), B.astype(jnp.bfloat16), X, ROW)
     mesh = mesh_of(kind)
-    options = (
-        {"out_shardings": (NamedSharding(mesh, result), NamedSharding(mesh, P()))} if kind is AxisType.Auto else {}
-    )
+    shardings = (NamedSharding(mesh, result), NamedSharding(mesh, P())) if kind is AxisType.Auto else None
     with partitioned_on_cpus() as records, jax.set_mesh(mesh):
-        placed = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip((A, B, X, ROW, COLUMN), specs, strict=True)]
-        compiled = jax.jit(f, **options).lower(*placed).compile()
+        specs = (P("data", "model"), P("model"), result, P())
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+        compiled = jax.jit(f, out_shardings=shardings).lower(*placed).compile()
         got = compiled(*placed)
-    assert_close(jax.device_get(got), (A @ B * ROW / 3, jnp.sum(A @ B)), rtol=1e-5)
+    assert_close(jax.device_get(got), f(*arguments), rtol=2e-2)
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, result), 2)
     assert [spec.program == BARE for spec, _, _ in records] == [True]
     assert collectives(compiled)["reduce-scatter"] == 1
