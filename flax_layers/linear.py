@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -193,7 +192,7 @@ def normalized(
     if present:
         dtype = present[0].lora.dtype or present[0].dtype
         made, x = coda.norm_projection(norm, tuple(adapter.lora.lora_a[...] for adapter in present), dtype=dtype)
-        inner, norm = list(made) if len(present) > 1 else [made], dataclasses.replace(norm, x=x)
+        inner, norm = list(made) if len(present) > 1 else [made], norm.with_array(x)
     bias = None
     if any(base.bias is not None for base in bases):
         bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)

@@ -1,6 +1,9 @@
 """A norm that is not applied yet carries what it normalises: the chain is kept by value, and its loss is said."""
 
+import copy
+import dataclasses
 import functools
+import pickle
 import re
 import warnings
 
@@ -233,3 +236,65 @@ def test_arrays_of_norms(dtype):
 def test_errors_name_the_value_and_the_rule(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+REPLACES = [dataclasses.replace, *([copy.replace] if hasattr(copy, "replace") else [])]
+
+
+@pytest.mark.parametrize("replace", REPLACES)
+def test_a_stream_with_another_x_has_not_the_old_statistic(replace):
+    stream = coda.Stream(X).with_statistic()
+    scale = jnp.ones(X.shape[-1])
+    halved = replace(stream, x=0.5 * stream.x)
+    assert halved.sumsq is None
+    np.testing.assert_allclose(coda.rms_norm(halved, scale).array(), coda.rms_norm(0.5 * X, scale).array(), rtol=1e-6)
+    given = jnp.ones(X.shape[:-1])
+    assert replace(stream, x=0.5 * stream.x, sumsq=given).sumsq is given
+    assert replace(stream, sumsq=given).sumsq is given and replace(stream, sumsq=None).sumsq is None
+    assert replace(stream).sumsq is stream.sumsq and replace(stream, x=stream.x).sumsq is stream.sumsq
+    assert jax.jit(lambda s: replace(s, x=s.x + 1))(stream).sumsq is None
+
+
+@pytest.mark.parametrize("replace", REPLACES)
+@pytest.mark.parametrize("make", [coda.rms_norm, coda.layer_norm])
+def test_a_norm_of_another_x_is_refused(replace, make):
+    norm = make(X, jnp.ones(X.shape[-1]))
+    with pytest.raises(ValueError, match=r"x replaced, and sumsq.* not, .*make the norm anew with coda.rms_norm"):
+        replace(norm, x=0.5 * norm.x)
+    assert replace(norm, epsilon=1.0, scale=2 * norm.scale).sumsq is norm.sumsq
+    same = norm.with_array(norm.x.astype(jnp.bfloat16))
+    assert same.dtype == jnp.bfloat16 and (same.sumsq is norm.sumsq) and (same.mean is norm.mean)
+    other = make(0.5 * X, norm.scale)
+    again = replace(norm, x=other.x, sumsq=other.sumsq, mean=other.mean)
+    np.testing.assert_array_equal(again.array(), other.array())
+    if norm.mean is not None:
+        with pytest.raises(ValueError, match=r"x replaced, and mean not"):
+            replace(norm, x=other.x, sumsq=other.sumsq)
+        with pytest.raises(ValueError, match=r"mean replaced, and sumsq not"):
+            replace(norm, mean=None)
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        jax.jit(lambda x: x),
+        jax.lax.optimization_barrier,
+        jax.vmap(lambda x: x),
+        lambda x: jax.tree.map(lambda leaf: leaf, x),
+        lambda x: jax.lax.scan(lambda x, _: (x, None), x, length=2)[0],
+        lambda x: jax.vjp(lambda x: x, x)[1](x)[0],
+    ],
+)
+def test_copies_keep_the_statistic(through):
+    stream = coda.Stream(normal(0, 32, 32)).with_statistic()
+    norm = coda.layer_norm(stream, jnp.ones(32))
+    jax.tree.map(np.testing.assert_array_equal, through((stream, norm)), (stream, norm))
+
+
+def test_a_statistic_that_a_map_of_the_leaves_has_cast_is_computed_again():
+    stream = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), coda.Stream(X).with_statistic())
+    rstd = coda.rms_norm(stream, jnp.ones(X.shape[-1])).rstd()
+    np.testing.assert_array_equal(rstd, coda.rms_norm(stream.x, jnp.ones(X.shape[-1])).rstd())

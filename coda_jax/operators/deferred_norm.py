@@ -29,6 +29,9 @@ class DeferredNorm(NotAnArray):
     for the loss, and adds x where it is the residual too: no operator asks where an array came from. x is multiplied
     as it is, in the product's compute dtype: float16 overflows where x does, beyond 65504.
 
+    As of a `Stream`, a linear map of the leaves is no map of the norm. `dataclasses.replace` refuses another x beside
+    the statistics of this one; `with_array` gives the norm of the same values.
+
     Attributes:
       x: (..., D), what is normalised.
       sumsq: (...,) float32, row sums of x * x, or of (x - mean)^2. Like mean it is a cache of a function of x:
@@ -37,6 +40,9 @@ class DeferredNorm(NotAnArray):
       mean: (...,) float32, the means of the rows of x; None for RMSNorm.
       bias: (D,) or None; only beside a mean.
       epsilon: added to the mean of squares, or to the variance.
+
+    Raises:
+      ValueError: `dataclasses.replace` of x or mean without what depends on it.
     """
 
     x: jax.Array
@@ -45,6 +51,26 @@ class DeferredNorm(NotAnArray):
     mean: jax.Array | None = None
     bias: jax.Array | None = None
     epsilon: float = 1e-6
+    _: dataclasses.KW_ONLY
+    _replaced: dataclasses.InitVar[Any] = pytree.REPLACED
+
+    def __post_init__(self, _replaced: Any) -> None:
+        if _replaced is None:
+            return
+        other = [name for name in ("x", "mean") if getattr(self, name) is not getattr(_replaced, name)]
+        stale = ["sumsq"] if other and self.sumsq is _replaced.sumsq else []
+        if "x" in other and self.mean is not None and self.mean is _replaced.mean:
+            stale.append("mean")
+        if stale:
+            raise ValueError(
+                f"DeferredNorm: {' and '.join(other)} replaced, and {' and '.join(stale)} not, which would be that of "
+                "another array; make the norm anew with coda.rms_norm or coda.layer_norm, or give the statistics too. "
+                "The same values in another array: norm.with_array(x)"
+            )
+
+    def with_array(self, x: jax.Array) -> DeferredNorm:
+        """The norm of the same values in another array, as an operator returns x, or cast; its statistics are kept."""
+        return DeferredNorm(x, self.sumsq, self.scale, self.mean, self.bias, self.epsilon)
 
     @property
     def __jax_array__(self) -> NoReturn:

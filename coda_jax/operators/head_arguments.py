@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +61,7 @@ def head_arguments(
     a, b = low_rank
     if isinstance(h, DeferredNorm):
         inner, of_norm = norm_projection(h, a, dtype=dtype, implementation=implementation)
-        h = dataclasses.replace(h, x=of_norm)
+        h = h.with_array(of_norm)
     else:
         (inner,) = multiply(h.astype(dtype), a.astype(dtype), out_dtypes=[dtype], implementation=implementation)
     return HeadArguments(head, Tokens(h, inner), Kernel(w, b), array.shape[:-1])

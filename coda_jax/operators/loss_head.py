@@ -170,7 +170,7 @@ class LossHead:
 
     def normalize(self, h: Hidden) -> jax.Array:
         """The norm of x in float32; x itself where there is no norm."""
-        return dataclasses.replace(h, x=h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
+        return h.with_array(h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
     # ---- of a chunk
 

@@ -12,6 +12,16 @@ from jax.tree_util import GetAttrKey
 T = TypeVar("T")
 
 
+class _Itself:
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return instance
+
+
+# The default of a dataclass's InitVar: `dataclasses.replace` gives an InitVar what the instance has under its name,
+# here the instance itself, so `__post_init__` can look at what was not replaced. Wherever else one is made it is None.
+REPLACED = _Itself()
+
+
 def register(
     *, meta_fields: tuple[str, ...] = (), key: Callable[[Any, str], Any] | None = None
 ) -> Callable[[type[T]], type[T]]:

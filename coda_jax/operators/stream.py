@@ -74,16 +74,23 @@ class Stream(NotAnArray):
     RMSNorm that follows needs no pass over `x`. `sumsq` is a cache of a function of `x`, not an independent variable:
     norms differentiate through `x`, and a gradient taken through `sumsq` is zero.
 
-    Fields are read-only. Arithmetic and `astype` give a Stream without the statistic; a norm computes it when it is
-    missing.
+    Fields are read-only. Arithmetic, `astype` and `dataclasses.replace` with another x give a Stream without the
+    statistic; a norm computes it when it is missing. A linear map of the leaves is no map of a Stream:
+    `jax.tree.map(lambda leaf: 0.5 * leaf, stream)` halves sumsq, which should be a quarter; `0.5 * stream` is right.
 
     Attributes:
       x: (..., D).
-      sumsq: (...,) float32, or None when it is not known.
+      sumsq: (...,) float32, or None when it is not known; norms take none of another dtype for it.
     """
 
     x: jax.Array
     sumsq: jax.Array | None = None
+    _: dataclasses.KW_ONLY
+    _replaced: dataclasses.InitVar[Any] = pytree.REPLACED
+
+    def __post_init__(self, _replaced: Any) -> None:
+        if _replaced is not None and self.x is not _replaced.x and self.sumsq is _replaced.sumsq:
+            object.__setattr__(self, "sumsq", None)  # it is that of another x
 
     @classmethod
     def of(cls, x: jax.Array | Stream) -> Stream:
@@ -121,7 +128,7 @@ class Stream(NotAnArray):
 
     def with_statistic(self) -> Stream:
         """The Stream with its statistic, computed if it is missing: what `scan` needs of a carry."""
-        if self.sumsq is not None:
+        if self.sumsq is not None and self.sumsq.dtype == jnp.float32:  # else a map of the leaves has cast it
             return self
         return Stream(self.x, jnp.sum(jnp.square(lax.stop_gradient(self.x).astype(jnp.float32)), axis=-1))
 
