@@ -72,6 +72,26 @@ def test_two_right_hand_sides_are_the_halves():
     check(gradient, (expected[:, 0], expected[:, 1]))
 
 
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+@pytest.mark.parametrize("rows", [T, 1])
+@pytest.mark.parametrize(
+    "epilogue",
+    [lambda acc, row: (gated(acc + row), jnp.max(acc)), lambda acc, row: (jnp.sin(acc) * row, jnp.sum(acc * row, 0))],
+)
+def test_a_row_vector_is_a_row_or_a_vector(epilogue, rows, residuals):
+    """(1, N) beside columns of two axes, whose number of axes is that of (2, N / 2)."""
+
+    def gradient(row):
+        def f(*arrays):
+            return coda.gemm(*arrays, epilogue=epilogue, residuals=residuals)
+
+        return jax.jit(lambda *arrays: jax.value_and_grad(sines(f), (0, 1, 2))(*arrays))(A[0, :rows], W, row)
+
+    value, (da, dw, drow) = gradient(BIAS[None])
+    assert drow.shape == (1, 2 * F)
+    check((value, (da, dw, drow[0])), gradient(BIAS))
+
+
 def test_columns_of_several_axes_without_halves():
     w = normal(3, 16, 3, 4, 2)
     found = coda.gemm(A, w, epilogue=lambda acc: (jnp.tanh(acc), jnp.sum(acc, axis=1)))

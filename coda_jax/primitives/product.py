@@ -25,6 +25,7 @@ from coda_jax.primitives.shapes import (
     Groups,
     argument_groups,
     argument_parts,
+    as_vector,
     flat,
     flat_operands,
     flat_outputs,
@@ -172,7 +173,7 @@ def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec:
     for given, of_one in zip(arrays[2:], argument_parts(spec)[2:], strict=True):
         # Beside one row a tile is a row vector, and has no rows of its own.
         has_rows = any(group.of == "m" for group in of_one[0])
-        matrices = given if has_rows else [flat_rows(x, rows) for x in given]
+        matrices = given if has_rows else [as_vector(flat_rows(x, rows), of_one[0]) for x in given]
         if len(matrices) == len(of_one):
             made += [shaped(x, groups, sizes) for x, groups in zip(matrices, of_one, strict=True)]
         else:  # one array beside several, or several beside one
@@ -253,6 +254,8 @@ def _differentiable(
         )
         read = [of_one for of_one, is_needed in zip(parts[2:], pullback().needs, strict=True) if is_needed]
         arguments = flat_operands(needed, [False] * len(needed), read)
+        seen = [len(t.shape) for t, is_needed in zip(types, pullback().needs, strict=True) if is_needed]
+        arguments = [x if x.ndim == rank else x[None] for x, rank in zip(arguments, seen, strict=True)]
         cotangents = flat_outputs(cotangents, [len(x.shape) for x in epilogue.out_avals], spec)
         of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
         sizes = FactorAxes.of(factors, spec)
@@ -262,7 +265,10 @@ def _differentiable(
             kept = None if kept is None else flat(kept, of_product)
             dacc, darguments = pullback()(kept, arguments, cotangents)
         dacc = shaped(dacc.astype(compute_dtype(a, b)), of_product, sizes)
-        found = [*_factors(a, b, dacc, options), *darguments]
+        vectors = (
+            None if x is None else as_vector(x, of_one[0]) for x, of_one in zip(darguments, parts[2:], strict=True)
+        )
+        found = [*_factors(a, b, dacc, options), *vectors]
         return tuple(
             part
             for x, of_one in zip(found, parts, strict=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.epilogue import Axis, Kind, Operand, Reduction, Width
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding
 from coda_jax.primitives.spec import ArrayAxes, GemmSpec
 
@@ -128,6 +128,16 @@ def flat(x: Any, groups: Groups, *, has_batch: bool = False) -> Any:
     for count in counts:
         shape, rest = (*shape, math.prod(rest[:count])), rest[count:]
     return _reshaped(x, shape, [*[1] * has_batch, *counts])
+
+
+def as_vector(x: jax.Array, groups: Groups) -> jax.Array:
+    """(N,) of a row vector that has an axis for its row, (1, N), and several for its columns beside others.
+
+    Else (1, N) would be taken for two axes of columns.
+    """
+    if len(groups) != 1 or groups[0].axes == 1 or x.ndim == 1 or not same_size(x.shape[0], 1):
+        return x
+    return _reshaped(x, (math.prod(x.shape),), [x.ndim])
 
 
 def flat_rows(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
