@@ -21,6 +21,7 @@ from coda_jax.operators import layer_norm as layer_norm
 from coda_jax.operators import linear_cross_entropy as linear_cross_entropy
 from coda_jax.operators import mlp as mlp
 from coda_jax.operators import norm_projection as norm_projection
+from coda_jax.operators import project as project
 from coda_jax.operators import qkv_projection as qkv_projection
 from coda_jax.operators import rms_norm as rms_norm
 from coda_jax.operators import rotary as rotary

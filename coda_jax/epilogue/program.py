@@ -244,6 +244,16 @@ class Program:
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
+    def without_acc(self) -> "Program":
+        """Undoes `with_acc`; the program itself where its last output is not acc."""
+        *stores, last = self.stores or (None,)
+        leaves = {i for i, node in enumerate(self.nodes) if node.op == "acc"}
+        if last is None or last.output != self.num_outputs - 1 or last.slice or not leaves.issuperset(last.values):
+            return self
+        kept = self.needed(value for x in (*stores, *self.reductions) for value in x.values)
+        count = max(kept, default=-1) + 1
+        return replace(self, nodes=self.nodes[:count], stores=tuple(stores), num_outputs=self.num_outputs - 1)
+
     @cached_property
     def row_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each flat output the axes that the M rows index."""

@@ -8,6 +8,7 @@ from coda_jax.operators.feed_forward import gated_mlp as gated_mlp
 from coda_jax.operators.feed_forward import mlp as mlp
 from coda_jax.operators.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from coda_jax.operators.projection import norm_projection as norm_projection
+from coda_jax.operators.projection import project as project
 from coda_jax.operators.qkv_projection import qkv_projection as qkv_projection
 from coda_jax.operators.qkv_projection import rotary as rotary
 from coda_jax.operators.stream import Stream as Stream

@@ -72,6 +72,11 @@ class DeferredNorm(NotAnArray):
         """The norm of the same values in another array, as an operator returns x, or cast; its statistics are kept."""
         return DeferredNorm(x, self.sumsq, self.scale, self.mean, self.bias, self.epsilon)
 
+    def cotangent(self, x: Any, scale: Any = None, bias: Any = None) -> DeferredNorm:
+        """The norm's cotangent, of those of its fields. The statistics, functions of x, have none."""
+        none: Any = None
+        return DeferredNorm(x, none, scale, none, bias, self.epsilon)
+
     @property
     def __jax_array__(self) -> NoReturn:
         """What all functions of JAX ask for; of a Stream array + stream would, before it asks for __radd__."""
@@ -199,7 +204,7 @@ def _known_backward(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple
     if mean is not None:
         dx += column(dmean)
     dx = (dx / x.shape[-1]).astype(x.dtype)
-    return dx, None if mean is None else jnp.zeros_like(mean), jnp.zeros_like(rstd)
+    return dx, None, None
 
 
 def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
@@ -214,3 +219,15 @@ def of_rows(norm: DeferredNorm) -> DeferredNorm:
     mean = None if norm.mean is None else norm.mean.reshape(-1)
     x, sumsq = norm.x.reshape(-1, norm.x.shape[-1]), norm.sumsq.reshape(-1)
     return dataclasses.replace(norm, x=x, sumsq=sumsq, mean=mean)
+
+
+def row_flags(tree: Any) -> Any:
+    """Which arrays of a tree have the rows of x: of a norm x and its statistics, of all else none."""
+
+    def of_one(x: Any) -> Any:
+        if not isinstance(x, DeferredNorm):
+            return False
+        flags: Any = jax.tree.map(lambda _: True, x)
+        return dataclasses.replace(flags, scale=False, bias=None if x.bias is None else False)
+
+    return jax.tree.map(of_one, tree, is_leaf=lambda x: isinstance(x, DeferredNorm))

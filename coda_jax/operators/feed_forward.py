@@ -12,8 +12,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
-from coda_jax.operators.norm_products import Sums, cotangents, multiply, named, of_norm, with_rows_of
+from coda_jax.operators.chain import Chain, row_spec, run_chain
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
+from coda_jax.operators.norm_products import (
+    Sums,
+    cotangents,
+    multiply,
+    named,
+    of_norm,
+    with_rows_of,
+)
 from coda_jax.operators.stream import Stream, array, separate_residual
 from coda_jax.primitives.arguments import joined_halves, resolve_dtype
 from coda_jax.primitives.mesh_types import constrained
@@ -91,7 +99,7 @@ def add_residual_sumsq(
 
 
 @dataclasses.dataclass(frozen=True)
-class _FeedForward:
+class _FeedForward(Chain):
     """`mlp` of a norm of x (..., D), forward and backward: what it is beside its arrays."""
 
     activation: Activation
@@ -144,8 +152,10 @@ class _FeedForward:
         kept_cast = cast if self.keep_weights else None
         return (outputs, (of_z, down, kept_cast, down_bias, *kept)) if keep else outputs
 
-    def backward(self, kept: tuple[Any, ...], dys: list[jax.Array]) -> tuple[Any, ...]:
+    def backward(self, kept: tuple[Any, ...], dys: list[Any]) -> tuple[Any, ...]:
         (of_z, down, cast, down_bias, u), dy = kept, dys[0]
+        if dy is None:  # no gradient flows through the row sums
+            return (None,) * 6
         dout = dy.astype(self.dtype)
         t_scale, mean, *of_columns = of_z.of_cotangents(self.dtype)
         of_rows = (None if x is None else with_rows_of(x, self.hidden_sharding) for x in (t_scale, mean))
@@ -179,6 +189,9 @@ class _FeedForward:
         if down_bias is not None:  # a pass over dy: the product that made it belongs to someone else
             ddown_bias = jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)).astype(down_bias.dtype)
         return dnorm, dup, dup_bias, ddown, ddown_bias, dy if self.adds_other else None
+
+    def with_batch(self, size: Any) -> _FeedForward | None:
+        return self if self.hidden_sharding is None else None
 
     def _sums(self, sums: Sums) -> Sums:
         rows = None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1])
@@ -275,12 +288,13 @@ def mlp(
         adds_other=other is not None,
         dtype=resolve_dtype(name, dtype, norm.x, up),
         out_dtype=norm.dtype if other is None else other.dtype,
-        hidden_sharding=hidden_sharding,
+        hidden_sharding=row_spec(hidden_sharding, norm),
         keep_weights=keep_weights,
         implementation=implementation,
     )
-    arguments = norm_products.vary_alike(norm, up, up_bias, w_down, down_bias, other)
-    y, *squares = norm_products.chain(name, chain.products, chain.backward)(*arguments)
+    arguments = [norm, up, up_bias, w_down, down_bias]
+    rows = [*row_flags(arguments), None if other is None else True]
+    y, *squares = run_chain(name, chain, [*arguments, other], rows)
     return Stream(y, squares[0] if squares else None)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes
@@ -179,11 +179,7 @@ def _vocabulary_axes(head: LossHead, kernel: Kernel) -> tuple[Any, Any]:
 def _row_flags(tokens: Tokens) -> Any:
     """Whether each array has a row for each token."""
     flags: Any = jax.tree.map(lambda _: True, tokens)
-    if isinstance(flags.h, DeferredNorm):
-        of_bias: Any = None if flags.h.bias is None else False
-        none: Any = False
-        flags = flags._replace(h=dataclasses.replace(flags.h, scale=none, bias=of_bias))
-    return flags
+    return flags._replace(h=row_flags(tokens.h)) if isinstance(tokens.h, DeferredNorm) else flags
 
 
 def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:

@@ -41,9 +41,8 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
-from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, vary, varying_axes
+from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed
 from coda_jax.primitives.product import Options, Parts, product
-from coda_jax.primitives.reverse_mode import differentiable
 
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:
@@ -72,27 +71,9 @@ def named(name: str, function: Callable[..., Any], **options: Any) -> Callable[.
     return with_options
 
 
-def chain(name: str, products: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., list[jax.Array]]:
-    """The outputs of a chain of products with its derivative, as a function of arrays that vary alike.
-
-    Args:
-      name: of the operator.
-      products: products(*arguments, keep=False) are the outputs; with keep=True beside them what `backward` takes.
-      backward: the arguments' cotangents, from what is kept and those of the outputs.
-    """
-    run, forward = functools.partial(products, keep=False), functools.partial(products, keep=True)
-    return differentiable(name, run, forward, backward)
-
-
 def with_rows_of(x: jax.Array, spec: jax.P | None) -> jax.Array:
     """x (..., D), its rows lying as those of a result with this PartitionSpec: what cuts columns there cuts no rows."""
     return constrained(x, None if spec is None or x.ndim == 0 else jax.P(*spec[: x.ndim - 1], None))
-
-
-def vary_alike(*trees: Any) -> list[Any]:
-    """The trees of arrays, all varying over the same manual mesh axes."""
-    leaves, structure = jax.tree.flatten(list(trees))
-    return jax.tree.unflatten(structure, vary(varying_axes(*leaves), *leaves))
 
 
 def multiply(
@@ -361,12 +342,9 @@ def backward(
     )
     dbias = None if bias is None else jax.tree.map(lambda dz_sums, x: dz_sums.astype(x.dtype), sums.dshift, bias)
     dw, (dscale, *dnorm_bias) = made[: len(weights)], made[len(weights) :]
-    dnorm = DeferredNorm(
+    dnorm = norm.cotangent(
         dx,
-        jnp.zeros_like(norm.sumsq),
         dscale.astype(norm.scale.dtype),
-        None if norm.mean is None else jnp.zeros_like(norm.mean),
         None if norm.bias is None else dnorm_bias[0].astype(norm.bias.dtype),
-        norm.epsilon,
     )
     return dnorm, one_or_parts(dw), dbias

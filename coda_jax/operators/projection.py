@@ -1,7 +1,8 @@
-"""A projection of a norm, or several, with bias: one product forward and two backward."""
+"""Projections, each one product forward and two backward: of an array onto the stream, of a norm to one or several."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, in_row, width_of
+from coda_jax.operators.chain import Chain, row_spec, run_chain
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, in_row, row_flags, width_of
+from coda_jax.operators.feed_forward import add_residual_sumsq
 from coda_jax.operators.norm_products import (
     NormProduct,
     Sums,
@@ -25,11 +28,71 @@ from coda_jax.operators.norm_products import (
     rounded,
     with_rows_of,
 )
-from coda_jax.primitives.arguments import resolve_dtype
+from coda_jax.operators.stream import Stream, array
+from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import constrained
 from coda_jax.primitives.product import Parts
 
 PROJECTION_NAME = "norm_projection"
+
+
+def project(
+    x: jax.Array | Stream,
+    w: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | Stream | None = None,
+    dtype: Any = None,
+    implementation: str = "auto",
+) -> Stream:
+    """x w + bias + residual, with the row sums of its squares for an RMSNorm.
+
+        y = x w + bias + residual,   sumsq = sum_j y[..., j]^2     one product
+
+    As the out-projection of attention makes the stream, which the next norm then need not read. y is rounded once; the
+    sums are taken before. Backward dx = dy w^T and dw = x^T dy are each one product, and nothing but the arguments is
+    kept.
+
+    Args:
+      x: (..., K), an array or a Stream.
+      w: (K, N).
+      bias: (N,).
+      residual: (..., N), an array or a Stream. Where explicit mesh axes cut K in both x and w, y lies as it does.
+      dtype: compute dtype, of the product's inputs; default the promotion of x and w.
+      implementation: as in `gemm`.
+
+    Returns:
+      y (..., N) in the residual's dtype, without one in the compute dtype; its row sums of squares (...,) float32,
+      through which no gradient flows.
+
+    Raises:
+      TypeError: x is a DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
+      ValueError: shapes that do not fit.
+    """
+    if isinstance(x, DeferredNorm):
+        raise TypeError("project: x is a DeferredNorm; norm_projection applies a norm, and its .array() is an array")
+    x, other = array(x), None if residual is None else array(residual)
+    check_floats("project", x=x, w=w, bias=bias, residual=other)
+    if w.ndim != 2 or x.ndim == 0 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"project: x has shape {x.shape} and w {w.shape}; they must be (..., K) and (K, N)")
+    for name, given, shape in (("bias", bias, w.shape[1:]), ("residual", other, (*x.shape[:-1], w.shape[1]))):
+        if given is not None and given.shape != shape:
+            raise ValueError(f"project: {name} has shape {given.shape}; beside x {x.shape} and w {w.shape}, {shape}")
+    dtype = resolve_dtype("project", dtype, x, w)
+    is_row = x.ndim == 1
+    if is_row:
+        x, other = (None if of_row is None else jnp.expand_dims(of_row, 0) for of_row in (x, other))
+    y, sumsq = multiply(
+        x.astype(dtype),
+        w.astype(dtype),
+        other,
+        bias,
+        epilogue=add_residual_sumsq,
+        out_dtypes=[dtype if other is None else other.dtype, jnp.float32],
+        implementation=implementation,
+        like=other,
+    )
+    return Stream(jnp.squeeze(y, 0), jnp.squeeze(sumsq, 0)) if is_row else Stream(y, sumsq)
 
 
 def norm_projection(
@@ -78,32 +141,67 @@ def norm_projection(
         arrays[f"bias{place}"] = (of_part, part.shape[-1:])
     check_arrays("norm_projection", norm, arrays)
     dtype = resolve_dtype("norm_projection", dtype, norm.x, *weights)
-    ends = ends_of(weights)
     specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
+    chain = _NormProjection(
+        ends=ends_of(weights),
+        dtype=dtype,
+        specs=[row_spec(spec, norm) for spec in specs],
+        keep_weights=keep_weights,
+        implementation=implementation,
+    )
+    arguments = [norm, one_or_parts(weights), None if bias is None else one_or_parts(biases)]
+    *zs, x = run_chain("norm_projection", chain, arguments, row_flags(arguments))
+    return one_or_parts(zs), x
 
-    def products(norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
-        (x, *arrays), of_z = norm_products.factors(norm, w, bias, dtype, keep_weights=keep_weights)
+
+@dataclasses.dataclass(frozen=True)
+class _NormProjection(Chain):
+    """`norm_projection` of a norm of x (..., D), forward and backward: what it is beside its arrays.
+
+    Attributes:
+      ends: where the columns of each z but the last end.
+      dtype: compute dtype.
+      specs: how each z lies.
+      keep_weights: whether w with the norm's scale is kept for the backward pass.
+      implementation: as in `gemm`.
+    """
+
+    ends: list[int]
+    dtype: Any
+    specs: list[Any]
+    keep_weights: bool
+    implementation: str
+
+    def products(self, norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
+        """Each z, and x; beside them, if asked for, what `backward` takes."""
+        (x, *arrays), of_z = norm_products.factors(norm, w, bias, self.dtype, keep_weights=self.keep_weights)
         zs = multiply(
-            with_rows_of(x, specs[0]),
+            with_rows_of(x, self.specs[0]),
             *arrays,
-            epilogue=of_norm(named("norm_shift", _shifted, ends=ends)),
-            out_dtypes=[dtype] * len(weights),
-            implementation=implementation,
+            epilogue=of_norm(named("norm_shift", _shifted, ends=self.ends)),
+            out_dtypes=[self.dtype] * len(self.specs),
+            implementation=self.implementation,
         )
-        zs = [checkpoint_name(constrained(z, spec), PROJECTION_NAME) for z, spec in zip(zs, specs, strict=True)]
+        zs = [checkpoint_name(constrained(z, spec), PROJECTION_NAME) for z, spec in zip(zs, self.specs, strict=True)]
         outputs = [*zs, norm.x]
         return (outputs, (of_z, zs)) if keep else outputs
 
-    def backward(kept: Any, outputs: list[jax.Array]) -> tuple[Any, ...]:
-        (of_z, zs), (*dzs, dresidual) = kept, outputs
-        dzs = [constrained(dz, spec) for dz, spec in zip(dzs, specs, strict=True)]
-        ts, sums = _cotangents(of_z, zs, dzs, ends, dtype)
-        ts = one_or_parts([constrained(t, spec) for t, spec in zip(parts_of(ts), specs, strict=True)])
-        return norm_products.backward(of_z, ts, sums, dresidual, implementation=implementation)
+    def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
+        (of_z, zs), (*dzs, dresidual) = kept, cotangents
+        if all(dz is None for dz in dzs):
+            return of_z.norm.cotangent(dresidual), None, None
+        dzs = [jnp.zeros_like(z) if dz is None else dz for z, dz in zip(zs, dzs, strict=True)]
+        dzs = [constrained(dz, spec) for dz, spec in zip(dzs, self.specs, strict=True)]
+        ts, sums = _cotangents(of_z, zs, dzs, self.ends, self.dtype)
+        ts = one_or_parts([constrained(t, spec) for t, spec in zip(parts_of(ts), self.specs, strict=True)])
+        return norm_products.backward(of_z, ts, sums, dresidual, implementation=self.implementation)
 
-    arguments = norm_products.vary_alike(norm, one_or_parts(weights), None if bias is None else one_or_parts(biases))
-    *zs, x = norm_products.chain("norm_projection", products, backward)(*arguments)
-    return one_or_parts(zs), x
+    def with_batch(self, size: Any) -> _NormProjection | None:
+        return self if all(spec is None for spec in self.specs) else None
+
+    def arguments(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_z, _ = kept
+        return of_z.norm, of_z.w, of_z.bias
 
 
 def _shifted(u: jax.Array, shift: jax.Array | None, *, ends: list[int]) -> Any:

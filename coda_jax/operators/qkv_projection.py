@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.operators import norm_products
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, width_of
+from coda_jax.operators.chain import Chain, run_chain
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, without_axes
@@ -60,7 +61,7 @@ def _unit_heads_backward(z: jax.Array, scale: jax.Array, dy: jax.Array, epsilon:
 
 
 @dataclasses.dataclass(frozen=True)
-class _QKVProjection:
+class _QKVProjection(Chain):
     """`qkv_projection` of a norm of x (..., T, D), forward and backward: what it is beside its arrays.
 
     Attributes:
@@ -113,9 +114,12 @@ class _QKVProjection:
         outputs = [q, k, v, norm.x]
         return (outputs, (of_z, tables, scales, (*before, v) if before else (q, k, v))) if keep else outputs
 
-    def backward(self, kept: tuple[Any, ...], cotangents: list[jax.Array]) -> tuple[Any, ...]:
+    def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
         of_z, (cos, sin), scales, zs = kept
         *dqkv, dresidual = cotangents
+        if all(dy is None for dy in dqkv):
+            return of_z.norm.cotangent(dresidual), None, (None, None), (None,) * len(scales)
+        dqkv = [jnp.zeros_like(z) if dy is None else dy for z, dy in zip(zs, dqkv, strict=True)]
         dqkv = [constrained(dy, spec) for dy, spec in zip(dqkv, self.out_sharding, strict=True)]
         wide = [dy.astype(jnp.float32) for dy in dqkv]
         dz = [rotary(wide[0], cos, -sin), rotary(wide[1], cos, -sin), wide[2]]
@@ -137,7 +141,15 @@ class _QKVProjection:
         t = norm_products.one_or_parts(ts)
         sums = Sums(products[0] + products[1] + products[2])
         dnorm, dw, _ = norm_products.backward(of_z, t, sums, dresidual, implementation=self.implementation)
-        return dnorm, dw, (jnp.zeros_like(cos), jnp.zeros_like(sin)), tuple(dscales)
+        return dnorm, dw, (None, None), tuple(dscales)
+
+    def with_batch(self, size: Any) -> _QKVProjection | None:
+        is_open = all(spec is None for spec in self.out_sharding)
+        return dataclasses.replace(self, rows=(size, *self.rows)) if is_open else None
+
+    def arguments(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
+        of_z, tables, scales, _ = kept
+        return of_z.norm, of_z.w, tables, scales
 
     def _in_heads(self, y: jax.Array) -> jax.Array:
         return y.reshape(*self.rows, y.shape[-1] // self.head_dim, self.head_dim)
@@ -229,6 +241,10 @@ def qkv_projection(
     weights = norm_products.parts_of(w)
     head_dim = sum(part.shape[-1] for part in weights) // heads
     width = width_of("qkv_projection", norm)
+    if norm.ndim < 2:
+        raise ValueError(
+            f"qkv_projection: x has shape {norm.shape}; it must be (..., T, D), whose positions are turned"
+        )
     if len(weights) not in (1, 3):
         raise ValueError(
             f"qkv_projection: w is {len(weights)} arrays; it must be one, or three: of query, key and value"
@@ -259,6 +275,6 @@ def qkv_projection(
         keep_weights=keep_weights,
         implementation=implementation,
     )
-    arguments = norm_products.vary_alike(norm, norm_products.one_or_parts(weights), (cos, sin), scales)
-    q, k, v, x = norm_products.chain("qkv_projection", chain.products, chain.backward)(*arguments)
+    arguments = [norm, norm_products.one_or_parts(weights), (cos, sin), scales]
+    q, k, v, x = run_chain("qkv_projection", chain, arguments, row_flags(arguments))
     return q, k, v, x

@@ -1,7 +1,9 @@
-"""vmap of the primitive: one leading batch axis, with a flag for each argument that has it."""
+"""vmap of the primitive: a batch of rows is more rows; else one leading batch axis, with a flag for each argument."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
+from coda_jax.epilogue import Axis, Kind, Operand
+from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
+from coda_jax.primitives.shapes import argument_parts
 from coda_jax.primitives.spec import GemmSpec
 
 
@@ -20,6 +26,10 @@ def _batch(
     mapped = [dim is not None for dim in dims]
     new = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
+    more_rows = _as_rows(moved, mapped, spec)
+    if more_rows is not None:
+        rows, of_rows = more_rows
+        return bind(*rows, spec=of_rows), [0] * len(spec.out_dtypes)
     if not any(spec.batched):
         return bind(*moved, spec=_batched(spec, mapped)), [0] * len(spec.out_dtypes)
 
@@ -31,6 +41,52 @@ def _batch(
     flags = [is_mapped or flag for is_mapped, flag in zip(mapped, spec.batched, strict=True)]
     outputs = bind(*merged, spec=_batched(spec, flags))
     return [x.reshape(new, old, *x.shape[1:]) for x in outputs], [0] * len(outputs)
+
+
+def _as_rows(
+    arguments: Sequence[jax.Array], mapped: Sequence[bool], spec: GemmSpec
+) -> tuple[list[jax.Array], GemmSpec] | None:
+    """The arguments and the product of a batch of a with one b as one product of all rows; None where it is not one."""
+    program, parts = spec.program, argument_parts(spec)
+    flags = iter(mapped)
+    of_a, of_b, *of_operands = ([next(flags) for _ in of_one] for of_one in parts)
+    if any(spec.batched) or not all(of_a) or any(of_b) or spec.transpose_a or spec.out_sharding is not None:
+        return None
+    finishing = program.finishing
+    is_local = all(reduction.axis is Axis.ROW for reduction in program.reductions) and not finishing.equations
+    if not is_local or not all(isinstance(atom, int) for _, atom in finishing.outputs):
+        return None
+    if any(source == "operand" for _, source, _ in finishing.inputs):
+        return None
+    if len(parts[0]) > 1 or any(node.op == "row" for node in program.nodes):
+        return None
+    size, *rows = arguments[0].shape[: 1 + spec.axes.m]
+    is_row = same_size(math.prod(rows), 1)
+    operands, made, rest = [], list(arguments[: 1 + len(of_b)]), iter(arguments[1 + len(of_b) :])
+    for operand, has_batch, of_one in zip(program.operands, of_operands, parts[2:], strict=True):
+        of_rows = _of_rows(operand, all(has_batch), is_row=is_row)
+        arrays = [next(rest) for _ in of_one]
+        if of_rows is None or any(has_batch) != all(has_batch):
+            return None
+        if of_rows.kind is not operand.kind:  # beside one row it has none of its own
+            axes = sum(group.axes for groups in of_one[:1] for group in groups)
+            arrays = [x.reshape(size, *rows, *(x.shape[x.ndim - axes :] if axes else (1,))) for x in arrays]
+        operands.append(of_rows)
+        made += arrays
+    axes_of_rows = spec.axes._replace(m=spec.axes.m + 1)
+    return made, spec.replace(program=dataclasses.replace(program, operands=tuple(operands)), axes=axes_of_rows)
+
+
+def _of_rows(operand: Operand, has_batch: bool, *, is_row: bool) -> Operand | None:
+    """What an operand is beside the rows of a whole batch; None where it cannot be any."""
+    if operand.kind in (Kind.COLUMN_VECTOR, Kind.TILE) or (operand.kind is Kind.ROPE_TABLE and not operand.period):
+        return operand if has_batch else None
+    if not has_batch:
+        return operand
+    if not is_row or operand.dtype.name not in FLOATS:
+        return None
+    kinds = {Kind.ROW_VECTOR: Kind.TILE, Kind.SCALAR: Kind.COLUMN_VECTOR}
+    return dataclasses.replace(operand, kind=kinds[operand.kind]) if operand.kind in kinds else None
 
 
 def _merge(x: jax.Array, new: Any, old: Any, is_mapped: bool, has_old: bool) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend import core as jex_core
-from jax.interpreters import mlir
+from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
@@ -184,6 +184,23 @@ def _bind_flat(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 _run = jax.jit(_bind_flat, static_argnames=("spec",))
 for _primitive in PRIMITIVES:
     _primitive.def_impl(_run)
+
+
+def _without_unused(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
+    """Drops a product whose results nobody reads; and acc, where it was kept for a gradient that does not need it."""
+    equation = others[-1]  # jax 0.12 puts in front of it which inputs are live
+    if not any(used):
+        return [False] * len(equation.invars), None
+    spec: GemmSpec = equation.params["spec"]
+    program = spec.program if used[-1] else spec.program.without_acc()
+    if program is not spec.program:
+        shorter = spec.replace(program=program, out_dtypes=spec.out_dtypes[:-1])
+        equation = equation.replace(outvars=equation.outvars[:-1], params={"spec": shorter})
+    return [True] * len(equation.invars), equation
+
+
+for _primitive in PRIMITIVES:
+    partial_eval.dce_rules[_primitive] = _without_unused
 
 
 def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:

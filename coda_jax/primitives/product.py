@@ -17,7 +17,7 @@ from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
 from coda_jax.primitives.pullback import Pullback
-from coda_jax.primitives.reverse_mode import differentiable
+from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.shapes import (
     WHOLE,
     FactorAxes,
@@ -25,7 +25,6 @@ from coda_jax.primitives.shapes import (
     Groups,
     argument_groups,
     argument_parts,
-    as_vector,
     flat,
     flat_operands,
     flat_outputs,
@@ -173,7 +172,7 @@ def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec:
     for given, of_one in zip(arrays[2:], argument_parts(spec)[2:], strict=True):
         # Beside one row a tile is a row vector, and has no rows of its own.
         has_rows = any(group.of == "m" for group in of_one[0])
-        matrices = given if has_rows else [as_vector(flat_rows(x, rows), of_one[0]) for x in given]
+        matrices = given if has_rows else [flat_rows(x, rows) for x in given]
         if len(matrices) == len(of_one):
             made += [shaped(x, groups, sizes) for x, groups in zip(matrices, of_one, strict=True)]
         else:  # one array beside several, or several beside one
@@ -222,8 +221,8 @@ def _differentiable(
     """
 
     @functools.cache
-    def pullback() -> Pullback:
-        return Pullback.of(epilogue, acc, types)
+    def pullback(absent: frozenset[int] = frozenset()) -> Pullback:
+        return Pullback.of(epilogue, acc, types, absent)
 
     parts = argument_parts(spec)
     of_a, of_factors = len(parts[0]), len(parts[0]) + len(parts[1])
@@ -247,36 +246,81 @@ def _differentiable(
         needed = [x for x, is_needed in zip(arguments[of_factors:], needs, strict=True) if is_needed]
         return outputs, (arguments[:of_factors], kept, needed)
 
-    def backward(residuals: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
-        factors, kept, needed = residuals
-        a, b = (
-            joined(factors[i:j], of_one) for (i, j), of_one in zip(((0, of_a), (of_a, of_factors)), parts, strict=False)
-        )
-        read = [of_one for of_one, is_needed in zip(parts[2:], pullback().needs, strict=True) if is_needed]
-        arguments = flat_operands(needed, [False] * len(needed), read)
-        seen = [len(t.shape) for t, is_needed in zip(types, pullback().needs, strict=True) if is_needed]
-        arguments = [x if x.ndim == rank else x[None] for x, rank in zip(arguments, seen, strict=True)]
-        cotangents = flat_outputs(cotangents, [len(x.shape) for x in epilogue.out_avals], spec)
+    run = differentiable(
+        f"gemm '{spec.name}'",
+        functools.partial(bind, spec=spec),
+        forward,
+        _ProductBackward(epilogue, spec, options, pullback),
+    )
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProductBackward(Backward):
+    """The derivative of a product: from its factors, the kept acc and the arguments that `pullback()` reads.
+
+    Attributes:
+      epilogue, spec, options: of the product.
+      pullback: gives the epilogue's derivative, without the outputs of these numbers.
+    """
+
+    epilogue: Epilogue
+    spec: GemmSpec
+    options: Options
+    pullback: Callable[..., Pullback]
+
+    def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
+        dacc, darguments = self._of_epilogue(kept, cotangents)
+        return (*self._of_factors(kept[0], dacc), *darguments)
+
+    def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
+        """A batch of a with one b: da is a product of all rows, db one that sums over them."""
+        parts = argument_parts(self.spec)
+        of_a, *of_b = batched[0][0]
+        if self.options.transpose_a or len(parts[0]) > 1 or not of_a or any(of_b):
+            return None
+        axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched)
+        of_epilogue = jax.vmap(self._of_epilogue, in_axes=axes, axis_size=size)
+
+        def backward(kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
+            dacc, darguments = of_epilogue(kept, cotangents)
+            return (*self._of_factors(kept[0], dacc), *darguments)
+
+        num_arguments = sum(map(len, parts[2:]))
+        return OfBatch(backward, kept, cotangents, [True, *[False] * len(of_b), *[True] * num_arguments])
+
+    def _of_epilogue(self, kept: Any, cotangents: Sequence[Any]) -> tuple[jax.Array, list[jax.Array | None]]:
+        """The cotangents of acc, with all its axes, and of the arguments, or of their parts."""
+        (factors, kept_acc, needed), options, spec = kept, self.options, self.spec
+        parts = argument_parts(spec)
+        a, b = self._joined(factors)
+        pullback = self.pullback(frozenset(i for i, x in enumerate(cotangents) if x is None))
+        read = [of_one for of_one, is_needed in zip(parts[2:], self.pullback().needs, strict=True) if is_needed]
+        arguments = pullback.needed(self.pullback(), flat_operands(needed, [False] * len(needed), read))
+        cotangents = flat_outputs(cotangents, [len(x.shape) for x in self.epilogue.out_avals], spec)
         of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
         sizes = FactorAxes.of(factors, spec)
-        if pullback().needs_acc and kept is None:
-            dacc, darguments = _recomputed(pullback(), a, b, arguments, cotangents, options)
+        if pullback.needs_acc and kept_acc is None:
+            dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
         else:
-            kept = None if kept is None else flat(kept, of_product)
-            dacc, darguments = pullback()(kept, arguments, cotangents)
+            dacc, darguments = pullback(None if kept_acc is None else flat(kept_acc, of_product), arguments, cotangents)
         dacc = shaped(dacc.astype(compute_dtype(a, b)), of_product, sizes)
-        vectors = (
-            None if x is None else as_vector(x, of_one[0]) for x, of_one in zip(darguments, parts[2:], strict=True)
-        )
-        found = [*_factors(a, b, dacc, options), *vectors]
-        return tuple(
-            part
-            for x, of_one in zip(found, parts, strict=True)
-            for part in ([None] * len(of_one) if x is None else shaped_parts(x, of_one, sizes))
-        )
+        each = zip(darguments, parts[2:], strict=True)
+        return dacc, [part for x, of_one in each for part in _parts_of(x, of_one, sizes)]
 
-    run = differentiable(f"gemm '{spec.name}'", functools.partial(bind, spec=spec), forward, backward)
-    return run
+    def _of_factors(self, factors: Sequence[jax.Array], dacc: jax.Array) -> list[jax.Array]:
+        """The cotangents of the factors, or of their parts."""
+        sizes, parts = FactorAxes.of(factors, self.spec), argument_parts(self.spec)
+        found = _factors(*self._joined(factors), dacc, self.options)
+        return [part for x, of_one in zip(found, parts, strict=False) for part in _parts_of(x, of_one, sizes)]
+
+    def _joined(self, factors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        of_a, of_b, *_ = argument_parts(self.spec)
+        return joined(factors[: len(of_a)], of_a), joined(factors[len(of_a) :], of_b)
+
+
+def _parts_of(x: jax.Array | None, of_one: Sequence[Groups], sizes: FactorAxes) -> list[Any]:
+    return [None] * len(of_one) if x is None else list(shaped_parts(x, of_one, sizes))
 
 
 def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtype) -> int | None:

@@ -27,7 +27,8 @@ class Pullback:
       needs_acc: whether it reads acc; it does not where f is linear in it.
       needs: for each argument (operands, then captured arrays) whether it reads it.
       dtypes: stored dtype of each argument.
-      floating_outputs: which flat outputs have a cotangent; `reads_cotangent` says which of these it reads.
+      floating_outputs: which flat outputs have a cotangent that is not zeros; `reads_cotangent` says which of these it
+        reads.
       row_axes: for each flat output the axes that the rows index.
     """
 
@@ -41,8 +42,14 @@ class Pullback:
     row_axes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, epilogue: Epilogue, acc: Any, arguments: Sequence[Any]) -> Pullback:
-        """Differentiates `epilogue` at the types of `acc` and of its arguments."""
+    def of(
+        cls, epilogue: Epilogue, acc: Any, arguments: Sequence[Any], absent: frozenset[int] = frozenset()
+    ) -> Pullback:
+        """Differentiates `epilogue` at the types of `acc` and of its arguments.
+
+        Args:
+          absent: numbers of the outputs whose cotangents are zeros, and so are not read.
+        """
         operands = epilogue.program.operands
 
         def as_traced(*arguments: jax.Array) -> list[jax.Array]:
@@ -50,7 +57,7 @@ class Pullback:
 
         typed = types_of(as_traced, *arguments)
         outputs = types_of(epilogue.call, acc, *typed)
-        floating_outputs = [i for i, x in enumerate(outputs) if _is_floating(x.dtype)]
+        floating_outputs = [i for i, x in enumerate(outputs) if _is_floating(x.dtype) and i not in absent]
         floating = [i for i, x in enumerate(typed) if _is_floating(x.dtype)]
 
         def pull(acc: jax.Array, arguments: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
@@ -81,6 +88,11 @@ class Pullback:
     def is_uniform(self) -> bool:
         """Whether all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can."""
         return len({aval.manual_axis_type.varying for aval in self.jaxpr.in_avals}) <= 1
+
+    def needed(self, whole: Pullback, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arguments that it reads, of those that the derivative with all cotangents reads."""
+        each = zip(arguments, (needs for needs, kept in zip(self.needs, whole.needs, strict=True) if kept), strict=True)
+        return [x for x, needs in each if needs]
 
     def __call__(
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]

@@ -3,16 +3,22 @@
 JAX refuses forward mode of a custom_vjp function without its name, where the tangent of its result is computed. Such a
 function has one more argument here, a zero whose tangent depends on those of the others, and so is computed before it.
 In reverse mode that tangent is only transposed, to nothing.
+
+The zero also tells the gradient of a vmap from the vmap of a gradient: it has the batch where vmap came first. There
+the cotangent of an argument that the batch shares is a sum over it, which JAX takes from a cotangent for each element;
+a `Backward` that can sums in its own products. One that a rule gives without the batch is to JAX the whole already.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax._src.interpreters.batching import BatchTracer  # has no public name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
@@ -21,6 +27,38 @@ from coda_jax.primitives.mesh_types import explicit_sharding, placed
 
 _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
+_batch_p = jex_core.Primitive("coda_batch")  # has a batching rule alone
+_batch_p.multiple_results = True
+
+
+class Backward:
+    """backward(kept, cotangents), as `jax.custom_vjp.defvjp` takes it, that sees more of how it is called.
+
+    Cotangents that are zeros to JAX are None.
+    """
+
+    def __call__(self, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
+        """How to do a batch, whose axis is the first of what `batched` flags; None: as JAX batches a function."""
+        raise NotImplementedError
+
+
+class OfBatch(NamedTuple):
+    """The derivative of a batch.
+
+    Attributes:
+      backward: of all.
+      kept, cotangents: what it takes.
+      batched: trees of flags, whether each cotangent that it gives has a batch axis in front; what has none is the sum
+        over the batch.
+    """
+
+    backward: Callable[[Any, Any], tuple[Any, ...]]
+    kept: Any
+    cotangents: Any
+    batched: Sequence[Any]
 
 
 def differentiable(
@@ -30,23 +68,70 @@ def differentiable(
 
     Args:
       name: of the operator.
-      run, forward, backward: as `jax.custom_vjp` and its `defvjp` take them.
+      run, forward, backward: as `jax.custom_vjp` and its `defvjp` take them; backward may be a `Backward`.
     """
 
     @jax.custom_vjp
     def guarded(zero: jax.Array, *arguments: Any) -> Any:
         return run(*arguments)
 
-    def guarded_forward(zero: jax.Array, *arguments: Any) -> Any:
+    def guarded_forward(*arguments: Any) -> Any:
+        zero, *arguments = custom_vjp_primal_tree_values(arguments)
         outputs, kept = forward(*arguments)
-        return outputs, (kept, _Shardings.of(arguments))
+        return outputs, (kept, zero if isinstance(backward, Backward) else None, _Shardings.of(arguments))
 
     def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
-        kept, shardings = kept
-        return None, *shardings.given(backward(kept, cotangents))
+        kept, zero, shardings = kept
+        return None, *shardings.given(_pulled_back(backward, zero, kept, cotangents))
 
-    guarded.defvjp(guarded_forward, guarded_backward)
+    guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=True)
     return lambda *arguments: guarded(_zero_p.bind(*jax.tree.leaves(arguments), name=name), *arguments)
+
+
+def _pulled_back(backward: Callable[..., Any], zero: Any, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    """backward(kept, cotangents), of a whole batch where vmap came first and `backward` can."""
+    if not isinstance(backward, Backward):
+        outputs: tuple[Any, ...] = backward(kept, jax.tree.map(instantiated, cotangents))
+        return outputs
+    cotangents = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents)
+    if isinstance(zero, BatchTracer):
+        leaves, tree = jax.tree.flatten((kept, cotangents))
+        made: list[Any] = []
+        outputs = _batch_p.bind(zero, *leaves, backward=backward, tree=tree, made=made)
+        if made:
+            found: tuple[Any, ...] = jax.tree.unflatten(made[0], outputs)
+            return found
+    return backward(kept, cotangents)
+
+
+def instantiated(x: Any) -> Any:
+    """A cotangent; zeros where it is JAX's symbol of these."""
+    return ad.instantiate_zeros(ad.Zero(x.aval)) if isinstance(x, SymbolicZero) else x
+
+
+def _batch(
+    axis: Any,
+    arrays: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    backward: Backward,
+    tree: Any,
+    made: list[Any],
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Applies backward.of_batch; no results where that is None."""
+    zero, *leaves = (x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True))
+    if axis.explicit_mesh_axis is not None:  # JAX takes its name from the mesh here
+        return [], []
+    batched = jax.tree.unflatten(tree, [dim is not None for dim in dims[1:]])
+    whole = backward.of_batch(axis.size, *jax.tree.unflatten(tree, leaves), batched)
+    if whole is None:
+        return [], []
+    found = _pulled_back(whole.backward, zero, whole.kept, whole.cotangents)
+    flags = jax.tree.leaves(list(whole.batched), is_leaf=_is_none)
+    each = zip(jax.tree.leaves(list(found), is_leaf=_is_none), flags, strict=True)
+    outputs, structure = jax.tree.flatten(found)
+    made.append(structure)
+    return outputs, [0 if has_batch else None for x, has_batch in each if x is not None]
 
 
 @jax.tree_util.register_static
@@ -85,6 +170,15 @@ def _zero(*_: Any, **__: Any) -> jax.Array:
     return jnp.zeros((), jnp.float32)
 
 
+def _batched_zero(
+    axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
+) -> tuple[jax.Array, int | None]:
+    zero = _zero_p.bind(*arrays, **params)
+    if all(dim is None for dim in dims):
+        return zero, None
+    return jnp.broadcast_to(zero, (axis.size, *zero.shape)), 0
+
+
 def _refuse(*_: Any, name: str, **__: Any) -> NoReturn:
     raise NotImplementedError(
         f"coda_jax: {name} has no forward mode (jax.jvp, jax.jacfwd, jax.linearize, jax.hessian), in any "
@@ -106,7 +200,8 @@ for primitive, evaluate in ((_zero_p, _zero), (_tangent_p, _refuse)):
     primitive.def_abstract_eval(lambda *_, **__: types_of(_zero)[0])
 mlir.register_lowering(_zero_p, mlir.lower_fun(_zero, multiple_results=False))
 mlir.register_lowering(_tangent_p, _refuse)
-batching.primitive_batchers[_zero_p] = lambda arguments, _, **params: (_zero_p.bind(*arguments, **params), None)
+batching.fancy_primitive_batchers[_zero_p] = _batched_zero
+batching.fancy_primitive_batchers[_batch_p] = _batch
 batching.primitive_batchers[_tangent_p] = _refuse
 ad.primitive_jvps[_zero_p] = _jvp
 ad.primitive_transposes[_tangent_p] = _transpose

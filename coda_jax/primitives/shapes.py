@@ -120,24 +120,20 @@ def _parts(groups: Groups, spec: GemmSpec) -> list[Groups]:
 
 
 def flat(x: Any, groups: Groups, *, has_batch: bool = False) -> Any:
-    """The matrix or vector; what has not these axes, as a row vector (1, N), is one already."""
+    """The matrix or vector; what has not these axes is one already."""
     counts = [group.axes for group in groups]
-    if all(count == 1 for count in counts) or x.ndim != has_batch + sum(counts):
+    first = has_batch + _has_row(x.shape[has_batch:], groups, sum(counts))
+    if all(count == 1 for count in counts) or x.ndim != first + sum(counts):
         return x
-    shape, rest = x.shape[:has_batch], x.shape[has_batch:]
+    shape, rest = x.shape[:first], x.shape[first:]
     for count in counts:
         shape, rest = (*shape, math.prod(rest[:count])), rest[count:]
-    return _reshaped(x, shape, [*[1] * has_batch, *counts])
+    return _reshaped(x, shape, [*[1] * first, *counts])
 
 
-def as_vector(x: jax.Array, groups: Groups) -> jax.Array:
-    """(N,) of a row vector that has an axis for its row, (1, N), and several for its columns beside others.
-
-    Else (1, N) would be taken for two axes of columns.
-    """
-    if len(groups) != 1 or groups[0].axes == 1 or x.ndim == 1 or not same_size(x.shape[0], 1):
-        return x
-    return _reshaped(x, (math.prod(x.shape),), [x.ndim])
+def _has_row(shape: Sequence[Any], groups: Groups, axes: int) -> bool:
+    """Whether a vector that is so many axes has one for its row in front of them: (1, N) of (N,)."""
+    return len(groups) == 1 and len(shape) == 1 + axes and same_size(shape[0], 1)
 
 
 def flat_rows(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
@@ -246,11 +242,12 @@ class FactorAxes(NamedTuple):
 def shaped(x: jax.Array, groups: Groups, factors: FactorAxes, *, has_batch: bool = False) -> jax.Array:
     """A matrix or vector with the axes that go with the factors'; what has them already, as it is."""
     counts = [group.axes for group in groups]
-    if all(count == 1 for count in counts) or x.ndim != has_batch + len(groups):
+    first = has_batch + _has_row(x.shape[has_batch:], groups, 1)
+    if all(count == 1 for count in counts) or x.ndim != first + len(groups):
         return x
-    shape, cuts = list(x.shape[:has_batch]), list(explicit_cuts(x))
-    split: list[tuple[str, ...]] = cuts[:has_batch]
-    for (of, count, _), size, cut in zip(groups, x.shape[has_batch:], cuts[has_batch:], strict=True):
+    shape, cuts = list(x.shape[:first]), list(explicit_cuts(x))
+    split: list[tuple[str, ...]] = cuts[:first]
+    for (of, count, _), size, cut in zip(groups, x.shape[first:], cuts[first:], strict=True):
         if count == 1:
             shape, split = [*shape, size], [*split, cut]
             continue
@@ -290,9 +287,10 @@ def shaped_outputs(outputs: Sequence[jax.Array], arguments: Sequence[Any], spec:
     return [shaped(x, groups, factors, has_batch=has_batch) for x, groups in each]
 
 
-def flat_outputs(outputs: Sequence[jax.Array], ranks: Sequence[int], spec: GemmSpec) -> list[jax.Array]:
-    """Arrays like the outputs of a product without a batch, as f gives them, with so many axes."""
-    return [flat(x, groups) for x, groups in zip(outputs, _output_groups(spec, ranks), strict=True)]
+def flat_outputs(outputs: Sequence[Any], ranks: Sequence[int], spec: GemmSpec) -> list[Any]:
+    """Arrays, or None, like the outputs of a product without a batch, as f gives them, with so many axes."""
+    each = zip(outputs, _output_groups(spec, ranks), strict=True)
+    return [None if x is None else flat(x, groups) for x, groups in each]
 
 
 def _output_groups(spec: GemmSpec, ranks: Sequence[int]) -> list[Groups]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from coda_jax.extend import add_residual_sumsq
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.lowering import problem_of
 from coda_jax.tiles.table import config_for, expected_nanoseconds
@@ -22,8 +21,8 @@ def layer(
 
     def run(stream: jax.Array, context: jax.Array, weights: tuple[jax.Array, ...]) -> Any:
         out, attention_scale, gate_up, down, scale, qkv = weights
-        x, sumsq = coda.gemm(context, out, stream, epilogue=add_residual_sumsq)
-        stream = coda.gated_mlp(coda.rms_norm(coda.Stream(x, sumsq), attention_scale), gate_up, down)
+        projected = coda.project(context, out, residual=stream)
+        stream = coda.gated_mlp(coda.rms_norm(projected, attention_scale), gate_up, down)
         return coda.qkv_projection(coda.rms_norm(stream, scale), qkv, *angles, num_heads=heads, num_kv_heads=kv_heads)
 
     results, pullback = jax.vjp(run, stream, context, weights)

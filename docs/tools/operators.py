@@ -115,6 +115,11 @@ OPERATORS = (
         "x (M, D); scale (D); bias (D); w_up (D, F); w_down (F, D); up_bias (F); down_bias (D)",
     ),
     Operator(
+        "project",
+        "coda.project(x, w, residual=residual)",
+        "x (M, K); w (K, D); residual (M, D)",
+    ),
+    Operator(
         "norm_projection",
         "coda.norm_projection(coda.rms_norm(x, scale), w)",
         "x (M, D); scale (D); w (D, N)",
