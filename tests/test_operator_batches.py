@@ -9,7 +9,7 @@ import coda_jax as coda
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.tools.walk import equations_of
 from tests.chain_cases import normal
-from tests.gemm_cases import assert_close
+from tests.gemm_cases import assert_close, jit
 
 BATCH, T, D, F, V = 3, 2, 16, 24, 40
 X = normal(0, BATCH, T, D)
@@ -58,7 +58,6 @@ OPERATORS = {
         epilogue=lambda acc, bias: (jnp.sin(acc + bias), jnp.max(acc, axis=1), jnp.sum(jnp.cos(acc))),
     ),
 }
-OF_MANY_ROWS = {"qkv"}
 WITHOUT_WEIGHT_SUMS = {"loss", "log-probabilities"}  # their loops are batched
 
 
@@ -69,12 +68,12 @@ def total(operator):
     return of
 
 
-@pytest.mark.parametrize("operator", sorted(set(OPERATORS) - OF_MANY_ROWS))
+@pytest.mark.parametrize("operator", sorted(set(OPERATORS) - {"qkv"}))
 def test_one_row(operator):
     """x (D,) is x (1, D) with one axis less, in values and gradients."""
     f, x = total(operator), X[0, 0]
-    value, (dx, dp) = jax.jit(jax.value_and_grad(f, (0, 1)))(x, PARAMETERS)
-    expected, (of_row, dp_of_row) = jax.jit(jax.value_and_grad(f, (0, 1)))(x[None], PARAMETERS)
+    value, (dx, dp) = jit(jax.value_and_grad(f, (0, 1)))(x, PARAMETERS)
+    expected, (of_row, dp_of_row) = jit(jax.value_and_grad(f, (0, 1)))(x[None], PARAMETERS)
     assert dx.shape == x.shape
     assert_close((value, dx, dp), (expected, of_row[0], dp_of_row))
     shapes = (
@@ -92,23 +91,24 @@ def test_one_row_of_no_positions_is_refused():
         OPERATORS["qkv"](X[0, 0], PARAMETERS)
 
 
-@pytest.mark.parametrize("rows", ["(D,)", "(T, D)"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    "operator, rows",
+    [(operator, "(T, D)") for operator in OPERATORS]
+    + [(operator, "(D,)") for operator in ("mlp of layer norm", "gated mlp of halves", "norm projections", "gemm")],
+)
 def test_a_batch_that_shares_the_weights(operator, rows):
     """Both orders of vmap and gradient; the gradient of a vmap has the products of more rows, none of them batched."""
-    if rows == "(D,)" and operator in OF_MANY_ROWS:
-        pytest.skip("takes positions")
     x, f = X[:, 0] if rows == "(D,)" else X, total(operator)
-    each = [jax.jit(jax.value_and_grad(f, (0, 1)))(one, PARAMETERS) for one in x]
+    each = [jit(jax.value_and_grad(f, (0, 1)))(one, PARAMETERS) for one in x]
     values, (dx, dp) = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def of_batch(x, p):
         return jnp.sum(jax.vmap(jax.jit(f), (0, None))(x, p))
 
     of_sum = jax.value_and_grad(of_batch, (0, 1))
-    assert_close(jax.jit(of_sum)(x, PARAMETERS), (values.sum(), (dx, jax.tree.map(lambda g: g.sum(0), dp))), rtol=1e-4)
+    assert_close(jit(of_sum)(x, PARAMETERS), (values.sum(), (dx, jax.tree.map(lambda g: g.sum(0), dp))), rtol=1e-4)
     per_example = jax.vmap(jax.value_and_grad(f, (0, 1)), (0, None))
-    assert_close(jax.jit(per_example)(x, PARAMETERS), (values, (dx, dp)), rtol=1e-4)
+    assert_close(jit(per_example)(x, PARAMETERS), (values, (dx, dp)), rtol=1e-4)
 
     if operator not in WITHOUT_WEIGHT_SUMS:
         found = products(of_sum, x)
@@ -137,7 +137,7 @@ def test_a_batch_in_a_batch_and_a_second_derivative():
     def flat(x, p):
         return jnp.sum(jnp.stack([f(one, p) for of in x for one in of]))
 
-    assert_close(*(jax.jit(jax.grad(g, (0, 1)))(x, PARAMETERS) for g in (nested, flat)), rtol=1e-4)
+    assert_close(*(jit(jax.grad(g, (0, 1)))(x, PARAMETERS) for g in (nested, flat)), rtol=1e-4)
     assert {k for spec, k in products(jax.grad(nested, 1), x) if spec.transpose_a} == {x.size // D}
 
     def of_gradient(g):
@@ -149,11 +149,16 @@ def test_a_batch_in_a_batch_and_a_second_derivative():
     def unrolled(x, p):
         return sum(f(one, p) for one in x)
 
-    assert_close(*(jax.jit(of_gradient(g))(PARAMETERS) for g in (batched, unrolled)), rtol=1e-3)
+    assert_close(*(jit(of_gradient(g))(PARAMETERS) for g in (batched, unrolled)), rtol=1e-3)
 
 
-@pytest.mark.parametrize("operator", ["norm projection", "qkv", "mlp", "gated mlp", "gemm"])
-@pytest.mark.parametrize("name", ["up", "scale", "bias"])
+@pytest.mark.parametrize(
+    "operator, name",
+    [
+        *(("norm projection", "up"), ("norm projection", "shift"), ("qkv", "scale"), ("mlp", "up"), ("gemm", "bias")),
+        ("gated mlp", "up"),  # which it does not have
+    ],
+)
 def test_a_batch_of_parameters(operator, name):
     """x, and the x that an operator returns, is shared: its gradient is that of all, once."""
     f = total(operator)
@@ -168,5 +173,5 @@ def test_a_batch_of_parameters(operator, name):
     def unrolled(x, p):
         return sum(f(x, p | {name: one}) for one in p[name])
 
-    found, expected = (jax.jit(jax.grad(g, (0, 1)))(X[0], stacked) for g in (of_batch, unrolled))
+    found, expected = (jit(jax.grad(g, (0, 1)))(X[0], stacked) for g in (of_batch, unrolled))
     assert_close(found, expected, rtol=1e-4)

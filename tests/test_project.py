@@ -7,7 +7,7 @@ import pytest
 
 import coda_jax as coda
 from tests.chain_cases import normal
-from tests.gemm_cases import assert_close
+from tests.gemm_cases import assert_close, jit
 
 M, K, D, F = 24, 16, 32, 40
 X, W, RESIDUAL = normal(0, 2, M // 2, K), normal(1, K, D) / 4, normal(2, 2, M // 2, D)
@@ -51,7 +51,7 @@ def test_row_sums_that_are_not_differentiated_cost_nothing(make):
         return behind(make(x, w, residual))
 
     found, expected = (
-        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(X, W, RESIDUAL) for f in (loss, lambda *a: behind(plain(*a)))
+        jit(jax.value_and_grad(f, (0, 1, 2)))(X, W, RESIDUAL) for f in (loss, lambda *a: behind(plain(*a)))
     )
     assert_close(found, expected, rtol=1e-4)
 
@@ -82,12 +82,12 @@ def test_row_sums_that_are_differentiated_are_right():
             sumsq = jnp.sum(stream.x**2, -1) if stream.sumsq is None else stream.sumsq
             return jnp.sum(jnp.cos(stream.x)) + jnp.sum(jnp.sin(sumsq))
 
-        return jax.jit(jax.grad(of, (0, 1, 2)))(X, W, RESIDUAL)
+        return jit(jax.grad(of, (0, 1, 2)))(X, W, RESIDUAL)
 
     assert_close(loss(of_gallery), loss(plain), rtol=1e-4)
 
     def sums_alone(make):
-        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(make(*a))), (0, 1, 2)))(X, W, RESIDUAL)
+        return jit(jax.grad(lambda *a: jnp.sum(jnp.sin(make(*a))), (0, 1, 2)))(X, W, RESIDUAL)
 
     of_sums = sums_alone(lambda *a: of_gallery(*a).sumsq)
     assert_close(of_sums, sums_alone(lambda *a: jnp.sum(plain(*a).x ** 2, -1)), rtol=1e-4)
@@ -125,7 +125,7 @@ def test_an_output_that_is_not_differentiated(residuals):
         def loss(f, chosen=chosen):
             return lambda *a: sum(jnp.sum(jnp.sin(f(*a)[i])) for i in chosen)
 
-        assert_close(*(jax.jit(jax.grad(loss(g), range(4)))(*arguments) for g in (f, expected)), rtol=1e-4)
+        assert_close(*(jit(jax.grad(loss(g), range(4)))(*arguments) for g in (f, expected)), rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
