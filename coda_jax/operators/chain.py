@@ -80,26 +80,21 @@ class _Backward(Backward):
         return self.chain.backward(kept, cotangents)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
-        arrays, structure = jax.tree.flatten((kept, cotangents))
-        rows = jax.tree.leaves((row_flags(kept[:-1]), jax.tree.map(lambda _: True, (kept[-1], cotangents))))
-        flags = jax.tree.leaves(batched)
+        # Of an output that the batch shares, as x is beside a batch of weights, JAX gives the cotangent once for all.
+        given = jax.tree.map(lambda x, has_batch: x if has_batch else _first_of(size, x), cotangents, batched[1])
+        leaves, structure = jax.tree.flatten(kept)
+        rows = jax.tree.leaves((row_flags(kept[:-1]), jax.tree.map(lambda _: True, kept[-1])))
+        each = list(zip(leaves, rows, jax.tree.leaves(batched[0]), strict=True))
         chain = self.chain.with_batch(size)
-        if chain is not None and all(
-            has_rows or not has_batch for has_rows, has_batch in zip(rows, flags, strict=True)
-        ):
-            each = zip(arrays, rows, flags, strict=True)
+        if chain is not None and all(has_rows or not has_batch for _, has_rows, has_batch in each):
             whole = [
                 jnp.broadcast_to(x, (size, *x.shape)) if has_rows and not has_batch else x
                 for x, has_rows, has_batch in each
             ]
-            return OfBatch(_Backward(chain, self.rows), *jax.tree.unflatten(structure, whole), self.rows)
-        return None if all(jax.tree.leaves(batched[1])) else self._of_shared_x(size, kept, cotangents, batched)
-
-    def _of_shared_x(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch:
-        """Of a batch of weights that shares x: JAX gives the cotangent of the x that is returned once for all."""
-        given = jax.tree.map(lambda x, has_batch: x if has_batch else _first_of(size, x), cotangents, batched[1])
-        leaves, structure = jax.tree.flatten(kept)
-        axes = [0 if has_batch else None for has_batch in jax.tree.leaves(batched[0])]
+            return OfBatch(_Backward(chain, self.rows), jax.tree.unflatten(structure, whole), given, self.rows)
+        if all(jax.tree.leaves(batched[1])):
+            return None
+        axes = [0 if has_batch else None for _, _, has_batch in each]
         flags = self.chain.arguments(batched[0])
 
         def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -111,7 +106,7 @@ class _Backward(Backward):
             each = zip(found, jax.tree.leaves(flags, is_leaf=_is_none), strict=True)
             return jax.tree.unflatten(tree, [x if x is None or flag else jnp.sum(x, axis=0) for x, flag in each])
 
-        return OfBatch(backward, jax.tree.unflatten(structure, leaves), given, flags)
+        return OfBatch(backward, kept, given, flags)
 
 
 def _first_of(size: Any, x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from coda_jax.epilogue import Axis, Kind, Operand
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
+from coda_jax.primitives.mesh_types import explicit_cuts
 from coda_jax.primitives.shapes import argument_parts
 from coda_jax.primitives.spec import GemmSpec
 
@@ -58,7 +59,7 @@ def _as_rows(
         return None
     if any(source == "operand" for _, source, _ in finishing.inputs):
         return None
-    if len(parts[0]) > 1 or any(node.op == "row" for node in program.nodes):
+    if len(parts[0]) > 1 or any(node.op == "row" for node in program.nodes) or explicit_cuts(arguments[0])[0]:
         return None
     size, *rows = arguments[0].shape[: 1 + spec.axes.m]
     is_row = same_size(math.prod(rows), 1)

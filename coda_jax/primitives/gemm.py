@@ -87,8 +87,9 @@ def gemm(
     taken at the rounded acc ("preactivation") or at the float32 one ("recompute"), so ties of maxima are split as JAX
     splits them. Where a derivative changes within acc's rounding only "recompute" is right: in bfloat16 an acc of 160
     is off by up to 0.5, and so the gradient of exp(acc - lse) by 20 %; with "recompute" by 0.25 %. The cotangent of
-    acc is rounded to the common dtype; in float16 scale the loss, as in any float16 program. Under vmap, the gradient
-    of a b that the batch shares is formed for each element before it is summed; leading axes of a avoid that.
+    acc is rounded to the common dtype; in float16 scale the loss, as in any float16 program. Under vmap a batch of a
+    beside a b that it shares is more rows, and the gradient of b one product that sums over the batch, but with
+    transpose_a.
     Reverse mode only, of any order: a Hessian is jax.jacrev(jax.jacrev(f)). checkify's float_checks do not look into a
     product, for which JAX has no public rule; jax_debug_nans does, and names the operation of the epilogue.
     Call it under jit: outside, each call traces the epilogue anew.
