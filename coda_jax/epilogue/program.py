@@ -246,13 +246,14 @@ class Program:
 
     def without_acc(self) -> "Program":
         """Undoes `with_acc`; the program itself where its last output is not acc."""
-        *stores, last = self.stores or (None,)
+        stores, last = self.stores[:-1], self.stores[-1:]
         leaves = {i for i, node in enumerate(self.nodes) if node.op == "acc"}
-        if last is None or last.output != self.num_outputs - 1 or last.slice or not leaves.issuperset(last.values):
+        if not any(x.output == self.num_outputs - 1 and not x.slice and leaves.issuperset(x.values) for x in last):
             return self
-        kept = self.needed(value for x in (*stores, *self.reductions) for value in x.values)
+        roots = [*(x.values for x in stores), *(x.values for x in self.reductions)]
+        kept = self.needed(value for values in roots for value in values)
         count = max(kept, default=-1) + 1
-        return replace(self, nodes=self.nodes[:count], stores=tuple(stores), num_outputs=self.num_outputs - 1)
+        return replace(self, nodes=self.nodes[:count], stores=stores, num_outputs=self.num_outputs - 1)
 
     @cached_property
     def row_axes(self) -> tuple[tuple[int, ...], ...]:

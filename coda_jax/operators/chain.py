@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,14 @@ from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 
 
 class Chain:
-    """What an operator of a norm of x is beside its arrays."""
+    """What an operator of a norm of x is beside its arrays.
 
-    def products(self, *arguments: Any, keep: bool) -> Any:
-        """The outputs, all with the rows of x; with `keep` beside them what `backward` takes.
+    Attributes:
+      products: products(*arguments, keep=False) are the outputs, all with the rows of x; with keep=True beside them
+        what `backward` takes. Of that the last has the rows of x, and so have a norm's x and statistics; nothing else.
+    """
 
-        Of what is kept the last has the rows of x, and so have a norm's x and statistics; nothing else has.
-        """
-        raise NotImplementedError
+    products: Callable[..., Any]
 
     def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
         """The arguments' cotangents, from what is kept and those of the outputs; None is zeros."""
@@ -102,9 +102,11 @@ class _Backward(Backward):
                 return self.chain.backward(jax.tree.unflatten(structure, leaves), cotangents)
 
             found = jax.vmap(of_one, in_axes=(axes, 0), axis_size=size)(jax.tree.leaves(kept), cotangents)
-            found, tree = jax.tree.flatten(found, is_leaf=_is_none)
-            each = zip(found, jax.tree.leaves(flags, is_leaf=_is_none), strict=True)
-            return jax.tree.unflatten(tree, [x if x is None or flag else jnp.sum(x, axis=0) for x, flag in each])
+            made, tree = jax.tree.flatten(found, is_leaf=_is_none)
+            each = zip(made, jax.tree.leaves(flags, is_leaf=_is_none), strict=True)
+            whole = [x if x is None or flag else jnp.sum(x, axis=0) for x, flag in each]
+            summed: tuple[Any, ...] = jax.tree.unflatten(tree, whole)
+            return summed
 
         return OfBatch(backward, kept, given, flags)
 

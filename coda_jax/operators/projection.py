@@ -71,19 +71,21 @@ def project(
     """
     if isinstance(x, DeferredNorm):
         raise TypeError("project: x is a DeferredNorm; norm_projection applies a norm, and its .array() is an array")
-    x, other = array(x), None if residual is None else array(residual)
-    check_floats("project", x=x, w=w, bias=bias, residual=other)
-    if w.ndim != 2 or x.ndim == 0 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"project: x has shape {x.shape} and w {w.shape}; they must be (..., K) and (K, N)")
-    for name, given, shape in (("bias", bias, w.shape[1:]), ("residual", other, (*x.shape[:-1], w.shape[1]))):
+    a, other = array(x), None if residual is None else array(residual)
+    check_floats("project", x=a, w=w, bias=bias, residual=other)
+    if w.ndim != 2 or a.ndim == 0 or a.shape[-1] != w.shape[0]:
+        raise ValueError(f"project: x has shape {a.shape} and w {w.shape}; they must be (..., K) and (K, N)")
+    for name, given, shape in (("bias", bias, w.shape[1:]), ("residual", other, (*a.shape[:-1], w.shape[1]))):
         if given is not None and given.shape != shape:
-            raise ValueError(f"project: {name} has shape {given.shape}; beside x {x.shape} and w {w.shape}, {shape}")
-    dtype = resolve_dtype("project", dtype, x, w)
-    is_row = x.ndim == 1
+            raise ValueError(
+                f"project: {name} has shape {given.shape}; beside x {a.shape} and w {w.shape} it must be {shape}"
+            )
+    dtype = resolve_dtype("project", dtype, a, w)
+    is_row = a.ndim == 1
     if is_row:
-        x, other = (None if of_row is None else jnp.expand_dims(of_row, 0) for of_row in (x, other))
+        a, other = (None if of_row is None else jnp.expand_dims(of_row, 0) for of_row in (a, other))
     y, sumsq = multiply(
-        x.astype(dtype),
+        a.astype(dtype),
         w.astype(dtype),
         other,
         bias,

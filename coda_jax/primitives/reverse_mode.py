@@ -78,7 +78,8 @@ def differentiable(
     def guarded_forward(*arguments: Any) -> Any:
         zero, *arguments = custom_vjp_primal_tree_values(arguments)
         outputs, kept = forward(*arguments)
-        return outputs, (kept, zero if isinstance(backward, Backward) else None, _Shardings.of(arguments))
+        may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
+        return outputs, (kept, zero if may_be_batched else None, _Shardings.of(arguments))
 
     def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         kept, zero, shardings = kept
@@ -123,7 +124,8 @@ def _batch(
     if axis.explicit_mesh_axis is not None:  # JAX takes its name from the mesh here
         return [], []
     batched = jax.tree.unflatten(tree, [dim is not None for dim in dims[1:]])
-    whole = backward.of_batch(axis.size, *jax.tree.unflatten(tree, leaves), batched)
+    kept, cotangents = jax.tree.unflatten(tree, leaves)
+    whole = backward.of_batch(axis.size, kept, cotangents, batched)
     if whole is None:
         return [], []
     found = _pulled_back(whole.backward, zero, whole.kept, whole.cotangents)
@@ -167,7 +169,7 @@ def _is_none(x: Any) -> bool:
 
 
 def _zero(*_: Any, **__: Any) -> jax.Array:
-    return jnp.zeros((), jnp.float32)
+    return jnp.zeros(0, jnp.float32)  # of no size: it may be kept for the backward pass
 
 
 def _batched_zero(
