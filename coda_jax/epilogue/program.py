@@ -244,16 +244,24 @@ class Program:
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
+    def acc_outputs(self) -> list[int]:
+        """The outputs that are acc itself, whole."""
+        found = []
+        for store in self.stores:
+            stored = [self.nodes[value]["half"] for value in store.values if self.nodes[value].op == "acc"]
+            if stored == [*range(self.halves.of_acc)] and store.width is self.halves.acc and not store.slice:
+                found.append(store.output)
+        return found
+
     def without_acc(self) -> "Program":
         """Undoes `with_acc`; the program itself where its last output is not acc."""
-        stores, last = self.stores[:-1], self.stores[-1:]
-        leaves = {i for i, node in enumerate(self.nodes) if node.op == "acc"}
-        if not any(x.output == self.num_outputs - 1 and not x.slice and leaves.issuperset(x.values) for x in last):
+        if self.num_outputs - 1 not in self.acc_outputs():
             return self
-        roots = [*(x.values for x in stores), *(x.values for x in self.reductions)]
-        kept = self.needed(value for values in roots for value in values)
-        count = max(kept, default=-1) + 1
-        return replace(self, nodes=self.nodes[:count], stores=stores, num_outputs=self.num_outputs - 1)
+        stores = [store for store in self.stores if store.output != self.num_outputs - 1]
+        read = [value for store in stores for value in store.values]
+        read += [value for reduction in self.reductions for value in reduction.values]
+        count = max(self.needed(read), default=-1) + 1
+        return replace(self, nodes=self.nodes[:count], stores=tuple(stores), num_outputs=self.num_outputs - 1)
 
     @cached_property
     def row_axes(self) -> tuple[tuple[int, ...], ...]:

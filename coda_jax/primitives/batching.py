@@ -51,15 +51,7 @@ def _as_rows(
     program, parts = spec.program, argument_parts(spec)
     flags = iter(mapped)
     of_a, of_b, *of_operands = ([next(flags) for _ in of_one] for of_one in parts)
-    if any(spec.batched) or not all(of_a) or any(of_b) or spec.transpose_a or spec.out_sharding is not None:
-        return None
-    finishing = program.finishing
-    is_local = all(reduction.axis is Axis.ROW for reduction in program.reductions) and not finishing.equations
-    if not is_local or not all(isinstance(atom, int) for _, atom in finishing.outputs):
-        return None
-    if any(source == "operand" for _, source, _ in finishing.inputs):
-        return None
-    if len(parts[0]) > 1 or any(node.op == "row" for node in program.nodes) or explicit_cuts(arguments[0])[0]:
+    if not all(of_a) or any(of_b) or not _has_rows_alone(spec) or explicit_cuts(arguments[0])[0]:
         return None
     size, *rows = arguments[0].shape[: 1 + spec.axes.m]
     is_row = same_size(math.prod(rows), 1)
@@ -76,6 +68,19 @@ def _as_rows(
         made += arrays
     axes_of_rows = spec.axes._replace(m=spec.axes.m + 1)
     return made, spec.replace(program=dataclasses.replace(program, operands=tuple(operands)), axes=axes_of_rows)
+
+
+def _has_rows_alone(spec: GemmSpec) -> bool:
+    """Whether each row of a gives its results by itself, whatever its number and whatever rows stand beside it."""
+    program, finishing = spec.program, spec.program.finishing
+    if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(argument_parts(spec)[0]) > 1:
+        return False
+    if any(reduction.axis is not Axis.ROW for reduction in program.reductions) or finishing.equations:
+        return False
+    if any(source == "operand" for _, source, _ in finishing.inputs):
+        return False
+    is_finished = all(isinstance(atom, int) for _, atom in finishing.outputs)
+    return is_finished and all(node.op != "row" for node in program.nodes)
 
 
 def _of_rows(operand: Operand, has_batch: bool, *, is_row: bool) -> Operand | None:

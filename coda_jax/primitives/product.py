@@ -231,7 +231,7 @@ def _differentiable(
         kept = None
         if pullback().needs_acc and options.residuals == "preactivation":
             dtype = kept_dtype(compute_dtype(arguments[0], arguments[of_a]))
-            index = _acc_output(epilogue.program, spec.out_dtypes, dtype)
+            index = next((i for i in epilogue.program.acc_outputs() if spec.out_dtypes[i] == dtype), None)
             if index is None:
                 with_acc = epilogue.with_acc()
                 extended = spec.replace(program=with_acc.program, out_dtypes=(*spec.out_dtypes, dtype))
@@ -323,17 +323,6 @@ def _parts_of(x: jax.Array | None, of_one: Sequence[Groups], sizes: FactorAxes) 
     return [None] * len(of_one) if x is None else list(shaped_parts(x, of_one, sizes))
 
 
-def _acc_output(program: Program, out_dtypes: Sequence[np.dtype], dtype: np.dtype) -> int | None:
-    """The output that is acc itself in `dtype`, if there is one."""
-    for store in program.stores:
-        leaves = [program.nodes[value] for value in store.values]
-        stored = [leaf["half"] for leaf in leaves if leaf.op == "acc"]
-        is_acc = stored == [*range(program.halves.of_acc)] and store.width is program.halves.acc and not store.slice
-        if is_acc and out_dtypes[store.output] == dtype:
-            return store.output
-    return None
-
-
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
     """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
     rows, columns = a.ndim - options.k_axes, b.ndim - options.k_axes
@@ -386,15 +375,8 @@ def _recomputed(
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
-        acc = _plain(
-            a,
-            b,
-            kept_dtype(dtype),
-            options,
-            transpose_a=options.transpose_a,
-            transpose_b=options.transpose_b,
-            k_axes=options.k_axes,
-        )
+        flags, k_axes = (options.transpose_a, options.transpose_b), options.k_axes
+        acc = _plain(a, b, kept_dtype(dtype), options, transpose_a=flags[0], transpose_b=flags[1], k_axes=k_axes)
         of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
         return pullback(flat(acc, of_product), arguments, cotangents)
 
