@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from coda_jax.extend import int32_labels
+
+_IGNORED = -100  # as int32 labels have no other number below -1
+
 
 def segment_runs(segment_ids: jax.Array) -> jax.Array:
     """0, 1, 2, ... for the segments of each row, (..., T) int32 from integers (..., T).
@@ -32,16 +36,36 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def labels_within_segments(labels: jax.Array, segment_ids: jax.Array, ignored: int) -> jax.Array:
-    """labels (..., T), but `ignored` for the last token of each segment that another one follows in its row.
+    """labels (..., T) or (..., T, k), but `ignored` for the last token of each segment that another follows in its row.
+
+    They are int32 where their own dtype cannot hold `ignored`.
 
     Raises:
       ValueError: ids that are not integers, or of another shape than the labels.
     """
-    if segment_ids.shape != labels.shape:
+    if segment_ids.shape not in (labels.shape, labels.shape[:-1]):
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; beside labels {labels.shape} it must be the same")
     begins = _begins(segment_ids)
     ends = jnp.concatenate([begins[..., 1:], jnp.zeros_like(begins[..., :1])], axis=-1)
+    ends = jnp.expand_dims(ends, range(ends.ndim, labels.ndim))
+    if jnp.issubdtype(labels.dtype, jnp.integer):
+        limits = jnp.iinfo(labels.dtype)
+        labels = labels if limits.min <= ignored <= limits.max else int32_labels(labels, None)[0]
     return jnp.where(ends, jnp.asarray(ignored, labels.dtype), labels)
+
+
+def counted_labels(labels: jax.Array, segment_ids: jax.Array, ignore_index: int | None) -> tuple[jax.Array, int | None]:
+    """`labels_within_segments` of labels of any integer dtype, and the ignore_index of the result.
+
+    Args:
+      labels: (..., T) or (..., T, k).
+      segment_ids: (..., T).
+      ignore_index: of the labels as they are given, which need not hold it; None: none of them is ignored.
+    """
+    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
+        return labels, ignore_index  # refused by what takes them
+    labels, ignored = int32_labels(labels, ignore_index)
+    return labels_within_segments(jnp.where(ignored, _IGNORED, labels), segment_ids, _IGNORED), _IGNORED
 
 
 def _begins(segment_ids: jax.Array) -> jax.Array:

@@ -176,6 +176,23 @@ def norm(x, sumsq):
             "k_scale is None; q and k are both normalised over their heads, or neither",
         ),
         (
+            lambda: coda.qkv_projection(
+                norm((4, 8), (4,)), *map(jnp.ones, [(8, 12), (4, 4), (4, 2)]), num_heads=1, num_kv_heads=1
+            ),
+            r"qkv_projection: cos has shape \(4, 4\); .* \(T, 2\) or .* give cos\[..., :2\]",
+        ),
+        (
+            lambda: coda.rotary(*map(jnp.ones, [(3, 4, 1, 8), (4, 4), (4, 8)])),
+            r"rotary: sin has shape \(4, 8\); beside rows \(3, 4\) and heads of 8 .* give sin\[..., :4\]",
+        ),
+        # Two columns of a doubled table would be broadcast.
+        (
+            lambda: coda.rotary(*map(jnp.ones, [(4, 1, 2), (4, 2), (4, 2)])),
+            r"it must be \(T, 1\) .* give cos\[..., :1\]",
+        ),
+        (lambda: coda.rotary(*map(jnp.ones, [(4, 1, 8), (5, 4), (5, 4)])), r"cos has shape \(5, 4\); .*\(T, 4\)"),
+        (lambda: coda.rotary(*map(jnp.ones, [(4, 1, 7), (4, 3), (4, 3)])), r"x has shape \(4, 1, 7\); .* Dh is even"),
+        (
             lambda: qkv(*qkv_arguments(jnp.float32), jnp.ones(8), jnp.ones(4)),
             r"k_scale has shape \(4,\); with heads of 8 it must be \(8,\)",
         ),

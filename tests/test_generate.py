@@ -197,6 +197,43 @@ def test_one_program_that_stops_when_all_rows_have_ended():
     assert Counted.ran == [(1, 6)] + [(1, 1)] * changed
 
 
+def test_a_traced_temperature_and_top_p():
+    """As numbers, in one program under jit and vmap; where one is out of its range there is no token."""
+    key, model = jax.random.key(0), llama(num_hidden_layers=1)
+
+    def run(temperature, top_p):
+        return layers.generate(
+            model, PROMPTS[:2], max_new_tokens=3, temperature=temperature, top_p=top_p, key=key
+        ).tokens
+
+    numbers = [(0.0, 0.9), (1.5, 0.9), (0.7, 1.0)]
+    unfit = [(-1.0, 0.9), (jnp.nan, 0.9), (jnp.inf, 0.9), (1.0, 0.0), (1.0, 2.0)]
+    found = jax.jit(jax.vmap(run))(*jnp.array(numbers + unfit).T)
+    np.testing.assert_array_equal(found[:3], [run(*numbers[0]), run(*numbers[1]), run(*map(jnp.float32, numbers[2]))])
+    assert (found[3:] == -1).all()
+
+
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 4, "key": jax.random.key(0)}], ids=["", "drawn"])
+def test_logits_that_give_no_token(options, value):
+    """The row ends with -1, and outside of jit it is an error; the other row goes on."""
+
+    class Spoilt(layers.Llama):
+        def decode(self, tokens, cache, *, lengths=None):
+            logits, cache = super().decode(tokens, cache, lengths=lengths)
+            is_spoilt = (jnp.arange(2) == 1)[:, None] & (tokens.shape[1] == 1)  # from the second token on
+            return jnp.where(is_spoilt, value, logits), cache
+
+    model = Spoilt(dataclasses.replace(CONFIG, num_hidden_layers=1), rngs=nnx.Rngs(0))
+    options = {"eos_token": 39, **options} if value == -jnp.inf else options
+    run = functools.partial(layers.generate, max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match=r"logits of row 1 are NaN.*parameters.*bfloat16"):
+        run(model, PROMPTS[:2])
+    tokens, lengths = nnx.jit(run)(model, PROMPTS[:2])
+    assert lengths.tolist() == [4, 2] and tokens[1, 1:].tolist() == [-1] * 3 and tokens[1, 0] >= 0
+    assert (tokens[0] >= 0).all()
+
+
 def reference_probabilities(logits, top_k, top_p):
     """Of one row, token by token, in float64."""
     order = np.argsort(-logits, kind="stable")[:top_k]
@@ -335,6 +372,24 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
         (lambda m: generate_all(m, PROMPTS, temperature=float("nan")), "temperature=nan"),
         (lambda m: generate_all(m, PROMPTS, temperature=1.0), "temperature=1.0 needs a key"),
         (lambda m: generate_all(m, PROMPTS, top_k=0), "top_k=0 must be at least 1"),
+        (lambda m: generate_all(m, PROMPTS, top_k=3.0), "top_k=3.0 must be an integer, at least 1: give 3"),
+        (lambda m: generate_all(m, PROMPTS, top_k="3"), "top_k='3' must be an integer, at least 1"),
+        (lambda m: generate_all(m, PROMPTS, top_k=True), "top_k=True must be an integer"),
+        (lambda m: jax.jit(lambda k: generate_all(m, PROMPTS, top_k=k))(3), "top_k is traced: .* static_argnames"),
+        (lambda m: jax.jit(lambda e: generate_all(m, PROMPTS, eos_token=[1, e]))(3), "eos_token is traced"),
+        (lambda m: generate_all(m, PROMPTS, eos_token=2**40), "eos_token=1099511627776 must fit int32"),
+        (lambda m: generate_all(m, PROMPTS, temperature="1"), "temperature is '1'; it must be one number"),
+        (lambda m: generate_all(m, PROMPTS, temperature=jnp.ones(4)), r"temperature is float32\(4,\); it must be one"),
+        (
+            lambda m: jax.jit(lambda t: generate_all(m, PROMPTS, temperature=t))(1.0),
+            "a traced temperature, .* needs a key",
+        ),
+        (lambda m: generate_all(m, PROMPTS, temperature=1.0, key=0), r"key=0 is a seed: give key=jax.random.key\(0\)"),
+        (
+            lambda m: generate_all(m, PROMPTS, temperature=1.0, key=jax.random.split(jax.random.key(0), 4)),
+            r"key is key<fry>\(4,\); it must be one key",
+        ),
+        (lambda m: generate_all(m, PROMPTS, temperature=1.0, key=nnx.Rngs(0)), "key is Rngs; it must be one key"),
         (lambda m: generate_all(m, PROMPTS, top_p=0.0), "top_p=0.0 must be above 0"),
         (lambda m: generate_all(m, PROMPTS, eos_token="</s>"), "eos_token='</s>' must be an integer or a sequence"),
         (lambda m: m.init_cache(0, 4), "batch_size=0 and capacity=4"),

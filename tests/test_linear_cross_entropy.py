@@ -139,6 +139,68 @@ def test_transformations():
         np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-4 * float(jnp.abs(w).max()), err_msg=str(path))
 
 
+NAMES = ("label_smoothing", "z_loss", "soft_cap")
+SCHEDULED = (jnp.float32(0.1), jnp.float32(1e-2), jnp.float32(3.0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_coefficients_of_a_schedule(reduction):
+    """Traced ones: loss, their gradients among all, and second derivatives."""
+    x, scale, kernel, labels, weights = arguments(F32, (2, 129), 8, 24)
+
+    def value(f):
+        def of_arrays(x, kernel, *coefficients):
+            options = dict(zip(NAMES, coefficients, strict=True))
+            losses, _ = f(x, scale, kernel, labels, weights, reduction=reduction, **options)
+            return jnp.sum(losses * jnp.arange(129)) / 129 if reduction == "none" else losses
+
+        return of_arrays
+
+    def all_of(f):
+        def summed(*a):
+            return sum(jnp.sum(jnp.sin(9 * g)) for g in jax.grad(value(f), range(5))(*a))
+
+        return jit(lambda *a: (jax.value_and_grad(value(f), range(5))(*a), jax.grad(summed, range(1, 5))(*a)))
+
+    got, want = (all_of(f)(x, kernel, *SCHEDULED) for f in (loss, plain))
+    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * float(jnp.abs(w).max()), err_msg=str(path))
+
+
+def test_arrays_are_numbers():
+    """Outside of jit and in it, of other dtypes too; a traced one out of its range gives NaN, all gradients too."""
+    x, scale, kernel, labels, weights = arguments(F32, (20,), 8, 24)
+
+    @jax.jit
+    def of_arrays(*coefficients):
+        def value(x, kernel):
+            return loss(x, scale, kernel, labels, weights, **dict(zip(NAMES, coefficients, strict=True)))[0]
+
+        return jax.value_and_grad(value, (0, 1))(x, kernel)
+
+    numbers = 0.25, 0.5, 3
+    want, _ = loss(x, scale, kernel, labels, weights, **dict(zip(NAMES, numbers, strict=True)))
+    for given in (numbers, (np.float32(0.25), BF16(0.5), jnp.int32(3)), (F16(0.25), np.asarray(0.5), np.int64(3))):
+        eager, _ = loss(x, scale, kernel, labels, weights, **dict(zip(NAMES, given, strict=True)))
+        np.testing.assert_allclose([eager, of_arrays(*given)[0]], want, rtol=1e-5)
+    for i, wrong in ((0, 1.0), (0, -0.1), (1, -1.0), (1, jnp.inf), (2, 0.0), (2, -3.0), (2, jnp.nan), (2, jnp.inf)):
+        given = [wrong if i == j else number for j, number in enumerate(numbers)]
+        assert all(jnp.isnan(y).any() for y in jax.tree.leaves(of_arrays(*given)))
+
+
+@needs_nvrtc
+def test_kernels_with_a_traced_soft_cap():
+    x, scale, kernel, labels, weights = arguments(BF16, (2, 64), 8, 24)
+
+    def value(x, kernel, cap, reduction):
+        options = {"reduction": reduction, "soft_cap": cap, "z_loss": cap, "label_smoothing": cap / 9}
+        return loss(x, scale, kernel, labels, weights, dtype=BF16, **options)[0].sum()
+
+    for reduction, count in (("mean", 3), ("none", 4)):
+        gradient = jax.grad(functools.partial(value, reduction=reduction), (0, 1, 2))
+        assert kernels(gradient, x, kernel, F32(3.0)) == count
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_data_parallel_gradient(reduction):
     """Under shard_map each shard works in chunks; the gradient of a replicated parameter is summed over the shards."""
@@ -242,6 +304,14 @@ def test_products():
         ({"z_loss": -1.0}, "z_loss = -1.0; it must be 0 or a positive number"),
         ({"soft_cap": 0.0}, "soft_cap = 0.0; it must be a positive number or None"),
         ({"chunk_bytes": 0}, "chunk_bytes = 0; it must be positive"),
+        ({"soft_cap": F32(-3.0)}, "soft_cap = -3.0; it must be a positive number or None"),
+        (
+            {"z_loss": jnp.ones(4)},
+            r"z_loss has shape \(4,\); it must be 0 or a positive number, or an array \(\) of one",
+        ),
+        ({"z_loss": None}, "z_loss is NoneType; it must be 0 or a positive number, or"),
+        ({"label_smoothing": "0.1"}, r"label_smoothing is str; it must be in \[0, 1\), or"),
+        ({"soft_cap": jnp.ones((), bool)}, "soft_cap has dtype bool; it must be a positive number or None, or"),
     ],
 )
 def test_errors_name_the_value_and_the_rule(change, message):

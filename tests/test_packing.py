@@ -1,6 +1,7 @@
 """Sequences packed into one row: what a segment is, positions, labels, and attention that is given segments."""
 
 import re
+import types
 import warnings
 
 import jax
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import coda_jax as coda
 import flax_layers as layers
-from flax_layers.packing import labels_within_segments, segment_positions, segment_runs
+from flax_layers.models.language_model import LanguageModel
+from flax_layers.packing import counted_labels, labels_within_segments, segment_positions, segment_runs
 from tests.tiny_models import GPT2, LLAMA
 
 IDS = jnp.array([[4, 4, 4, 7, 7, 0, 0, 4, 4, 4, 4, 4, 1, 1, 1, 1], [2] * 16])
@@ -23,12 +26,116 @@ def normal(seed, *shape):
 
 def test_runs_positions_and_labels():
     """An id that comes again is a new segment."""
-    assert segment_runs(IDS[0]).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4]
+    for dtype in ("int32", "int8", "uint8", "uint32"):
+        assert segment_runs(IDS[0].astype(dtype)).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4]
     assert segment_positions(IDS).tolist() == [[0, 1, 2, 0, 1, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3], [*range(16)]]
     labels = labels_within_segments(jnp.arange(32).reshape(2, 16), IDS, -100)
     ends = [2, 4, 6, 11]
     assert [i for i in range(16) if labels[0, i] == -100] == ends
     assert labels[1].tolist() == [*range(16, 32)]
+
+
+class Bigram(LanguageModel):
+    """A head on an embedding: a language model without a layer."""
+
+    max_length = "length"
+    config = types.SimpleNamespace(length=16)
+
+    def __init__(self, vocab_size):
+        self.embedding = nnx.Param(normal(0, vocab_size, 8))
+        self.head = layers.LMHead(8, vocab_size, rngs=nnx.Rngs(0))
+
+    def _features(self, tokens, positions, mask, segment_ids):
+        return self.embedding[tokens]
+
+    def _embedding(self):
+        return None
+
+
+# dtype, ignore_index, the label that is then ignored, if there is one, and whether jax_enable_x64 is wanted
+LABELS = [
+    ("uint8", -100, None, False),
+    ("uint16", -100, None, False),
+    ("uint32", -100, 2**32 - 100, False),  # -100 as uint32 has it
+    ("uint32", 2**32 - 1, 2**32 - 1, False),
+    ("uint64", -100, 2**64 - 100, True),
+    ("int8", -100, -100, False),
+    ("int8", 1000, None, False),
+    ("int16", None, None, False),
+    ("int32", 2**40, None, False),
+    ("int64", 2**40, 2**40, True),
+]
+
+
+def of_dtype(dtype, *shape, ignored=None):
+    """Random labels, the first two of which are `ignored`; and as int32, where these are -100."""
+    labels = np.random.default_rng(0).integers(0, 64, shape)
+    labels.flat[:2] = [7, 8] if ignored is None else -100
+    plain, labels = jnp.asarray(labels, jnp.int32), labels.astype(dtype)
+    if ignored is not None:
+        labels.flat[:2] = ignored
+    return labels, plain
+
+
+@pytest.mark.parametrize("dtype, ignore_index, ignored, is_wide", LABELS)
+def test_labels_of_any_integer_dtype(dtype, ignore_index, ignored, is_wide):
+    """With segments they are int32; and what the head makes of them is what it makes of int32 ones."""
+    x, w = normal(0, 16, 8), normal(1, 8, 64)
+    with jax.enable_x64(is_wide):
+        labels, plain = of_dtype(dtype, 16, ignored=ignored)
+        expected = labels_within_segments(plain, IDS[0], -100)
+        for array in (labels, jnp.asarray(labels)):
+            counted, sentinel = counted_labels(array, IDS[0], ignore_index)
+            assert counted.dtype == jnp.int32
+            np.testing.assert_array_equal(jnp.where(counted == sentinel, -100, counted), expected)
+        got = coda.token_logprobs(x, w, array, ignore_index=ignore_index)
+        np.testing.assert_allclose(got, coda.token_logprobs(x, w, plain), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int8"])
+def test_a_model_s_labels_of_any_integer_dtype(dtype):
+    model, within = Bigram(64), {"segment_ids": IDS}
+    labels, plain = of_dtype(dtype, 2, 16)
+    np.testing.assert_allclose(model.loss(IDS, labels, **within), model.loss(IDS, plain, **within), rtol=1e-6)
+    labels, plain = of_dtype(dtype, 2, 16, 2)
+    got, expected = (model.token_logprobs(IDS, x, **within) for x in (labels, plain))
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert not got[0, 4].any() and got[0, 5].all()
+
+
+@pytest.mark.parametrize(
+    "dtype, label", [("uint16", 65436), ("uint32", 2**32 - 1), ("int8", -100), ("int32", -(2**31))]
+)
+def test_a_label_that_the_vocabulary_does_not_have_is_not_ignored(dtype, label):
+    """But where a segment ends, at 4."""
+    labels = jnp.zeros(16, dtype).at[4:6].set(np.asarray(label, dtype))
+    for ignored in (None, -7):
+        counted = counted_labels(labels, IDS[0], ignored)
+        logprobs = coda.token_logprobs(normal(0, 16, 8), normal(1, 8, 64), counted[0], ignore_index=counted[1])
+        assert np.isnan(logprobs).tolist() == [i == 5 for i in range(16)]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_accumulated_microbatches_are_the_batch(adapted):
+    """Of packed rows with 12 and 16 labels, one of which has weight 0.5: sums, divided by the sum of their weights."""
+    model, labels = Bigram(64), jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)))
+    weights = jnp.ones((2, 16)).at[1, 3].set(0.5)
+    if adapted:
+        layers.add_lora(model, 2, targets=["head"], rngs=nnx.Rngs(1))
+
+    def of_rows(rows, **options):
+        def loss(model):
+            return model.loss(IDS[rows], labels[rows], weights[rows], segment_ids=IDS[rows], **options)
+
+        return nnx.jit(nnx.value_and_grad(loss, has_aux=options.get("weight_sum", False)))(model)
+
+    parts, gradients = zip(*(of_rows(np.array([i]), reduction="sum", weight_sum=True) for i in range(2)), strict=True)
+    assert [float(total) for _, total in parts] == [12, 15.5]
+    total = sum(total for _, total in parts)
+    loss, gradient = of_rows(np.arange(2))
+    np.testing.assert_allclose(sum(loss for loss, _ in parts) / total, loss, rtol=1e-5)
+    for found, *accumulated in zip(*map(jax.tree.leaves, (gradient, *gradients)), strict=True):
+        np.testing.assert_allclose(sum(accumulated) / total, found, rtol=1e-4, atol=1e-6)
 
 
 def pallas(q, k, v, *, mask, is_causal, local_window_size, segment_ids):

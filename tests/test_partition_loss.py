@@ -81,32 +81,39 @@ def test_the_gradient_of_a_bfloat16_head_moves_as_such(dtype, of_w, kind, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "kind, data, transpose_w",
+    "kind, data, transpose_w, traced",
     [
-        (AxisType.Auto, 1, False),
-        (AxisType.Auto, 2, True),
-        (AxisType.Explicit, 1, True),
-        (AxisType.Explicit, 2, False),
+        (AxisType.Auto, 1, False, False),
+        (AxisType.Auto, 2, True, True),
+        (AxisType.Explicit, 1, True, False),
+        (AxisType.Explicit, 2, False, True),
     ],
     ids=str,
 )
-def test_a_cut_vocabulary(kind, data, transpose_w):
-    """Each device has its part of the head and all three products of it; vectors are summed in the loop, dx once."""
+def test_a_cut_vocabulary(kind, data, transpose_w, traced):
+    """Each device has its part of the head and all three products of it; vectors are summed in the loop, dx once.
+
+    Traced coefficients, whose gradients are sums over all devices, are whole on each.
+    """
     vocabulary, model = 200, 4 // data  # a part of 50 or 100 columns, which 16 bits pad
     head = jnp.asarray(RNG.standard_normal((WIDTH, vocabulary)), jnp.float32)
     labels = jnp.asarray(RNG.integers(0, vocabulary, HIDDEN.shape[:2])).at[0, :5].set(-100)
     head = head.T if transpose_w else head
 
-    def gradient(x, w, labels):
-        def loss(x, w):
-            options = {"label_smoothing": 0.1, "z_loss": 1e-3, "soft_cap": 20.0, "transpose_w": transpose_w}
-            return coda.linear_cross_entropy(x, w, labels, chunk_bytes=50 * 2 * 128, **options)[0]
+    numbers = 0.1, 1e-3, 20.0
+    arrays = tuple(map(jnp.float32, numbers)) if traced else ()
 
-        return jax.value_and_grad(loss, (0, 1))(x, w)
+    def gradient(x, w, labels, *arrays):
+        def loss(x, w, *arrays):
+            options = dict(zip(("label_smoothing", "z_loss", "soft_cap"), arrays or numbers, strict=True))
+            options |= {"transpose_w": transpose_w, "chunk_bytes": 50 * 2 * 128}
+            return coda.linear_cross_entropy(x, w, labels, **options)[0]
 
-    specs = P("data"), P("model") if transpose_w else P(None, "model"), P("data")
+        return jax.value_and_grad(loss, range(2 + len(arrays)))(x, w, *arrays)
+
+    specs = P("data"), P("model") if transpose_w else P(None, "model"), P("data"), *(P() for _ in arrays)
     for dtype, rtol in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
-        arguments = HIDDEN.astype(dtype), head.astype(dtype), labels
+        arguments = HIDDEN.astype(dtype), head.astype(dtype), labels, *arrays
         got, parts, found = run(gradient, arguments, specs, kind, data=data, model=model)
         assert_close(got, jax.jit(gradient)(*arguments), rtol=rtol)
         assert {part_of_b for name, _, part_of_b in parts if name == "loss_sums"} <= {
@@ -120,7 +127,8 @@ def test_a_cut_vocabulary(kind, data, transpose_w):
     mesh = mesh_of(kind, data, model)
     with partitioned_on_cpus(), jax.set_mesh(mesh):
         placed = [
-            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((HIDDEN, head, labels), specs, strict=True)
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((HIDDEN, head, labels, *arrays), specs, strict=True)
         ]
         text = jax.jit(gradient).lower(*placed).compile().as_text()
     in_loop = [line for line in text.splitlines() if "all-reduce(" in line and re.search('op_name="[^"]*while', line)]
@@ -134,16 +142,17 @@ def test_log_probabilities_over_a_cut_vocabulary(candidates, kind):
     arguments = logprob_cases.arguments(jnp.float32, 200, candidates=candidates, lead=(4, 200), width=16)
     mask = arguments[-1].at[0:2].set(False).at[2].set(True)
     arguments[-1] = mask
+    arguments.append(jnp.float32(5.0))  # soft_cap
 
     def gradient(*arguments):
         def value(*arrays):
-            outputs = logprob_cases.logprobs(*arrays, *arguments[6:], soft_cap=5.0)
+            outputs = logprob_cases.logprobs(*arrays[:-1], *arguments[6:-1], soft_cap=arrays[-1])
             return sum(jnp.sum(jnp.sin(y)) for y in outputs), outputs
 
-        return jax.value_and_grad(value, range(6), has_aux=True)(*arguments[:6])
+        return jax.value_and_grad(value, range(7), has_aux=True)(*arguments[:6], arguments[-1])
 
     over_data, over_model = P("data"), P(None, "model")
-    specs = [over_data, P(), over_model, P(), over_model, over_data, over_data, over_data]
+    specs = [over_data, P(), over_model, P(), over_model, over_data, over_data, over_data, P()]
     got, parts, found = run(gradient, arguments, specs, kind)
     assert_close(got, jax.jit(gradient)(*arguments), rtol=1e-4)
     of_logits = {shape for name, _, shape in parts if name in ("loss_sums", "loss_cotangent")}

@@ -183,6 +183,26 @@ def test_transformations():
             np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * float(jnp.abs(w).max()), err_msg=str(path))
 
 
+@pytest.mark.parametrize("candidates", [False, True])
+def test_a_traced_soft_cap(candidates):
+    """Its gradient beside a temperature's, with a mask, and second derivatives."""
+    args = arguments(F32, 24, lead=(2, 70), width=8, candidates=candidates)
+
+    def all_of(f):
+        def value(cap, x, temperature):
+            given = [x if i == X else temperature if i == TEMPERATURE else y for i, y in enumerate(args)]
+            return sum(jnp.sum(jnp.sin(y)) for y in f(*given, soft_cap=cap))
+
+        def summed(*a):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.grad(value, (0, 1, 2))(*a))
+
+        of = F32(3.0), args[X], args[TEMPERATURE]
+        return jit(lambda *a: (jax.grad(value, (0, 1, 2))(*a), jax.grad(summed, (0, 1))(*a)))(*of)
+
+    for g, w in zip(jax.tree.leaves(all_of(logprobs)), jax.tree.leaves(all_of(plain)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * float(jnp.abs(w).max()))
+
+
 def test_data_parallel_gradient():
     """Under shard_map each shard brings its own kept tokens together: they may have different numbers of chunks."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
 from coda_jax.operators.head_arrays import Kernel, Tokens
@@ -33,19 +36,24 @@ def head_arguments(
     w: jax.Array,
     low_rank: LowRank | None,
     *,
-    soft_cap: float | None,
+    soft_cap: float | jax.Array | None,
     transpose_w: bool,
     chunk_bytes: int | None,
     dtype: Any,
     implementation: str,
 ) -> HeadArguments:
     """Arguments of both operators as `linear_cross_entropy` describes them; `check_head` comes before."""
+    check_options(operator, ("chunk_bytes", chunk_bytes, chunk_bytes is None or chunk_bytes > 0, "positive"))
     array = array_of(x)
     dtype = resolve_dtype(operator, dtype, array, w)
     vocabulary = vocabulary_of(w, transpose_w)
     columns = columns_of(vocabulary, dtype)
     if chunk_bytes is None:  # a copy of w in the compute dtype may stand beside the logits
         chunk_bytes = 2**29 if w.dtype == dtype and columns == vocabulary and low_rank is None else 2**28
+    cap: Any = None
+    if soft_cap is not None:
+        rule = "a positive number or None"
+        cap = coefficient(operator, "soft_cap", soft_cap, lambda x: (x > 0) & (x < jnp.inf), rule)
     head = LossHead(
         vocabulary=vocabulary,
         columns=columns,
@@ -53,28 +61,75 @@ def head_arguments(
         transpose_w=transpose_w,
         dtype=dtype,
         implementation=implementation,
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        soft_cap=cap if isinstance(cap, float) else None,
     )
+    lead = array.shape[:-1]
+    of_cap = None if isinstance(cap, float) else cap
     h = of_rows(x) if isinstance(x, DeferredNorm) else x.reshape(-1, array.shape[-1])
     if low_rank is None:
-        return HeadArguments(head, Tokens(h), Kernel(w), array.shape[:-1])
+        return HeadArguments(head, Tokens(h, cap=of_cap), Kernel(w), lead)
     a, b = low_rank
     if isinstance(h, DeferredNorm):
         inner, of_norm = norm_projection(h, a, dtype=dtype, implementation=implementation)
         h = h.with_array(of_norm)
     else:
         (inner,) = multiply(h.astype(dtype), a.astype(dtype), out_dtypes=[dtype], implementation=implementation)
-    return HeadArguments(head, Tokens(h, inner), Kernel(w, b), array.shape[:-1])
+    return HeadArguments(head, Tokens(h, inner, cap=of_cap), Kernel(w, b), lead)
+
+
+def coefficient(operator: str, name: str, value: Any, fits: Callable[[Any], Any], rule: str) -> float | jax.Array:
+    """A number that is checked, or an array of one, () float32, as of a schedule: NaN where it is traced and unfit.
+
+    Args:
+      operator, name, rule: for messages.
+      value: a number, or an array () of any real dtype.
+      fits: whether a number or an array () obeys the rule.
+
+    Raises:
+      TypeError: it is neither.
+      ValueError: another shape, or a number that does not fit.
+    """
+    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
+        value = value.__jax_array__()
+    must = f"it must be {rule}, or an array () of one"
+    if hasattr(value, "dtype"):
+        if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+            raise TypeError(f"{operator}: {name} has dtype {value.dtype}; {must}")
+        if value.shape != ():
+            raise ValueError(f"{operator}: {name} has shape {value.shape}; {must}")
+    elif not isinstance(value, numbers.Real):
+        raise TypeError(f"{operator}: {name} is {type(value).__name__}; {must}")
+    if isinstance(value, jax.core.Tracer):
+        wide = value.astype(jnp.float32)
+        return wide * jnp.where(fits(wide), 1.0, jnp.nan)
+    number = float(value)
+    check_options(operator, (name, number, fits(number), rule))
+    return jnp.float32(number) if isinstance(value, jax.Array) else number
 
 
 def known_labels(
     labels: jax.Array, vocabulary: int, ignore_index: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Labels as int32; which of them are to be ignored; and which of the others the vocabulary does not have."""
-    wide = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
-    ignored = jnp.zeros_like(wide, bool) if ignore_index is None else wide == ignore_index
-    unknown = ~ignored & ((wide < 0) | (wide >= vocabulary))
-    return wide.astype(jnp.int32), ignored, unknown  # not before: a label beyond int32 is not to become another
+    narrow, ignored = int32_labels(labels, ignore_index)
+    return narrow, ignored, ~ignored & ((narrow < 0) | (narrow >= vocabulary))
+
+
+def int32_labels(labels: jax.Array, ignore_index: int | None) -> tuple[jax.Array, jax.Array]:
+    """Labels of any integer dtype as int32, and which of them are ignore_index, a number that it need not hold.
+
+    A label below 0 becomes -1 and one beyond int32 its greatest number: no vocabulary has either. In uint32 and uint64
+    a negative ignore_index is the number that it becomes there; narrower ones may have that as a label.
+    """
+    limits, greatest = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32).max
+    narrow = labels.clip(max(limits.min, -1), min(limits.max, greatest)).astype(jnp.int32)
+    value: Any = ignore_index
+    if isinstance(value, int | np.integer):
+        sought = int(value)
+        if limits.min == 0 and limits.bits >= 32 and -(2 ** (limits.bits - 1)) <= sought < 0:
+            sought += 2**limits.bits
+        value = np.asarray(sought, labels.dtype) if limits.min <= sought <= limits.max else None
+    return narrow, jnp.zeros_like(narrow, bool) if value is None else labels == value
 
 
 def array_of(x: jax.Array | DeferredNorm) -> jax.Array:
@@ -131,11 +186,3 @@ def check_options(operator: str, *options: tuple[str, Any, bool, str]) -> None:
     for name, value, fits, rule in options:
         if not fits:
             raise ValueError(f"{operator}: {name} = {value!r}; it must be {rule}")
-
-
-def head_options(soft_cap: float | None, chunk_bytes: int | None) -> list[tuple[str, Any, bool, str]]:
-    """What `check_options` takes, of the options of both operators."""
-    return [
-        ("soft_cap", soft_cap, soft_cap is None or 0 < soft_cap < float("inf"), "a positive number or None"),
-        ("chunk_bytes", chunk_bytes, chunk_bytes is None or chunk_bytes > 0, "positive"),
-    ]

@@ -17,12 +17,14 @@ class Tokens(NamedTuple):
     Attributes:
       h: of x (M, D), what is projected.
       inner: u (M, r), beside a low-rank delta.
-      scale: 1 / T (M,) float32; None: 1.
+      scale: 1 / T, () or (M,) float32; None: 1.
+      cap: c, () or (M,) float32, the bound of logits where it is an array; None: a number of the head's, or no bound.
     """
 
     h: Hidden
     inner: jax.Array | None = None
     scale: jax.Array | None = None
+    cap: jax.Array | None = None
 
 
 class Kernel(NamedTuple):

@@ -14,14 +14,15 @@ from coda_jax.operators.head_arguments import (
     array_of,
     check_head,
     check_options,
+    coefficient,
     head_arguments,
-    head_options,
     known_labels,
 )
 from coda_jax.operators.head_arrays import Statistics
 from coda_jax.operators.loss_statistics import statistics, weighted_sum
 from coda_jax.primitives.arguments import check_floats
 
+_NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -34,9 +35,9 @@ def linear_cross_entropy(
     low_rank: LowRank | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
+    label_smoothing: float | jax.Array = 0.0,
+    z_loss: float | jax.Array = 0.0,
+    soft_cap: float | jax.Array | None = None,
     transpose_w: bool = False,
     chunk_bytes: int | None = None,
     dtype: Any = None,
@@ -74,7 +75,9 @@ def linear_cross_entropy(
       ignore_index: tokens with this label have weight 0 (their x must be finite all the same); None: there is none.
       label_smoothing: in [0, 1), the part of the target distribution that is spread over all of the vocabulary.
       z_loss: coefficient of lse^2, which keeps the logits from drifting.
-      soft_cap: bound of the logits, as in Gemma 2; None: none.
+      soft_cap: bound of the logits, as in Gemma 2; None: none. It, label_smoothing and z_loss are numbers or arrays (),
+        which receive their gradient and make one program of a schedule. A traced one that is out of its range makes
+        loss and gradients NaN.
       chunk_bytes: the most that a chunk's logits take; they are those of a multiple of 128 tokens, at least 128. The
         default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of w in the
         compute dtype stands beside them. Adding to dw costs 5 % of its product with 2048 tokens and 40 % with
@@ -100,14 +103,15 @@ def linear_cross_entropy(
     """
     _check(x, w, labels, weights, low_rank, transpose_w)
     check_options(
-        "linear_cross_entropy",
+        _NAME,
         ("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(map(repr, REDUCTIONS))}"),
-        ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "in [0, 1)"),
-        ("z_loss", z_loss, 0 <= z_loss < float("inf"), "0 or a positive number"),
-        *head_options(soft_cap, chunk_bytes),
+    )
+    coefficients = (
+        coefficient(_NAME, "label_smoothing", label_smoothing, lambda x: (x >= 0) & (x < 1), "in [0, 1)"),
+        coefficient(_NAME, "z_loss", z_loss, lambda x: (x >= 0) & (x < jnp.inf), "0 or a positive number"),
     )
     head, tokens, kernel, lead = head_arguments(
-        "linear_cross_entropy",
+        _NAME,
         x,
         w,
         low_rank,
@@ -117,21 +121,26 @@ def linear_cross_entropy(
         dtype=dtype,
         implementation=implementation,
     )
-    head = dataclasses.replace(head, has_total=bool(label_smoothing))
+    fixed = [x if isinstance(x, float) else None for x in coefficients]
+    has_smoothing, has_square = (x != 0 for x in fixed)
+    head = dataclasses.replace(head, has_total=has_smoothing)
     labels, ignored, unknown = known_labels(labels.reshape(-1), head.vocabulary, ignore_index)
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
     weights = jnp.where(unknown, jnp.nan, jnp.where(ignored, 0.0, weights))
-    smoothing, of_square, total = float(label_smoothing), float(z_loss), jnp.sum(weights)
+    total, arrays = jnp.sum(weights), [x for x in coefficients if not isinstance(x, float)]
 
-    def loss(of_token: Statistics) -> jax.Array:
+    def loss(of_token: Statistics, *arrays: jax.Array) -> jax.Array:
+        remaining = iter(arrays)
+        smoothing, of_square = (next(remaining) if x is None else x for x in fixed)
         value = of_token.lse - (1 - smoothing) * of_token.target
-        if of_square:
+        if has_square:
             value += of_square * of_token.lse * of_token.lse
-        return value - smoothing / head.vocabulary * of_token.total if smoothing else value
+        return value - smoothing / head.vocabulary * of_token.total if has_smoothing else value
 
     if reduction == "none":
-        return (weights * loss(statistics(head, "linear_cross_entropy", tokens, kernel, labels))).reshape(lead), total
-    summed = weighted_sum(head, "linear_cross_entropy", loss, tokens, kernel, labels, weights)
+        found = statistics(head, _NAME, tokens, kernel, labels)
+        return (weights * loss(found, *arrays)).reshape(lead), total
+    summed = weighted_sum(head, _NAME, loss, tokens, kernel, labels, weights, *arrays)
     return summed / jnp.where(total == 0, 1.0, total) if reduction == "mean" else summed, total
 
 
@@ -143,12 +152,10 @@ def _check(
     low_rank: LowRank | None,
     transpose_w: bool,
 ) -> None:
-    check_head("linear_cross_entropy", x, w, labels, low_rank, transpose_w=transpose_w)
+    check_head(_NAME, x, w, labels, low_rank, transpose_w=transpose_w)
     if weights is not None and jnp.issubdtype(weights.dtype, jnp.floating):
-        check_floats("linear_cross_entropy", weights=weights)
+        check_floats(_NAME, weights=weights)
     shape = array_of(x).shape
     for name, array in (("labels", labels), ("weights", weights)):
         if array is not None and array.shape != shape[:-1]:
-            raise ValueError(
-                f"linear_cross_entropy: {name} has shape {array.shape}; beside x {shape} it must be {shape[:-1]}"
-            )
+            raise ValueError(f"{_NAME}: {name} has shape {array.shape}; beside x {shape} it must be {shape[:-1]}")

@@ -15,7 +15,7 @@ A loss or a log-probability is elementwise in them, and its derivative JAX's own
 so from their cotangents, which have their names,
 
     dy[v] = p[v] (dlse - dentropy (y[v] - lse + entropy)) + [v == labels] dtarget + dtotal
-    dz = dy / T (1 - (capped / c)^2)      d(1/T) = sum_v dy[v] capped[v]
+    dz = dy / T (1 - (capped / c)^2)      d(1/T) = sum_v dy[v] capped[v]      dc as `LogitCurve.of_cap` says
     dh = dz W^T      dW = h^T dz      du = dz B^T      dB = u^T dz
 """
 
@@ -33,6 +33,7 @@ from jax import lax
 from coda_jax.epilogue import ReductionOp, logsumexp
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
+from coda_jax.operators.logit_curve import LogitCurve
 from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.gemm_primitive import kept_dtype
@@ -50,7 +51,7 @@ class LossHead:
       axes: the manual mesh axes that cut W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
-      soft_cap: c above.
+      soft_cap: c above where it is a number.
       has_total, has_entropy: which statistics there are beside lse and target.
       scale_has_gradient: whether 1 / T is differentiated.
       all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
@@ -89,7 +90,7 @@ class LossHead:
         w, labels = self._joined(kernel), self._of_part(labels)
 
         def step(found: Statistics, chunk: Chunk) -> Statistics:
-            of_chunk, _ = self._sums(self._formed(tokens, chunk), w, chunk.of(labels), chunk.of(tokens.scale))
+            of_chunk, _ = self._sums(self._formed(tokens, chunk), w, chunk.of(labels), self._curve(tokens, chunk))
             return jax.tree.map(chunk.put, found, of_chunk)
 
         size = self._chunk(labels.shape[0], self._logits_dtype(labels))
@@ -98,35 +99,39 @@ class LossHead:
 
     def values_and_gradients(
         self,
-        value: Callable[[Statistics], jax.Array],
+        value: Callable[..., jax.Array],
         tokens: Tokens,
         kernel: Kernel,
         labels: jax.Array,
         weights: jax.Array,
-    ) -> tuple[jax.Array, Tokens, Kernel]:
-        """value(statistics) of every token, (M,), and the cotangents of `pullback` of their sum with weights (M,)."""
+        *coefficients: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], Tokens, Kernel]:
+        """value(statistics, *coefficients) of every token, (M,), and cotangents of their sum with weights (M,).
+
+        The cotangents are those of the coefficients, (M,) each, and those that `pullback` gives.
+        """
         w, labels = self._joined(kernel), self._of_part(labels)
 
         def step(state: tuple[Any, Tokens, Kernel], chunk: Chunk) -> tuple[Any, Tokens, Kernel]:
             values, dtokens, dkernel = state
-            formed, given, scale = self._formed(tokens, chunk), chunk.of(labels), chunk.of(tokens.scale)
-            found, z = self._sums(formed, w, given, scale, keep=True)
-            made, pullback = jax.vjp(value, found)
-            (cotangents,) = pullback(chunk.of(weights))
+            formed, given, curve = self._formed(tokens, chunk), chunk.of(labels), self._curve(tokens, chunk)
+            found, z = self._sums(formed, w, given, curve, keep=True)
+            made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
+            cotangents, *dcoefficients = pullback(chunk.of(weights))
             # The label's own logit is the exact one: its cotangent is often a difference.
-            column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-            target = found.target if scale is None else found.target / scale
-            capped = jnp.where(column == given[:, None], target[:, None], self._capped(z.astype(jnp.float32)))
-            columns = _columns(given, scale, found, cotangents)
-            dz, *dscale = self._dlogits(capped, *columns)
-            gradients = self._products(dz.astype(self.dtype), dscale, formed, w, (dtokens, dkernel), chunk)
-            return chunk.put(values, made), *gradients
+            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == given[:, None]
+            target = curve.unscaled(found.target[:, None])
+            capped = jnp.where(is_label, target, curve.capped(z.astype(jnp.float32)))
+            of_labels, _, *columns, _ = curve.cotangent_columns(given, found, cotangents)
+            dz, *drows = self._dlogits(curve, capped, of_labels, *columns)
+            gradients = self._products(dz.astype(self.dtype), drows, formed, w, (dtokens, dkernel), chunk)
+            return jax.tree.map(chunk.put, values, [made, *dcoefficients]), *gradients
 
         size = self._chunk(labels.shape[0], self._logits_dtype(labels))
-        values = self._no_statistics(tokens, kernel, labels).lse
+        values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
         state = (values, *self._no_gradients(tokens, kernel, is_single=size is None))
-        values, dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
-        return values, dtokens, self._unpadded(dkernel)
+        (made, *dcoefficients), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        return made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)
 
     def pullback(
         self,
@@ -145,23 +150,25 @@ class LossHead:
         w, labels = self._joined(kernel), self._of_part(labels)
 
         def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
-            formed, given, scale = self._formed(tokens, chunk), chunk.of(labels), chunk.of(tokens.scale)
+            formed, given, curve = self._formed(tokens, chunk), chunk.of(labels), self._curve(tokens, chunk)
             of_chunk, asked = jax.tree.map(chunk.of, found), jax.tree.map(chunk.of_kept, cotangents)
 
-            def loss_cotangent(acc: jax.Array, *columns: Any) -> list[jax.Array]:
-                return self._dlogits(self._capped(acc), *columns)
+            def loss_cotangent(acc: jax.Array, labels: Any, scale: Any, *others: Any) -> list[jax.Array]:
+                *columns, cap = others
+                of_tile = curve.of_tile(scale, cap)
+                return self._dlogits(of_tile, of_tile.capped(acc), labels, *columns)
 
-            dz, *dscale = self._multiply(
+            dz, *drows = self._multiply(
                 formed,
                 w,
-                *_columns(given, scale, of_chunk, asked),
+                *curve.cotangent_columns(given, of_chunk, asked),
                 epilogue=loss_cotangent,
-                out_dtypes=[self.dtype, *[jnp.float32] * self.scale_has_gradient],
+                out_dtypes=[self.dtype, *[jnp.float32] * (self.scale_has_gradient + curve.has_cap_column)],
                 transpose_b=self.transpose_w,
             )
             if labels.ndim > 1:
-                dz, dscale = self._with_candidates(dz, dscale, given, scale, of_chunk, asked)
-            return self._products(dz, dscale, formed, w, state, chunk)
+                dz, drows = self._with_candidates(dz, drows, given, curve, of_chunk, asked)
+            return self._products(dz, drows, formed, w, state, chunk)
 
         size = self._chunk(labels.shape[0], self.dtype)
         state = self._no_gradients(tokens, kernel, is_single=mask is None and size is None)
@@ -185,8 +192,12 @@ class LossHead:
         formed = [self.normalize(h).astype(self.dtype)]
         return formed if tokens.inner is None else [*formed, chunk.of(tokens.inner).astype(self.dtype)]
 
+    def _curve(self, tokens: Tokens, chunk: Chunk) -> LogitCurve:
+        scale, cap = (None if x is None else chunk.of(x)[:, None] for x in (tokens.scale, tokens.cap))
+        return LogitCurve(scale, self.soft_cap if cap is None else cap)
+
     def _sums(
-        self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, scale: jax.Array | None, *, keep: bool = False
+        self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, curve: LogitCurve, *, keep: bool = False
     ) -> tuple[Statistics, jax.Array]:
         """The statistics, and with `keep` the product in its `_logits_dtype`.
 
@@ -196,8 +207,8 @@ class LossHead:
         is_one = labels.ndim == 1
         keep = keep or self._reads_logits(labels)
 
-        def loss_sums(acc: jax.Array, labels: Any, scale: Any) -> list[jax.Array]:
-            y = _scaled(self._capped(acc), scale)
+        def loss_sums(acc: jax.Array, labels: Any, scale: Any, cap: Any) -> list[jax.Array]:
+            y = curve.of_tile(scale, cap).of(acc)
             column = lax.broadcasted_iota(jnp.int32, y.shape, 1)
             among = y if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, y, -jnp.inf)
             outputs = [logsumexp(among, axis=1)]
@@ -212,7 +223,7 @@ class LossHead:
             formed,
             w,
             labels[:, None] if is_one else None,
-            None if scale is None else scale[:, None],
+            *curve.columns(),
             epilogue=loss_sums,
             out_dtypes=dtypes,
             transpose_b=self.transpose_w,
@@ -220,38 +231,31 @@ class LossHead:
         z = sums.pop() if keep else lse
         lse = across(ReductionOp.LOGSUMEXP, lse, self.axes)
         if not is_one:
-            sums = [self._candidates(z, labels, scale), *sums]
+            sums = [self._candidates(z, labels, curve), *sums]
         target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
-        entropy = self._entropy(z, lse, scale) if self.has_entropy else None
+        entropy = self._entropy(z, lse, curve) if self.has_entropy else None
         return Statistics(lse, target, total[0] if total else None, entropy), z
 
-    def _candidates(self, z: jax.Array, labels: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
         """The logits of labels (m, k); 0 for those of another part of W."""
         inside = (labels >= 0) & (labels < self.vocabulary)
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
-        return jnp.where(inside, _scaled(self._capped(picked), None if scale is None else scale[:, None]), 0.0)
+        return jnp.where(inside, curve.of(picked), 0.0)
 
-    def _entropy(self, z: jax.Array, lse: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def _entropy(self, z: jax.Array, lse: jax.Array, curve: LogitCurve) -> jax.Array:
         """-sum p log(p), in one pass over the chunk; lse is but a shift, so that its own rounding is in no p."""
-        y = _scaled(self._capped(z), None if scale is None else scale[:, None])
-        logp = y - lse[:, None]
+        logp = curve.of(z) - lse[:, None]
         if self.columns > self.vocabulary:
             logp = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, logp, -1e4)
         p = jnp.exp(logp)
         mass, weighted = (across(ReductionOp.SUM, jnp.sum(x, axis=1), self.axes) for x in (p, p * logp))
         return jnp.log(mass) - weighted / mass
 
-    def _capped(self, z: jax.Array) -> jax.Array:
-        return z if self.soft_cap is None else self.soft_cap * jnp.tanh(z / self.soft_cap)
-
-    def _through_cap(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
-        return dy if self.soft_cap is None else dy * (1 - jnp.square(capped / self.soft_cap))
-
     def _dlogits(
         self,
+        curve: LogitCurve,
         capped: jax.Array,
         labels: Any,
-        scale: Any,
         lse: jax.Array,
         entropy: Any,
         dlse: jax.Array,
@@ -259,8 +263,8 @@ class LossHead:
         dtotal: Any,
         dentropy: Any,
     ) -> list[jax.Array]:
-        """dz, and the row sums d(1/T) where they are asked for; all but capped are columns (m, 1), or None."""
-        logp = _scaled(capped, scale) - lse
+        """dz and `_row_cotangents`; what follows capped are columns (m, 1), or None."""
+        logp = curve.scaled(capped) - lse
         dy = jnp.exp(logp) * (dlse if dentropy is None else dlse - dentropy * (logp + entropy))
         column = lax.broadcasted_iota(jnp.int32, capped.shape, 1)
         if labels is not None:
@@ -269,36 +273,39 @@ class LossHead:
             dy = dy + dtotal
         if self.columns > self.vocabulary:
             dy = jnp.where(column < self.vocabulary, dy, 0.0)
-        dz = _scaled(self._through_cap(dy, capped), scale)
-        return [dz, jnp.sum(dy * capped, axis=1)] if self.scale_has_gradient else [dz]
+        return [curve.through(dy, capped), *self._row_cotangents(dy, capped, curve)]
+
+    def _row_cotangents(self, dy: jax.Array, capped: jax.Array, curve: LogitCurve) -> list[jax.Array]:
+        """The row sums d(1/T) and dc, each where it is asked for."""
+        d_scale = [jnp.sum(dy * capped, axis=1)] if self.scale_has_gradient else []
+        return [*d_scale, jnp.sum(curve.of_cap(dy, capped), axis=1)] if curve.has_cap_column else d_scale
 
     def _with_candidates(
         self,
         dz: jax.Array,
-        dscale: list[jax.Array],
+        drows: list[jax.Array],
         labels: jax.Array,
-        scale: jax.Array | None,
+        curve: LogitCurve,
         found: Statistics,
         cotangents: Statistics,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """dz and d(1/T) with what the targets of labels (m, k) add to them."""
-        scale = None if scale is None else scale[:, None]
-        capped = found.target if scale is None else found.target / scale
+        """dz and the row sums with what the targets of labels (m, k) add to them."""
+        capped = curve.unscaled(found.target)
         inside = (labels >= 0) & (labels < self.vocabulary)
         added = jnp.where(inside, cotangents.target, 0.0)
-        dscale = [total + jnp.sum(added * capped, axis=1) for total in dscale]
-        added = _scaled(self._through_cap(added, capped), scale)
+        drows = [total + more for total, more in zip(drows, self._row_cotangents(added, capped, curve), strict=True)]
+        added = curve.through(added, capped)
         # A label that a token has twice is added to once, so that no order of additions shows in the bits.
         same = labels[:, :, None] == labels[:, None, :]
         is_first = ~jnp.any(jnp.tril(same, -1), axis=2)
         added = jnp.where(is_first, jnp.sum(jnp.where(same, added[:, None, :], 0.0), axis=2), 0.0)
         rows = lax.broadcasted_iota(jnp.int32, labels.shape, 0)
-        return dz.at[rows, jnp.where(inside, labels, 0)].add(added.astype(dz.dtype)), dscale
+        return dz.at[rows, jnp.where(inside, labels, 0)].add(added.astype(dz.dtype)), drows
 
     def _products(
         self,
         dz: jax.Array,
-        dscale: list[jax.Array],
+        drows: list[jax.Array],
         formed: list[jax.Array],
         w: jax.Array,
         gradients: tuple[Tokens, Kernel],
@@ -311,7 +318,9 @@ class LossHead:
         if dtokens.inner is not None:
             dh, dinner = jnp.split(dh, [dtokens.h.shape[-1]], axis=1)
             dinner = dinner.astype(dtokens.inner.dtype)
-        of_chunk = Tokens(dh, dinner, dscale[0] if dscale else None)
+        remaining = iter(drows)
+        dscale, dcap = (None if x is None else next(remaining) for x in (dtokens.scale, dtokens.cap))
+        of_chunk = Tokens(dh, dinner, dscale, dcap)
         dw = self._added(dkernel.w, *((dz, formed[0]) if self.transpose_w else (formed[0], dz)))
         db = None if dinner is None else self._added(dkernel.b, formed[1], dz)
         return jax.tree.map(chunk.put, dtokens, of_chunk), Kernel(dw, db)
@@ -373,9 +382,12 @@ class LossHead:
             return vary(axes, jnp.zeros(shape, dtype))[0]
 
         x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
-        dscale = zeros(x.shape[:1], jnp.float32) if self.scale_has_gradient else None
+        dscale, dcap = (
+            zeros(x.shape[:1], jnp.float32) if is_asked else None
+            for is_asked in (self.scale_has_gradient, tokens.cap is not None)
+        )
         dinner = None if tokens.inner is None else zeros(tokens.inner.shape, tokens.inner.dtype)
-        dtokens = Tokens(zeros(x.shape, x.dtype), dinner, dscale)
+        dtokens = Tokens(zeros(x.shape, x.dtype), dinner, dscale, dcap)
         if is_single:
             return dtokens, Kernel(None, None)  # type: ignore[arg-type]
         width, columns = x.shape[-1], self.columns
@@ -386,15 +398,3 @@ class LossHead:
 
 def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
     return acc + total
-
-
-def _scaled(x: jax.Array, scale: Any) -> jax.Array:
-    return x if scale is None else x * scale
-
-
-def _columns(labels: jax.Array, scale: Any, found: Statistics, cotangents: Statistics) -> list[Any]:
-    """What `_dlogits` takes beside the logits, as columns (m, 1). Of more labels than one a token none."""
-    given = (labels, cotangents.target) if labels.ndim == 1 else (None, None)
-    dentropy, dtotal = cotangents.entropy, cotangents.total
-    rows = (given[0], scale, found.lse, found.entropy, cotangents.lse, given[1], dtotal, dentropy)
-    return [None if x is None else x[:, None] for x in rows]

@@ -22,7 +22,7 @@ from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, v
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.primitives.row_shards import Result, on_row_shards
 
-Value = Callable[[Statistics], jax.Array]  # of each token, elementwise
+Value = Callable[..., jax.Array]  # of each token's statistics and coefficients, elementwise
 
 
 def statistics(
@@ -41,10 +41,14 @@ def weighted_sum(
     kernel: Kernel,
     labels: jax.Array,
     weights: jax.Array,
+    *coefficients: jax.Array,
 ) -> jax.Array:
-    """sum(weights * value(statistics)); its gradients are formed in the forward pass."""
+    """sum(weights * value(statistics, *coefficients)); its gradients are formed in the forward pass.
+
+    Coefficients are (), or (M,) as the weights are, and receive their gradient. `value` closes over no array.
+    """
     f = partial(_weighted_sum, name=name, value=value)
-    return jnp.sum(_on_explicit_shards(f, head, tokens, kernel, labels, weights))
+    return jnp.sum(_on_explicit_shards(f, head, tokens, kernel, labels, weights, *coefficients))
 
 
 # ---- on one device's part of explicit axes
@@ -103,19 +107,27 @@ def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens
 def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> jax.Array:
     """(1,), of a device's tokens."""
 
-    def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.sum(weights * value(_statistics(head, tokens, kernel, labels, None, name=name)), keepdims=True)
+    def run(
+        tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array, *coefficients: jax.Array
+    ) -> jax.Array:
+        found = _statistics(head, tokens, kernel, labels, None, name=name)
+        return jnp.sum(weights * value(found, *coefficients), keepdims=True)
 
     def forward(*arguments: Any) -> tuple[jax.Array, Any]:
-        tokens, kernel, _, weights = arguments
-        results = (Result(), _gradients(head, tokens, kernel))
-        values, gradients = _on_devices(head, "values_and_gradients", arguments, results, value)
+        tokens, kernel, _, weights, *coefficients = arguments
+        results = (Result(), (Result(),) * len(coefficients), _gradients(head, tokens, kernel))
+        values, *gradients = _on_devices(head, "values_and_gradients", arguments, results, value)
         return jnp.sum(weights * values, keepdims=True), (tokens, kernel, values, gradients)
 
     def backward(kept: Any, dsum: jax.Array) -> tuple[Any, ...]:
-        tokens, kernel, values, (dtokens, dkernel) = kept
+        tokens, kernel, values, (dcoefficients, (dtokens, dkernel)) = kept
         dtokens, dkernel = jax.tree.map(lambda x: jnp.expand_dims(dsum, range(1, x.ndim)) * x, (dtokens, dkernel))
-        return *_of_arguments(head, tokens, kernel, dtokens, dkernel), None, dsum * values
+        return (
+            *_of_arguments(head, tokens, kernel, dtokens, dkernel),
+            None,
+            dsum * values,
+            *(dsum * x for x in dcoefficients),
+        )
 
     made: jax.Array = differentiable(name, run, forward, backward)(*arguments)
     return made
@@ -130,7 +142,7 @@ def _of_arguments(
     dinner = None if tokens.inner is None else dtokens.inner.astype(tokens.inner.dtype)
     no_scale = None if tokens.scale is None else jnp.zeros_like(tokens.scale)
     dscale = no_scale if dtokens.scale is None else dtokens.scale
-    return Tokens(dh, dinner, dscale), jax.tree.map(lambda x, of_x: of_x.astype(x.dtype), kernel, dkernel)
+    return Tokens(dh, dinner, dscale, dtokens.cap), jax.tree.map(lambda x, of_x: of_x.astype(x.dtype), kernel, dkernel)
 
 
 # ---- on the devices of a mesh
@@ -169,7 +181,8 @@ def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
     )
     dinner = None if tokens.inner is None else part
     dkernel: Any = Kernel(of_w, of_b)  # type: ignore[arg-type]
-    return Tokens(part, dinner, part if head.scale_has_gradient else None), dkernel
+    dscale, dcap = (part if is_asked else None for is_asked in (head.scale_has_gradient, tokens.cap is not None))
+    return Tokens(part, dinner, dscale, dcap), dkernel
 
 
 def _vocabulary_axes(head: LossHead, kernel: Kernel) -> tuple[Any, Any]:
@@ -185,7 +198,8 @@ def _row_flags(tokens: Tokens) -> Any:
 def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:
     """f(head, tokens, kernel, *others), on each device's part where explicit mesh axes cut tokens or the vocabulary.
 
-    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything.
+    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything. An
+    array () is one number for all tokens, which each device repeats for its own.
     """
     x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
     of_w, of_b = _vocabulary_axes(head, kernel)
@@ -200,16 +214,17 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
         tokens, *others = jax.tree.map(lambda x: vary(axes, x)[0], arguments)
         # Each device has a part of the sum that is a token's cotangent: to go back through this is to sum them.
         tokens = jax.tree.map(lambda x: vary(axes | set(columns), x)[0], tokens)
-        return f(part, tokens, *others)
+        count = (tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h).shape[0]
+        return f(part, *jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (count,)), (tokens, *others)))
 
     arguments = (tokens, kernel, *others)
     if not rows and not columns:
         return run(*arguments)
     by_rows, by_columns = jax.P(rows or None), [jax.P(*[None] * axis, columns or None) for axis in (of_w, of_b or 0)]
     specs = (
-        jax.tree.map(lambda has_rows: by_rows if has_rows else jax.P(), _row_flags(tokens)),
+        jax.tree.map(lambda x, has_rows: by_rows if has_rows and x.ndim else jax.P(), tokens, _row_flags(tokens)),
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
-        *(None if x is None else by_rows for x in others),
+        *(None if x is None else by_rows if x.ndim else jax.P() for x in others),
     )
 
     def placed(x: jax.Array, spec: jax.P) -> jax.Array:

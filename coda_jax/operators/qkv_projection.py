@@ -33,11 +33,32 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
     Raises:
       TypeError: an array that is not bfloat16, float16 or float32.
+      ValueError: tables of another shape, as those that have each angle twice, or an odd Dh.
     """
     check_floats("rotary", x=x, cos=cos, sin=sin)
+    if x.ndim < 2 or x.shape[-1] % 2:
+        raise ValueError(f"rotary: x has shape {x.shape}; it must be (..., T, H, Dh), whose Dh is even")
+    _check_tables("rotary", x.shape[:-2], x.shape[-1], cos, sin)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = (jnp.expand_dims(y[..., None, :], range(x.ndim - y.ndim - 1)) for y in (cos, sin))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _check_tables(operator: str, rows: tuple[Any, ...], head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
+    """Raises ValueError where tables do not have an angle for each pair of a head, of these rows (..., T)."""
+    half = head_dim // 2
+    for name, table in (("cos", cos), ("sin", sin)):
+        try:
+            lead = jnp.broadcast_shapes(rows, table.shape[:-1])
+        except ValueError:
+            lead = None
+        if table.ndim == 0 or table.shape[-1] != half or lead is None:
+            is_doubled = table.ndim > 0 and table.shape[-1] == head_dim
+            raise ValueError(
+                f"{operator}: {name} has shape {table.shape}; beside rows {rows} and heads of {head_dim} it must be "
+                f"(T, {half}) or (..., T, {half}), an angle for each pair"
+                + (f". A table of Hugging Face's has each twice: give {name}[..., :{half}]" if is_doubled else "")
+            )
 
 
 def _unit_heads(z: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
@@ -234,7 +255,8 @@ def qkv_projection(
 
     Raises:
       TypeError: norm is no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
-      ValueError: shapes that do not fit, a LayerNorm, or one of q_scale and k_scale without the other.
+      ValueError: shapes that do not fit, tables that have each angle twice, a LayerNorm, or one of q_scale and k_scale
+        without the other.
     """
     check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     heads = num_heads + 2 * num_kv_heads
@@ -265,6 +287,7 @@ def qkv_projection(
                 f"qkv_projection: {name} has shape {array.shape}; with heads of {head_dim} it must be {(head_dim,)}"
             )
     scales = tuple(without_axes(x, 0, axes_of_dimension(x, 0)) for x in scales)  # every head reads all of them
+    _check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
     chain = _QKVProjection(
         rows=norm.shape[:-1],
         head_dim=head_dim,

@@ -16,7 +16,6 @@ from coda_jax.operators.head_arguments import (
     check_head,
     check_options,
     head_arguments,
-    head_options,
     known_labels,
 )
 from coda_jax.operators.loss_statistics import statistics
@@ -35,7 +34,7 @@ def token_logprobs(
     mask: jax.Array | None = None,
     low_rank: LowRank | None = None,
     ignore_index: int | None = -100,
-    soft_cap: float | None = None,
+    soft_cap: float | jax.Array | None = None,
     transpose_w: bool = False,
     chunk_bytes: int | None = None,
     dtype: Any = None,
@@ -46,7 +45,8 @@ def token_logprobs(
         z = x w,  or soft_cap * tanh(that / soft_cap)        p = softmax(z / T)
         logprob[m] = z[m, labels[m]] / T - log(sum_v exp(z[m, v] / T))        entropy[m] = -sum_v p[m, v] log(p[m, v])
 
-    Both are differentiable in x, w, low_rank and a temperature that is an array, in reverse mode, to any order:
+    Both are differentiable in x, w, low_rank, and a temperature or soft_cap that is an array, in reverse mode, to any
+    order:
 
         dlogprob/dz[v] = ([v == label] - p[v]) / T        dentropy/dz[v] = -p[v] (log(p[v]) + entropy) / T
 
@@ -90,7 +90,6 @@ def token_logprobs(
     check_options(
         _NAME,
         ("temperature", temperature, bool(not is_number or 0 < temperature < jnp.inf), "a positive number or an array"),
-        *head_options(soft_cap, chunk_bytes),
     )
     head, tokens, kernel, lead = head_arguments(
         _NAME,
@@ -107,7 +106,8 @@ def token_logprobs(
     shape, candidates = labels.shape, labels.shape[len(lead) :]
     labels, ignored, unknown = known_labels(labels.reshape(-1, *candidates), head.vocabulary, ignore_index)
     if not is_number or temperature != 1:
-        tokens = tokens._replace(scale=_inverse(temperature, lead).reshape(-1))
+        scale = _inverse(temperature)
+        tokens = tokens._replace(scale=scale.reshape(-1) if scale.ndim else scale)
     kept = None if mask is None else mask.reshape(-1)
     found = statistics(head, _NAME, tokens, kernel, labels, kept)
 
@@ -124,11 +124,11 @@ def token_logprobs(
     return logprobs, jnp.where(counts, found.entropy, 0.0).reshape(lead)
 
 
-def _inverse(temperature: float | jax.Array, lead: tuple[Any, ...]) -> jax.Array:
-    """1 / T of every token, float32; NaN where T is not positive."""
+def _inverse(temperature: float | jax.Array) -> jax.Array:
+    """1 / T, float32; NaN where T is not positive."""
     wide = jnp.asarray(temperature).astype(jnp.float32)
     fits = wide > 0
-    return jnp.broadcast_to(jnp.where(fits, 1 / jnp.where(fits, wide, 1.0), jnp.nan), lead)
+    return jnp.where(fits, 1 / jnp.where(fits, wide, 1.0), jnp.nan)
 
 
 def _check(

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike
 
-from coda_jax.extend import explicit_sharding
+from coda_jax.extend import vary, varying_axes
+from flax_layers.decoding.generate_arguments import NO_TOKEN, check_arguments, check_tokens, static_arguments
 from flax_layers.decoding.hoist import hoist
 
 
@@ -32,7 +33,8 @@ class Generated(NamedTuple):
     """What `generate` returns.
 
     Attributes:
-      tokens: (B, max_new_tokens) int32, without the prompt; a row that has ended repeats its end token.
+      tokens: (B, max_new_tokens) int32, without the prompt; a row that has ended repeats its end token, -1 where its
+        logits gave none.
       lengths: (B,) int32, how many tokens of each row are its own, the end token among them.
     """
 
@@ -46,9 +48,9 @@ def generate(
     *,
     max_new_tokens: int,
     lengths: ArrayLike | Sequence[int] | None = None,
-    temperature: float = 0.0,
+    temperature: float | jax.Array = 0.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | jax.Array | None = None,
     eos_token: int | Sequence[int] | None = None,
     key: jax.Array | None = None,
 ) -> Generated:
@@ -66,41 +68,47 @@ def generate(
         devices. Inside a jit over explicit axes prompts that these cut want an `nnx.shard_map` around this function.
       max_new_tokens: most tokens to make a row.
       lengths: (B,) integers, the prompts' lengths, 1 to T; default T. Padding is neither seen nor counted in positions.
-      temperature: 0 for the likeliest token, else the logits' divisor.
+      temperature: 0 for the likeliest token, else the logits' divisor. It and top_p may be traced arrays ().
       top_k: samples from the k likeliest tokens.
       top_p: samples from the fewest likeliest tokens whose probabilities sum to at least top_p; of those of top_k.
       eos_token: a token that ends a row, or several, () for none; default the model's `end_tokens`, which a Llama or a
         GPT2 of a Hugging Face folder has from generation_config.json or config.json, or none.
-      key: of jax.random; required unless temperature is 0.
+      key: of jax.random; required unless temperature is 0, also of a traced one.
+
+    A row whose logits are NaN, or of which none is above -inf, has no next token: it ends with the token -1. So do all
+    rows where a traced temperature or top_p is out of its range.
 
     Raises:
-      ValueError: an argument out of its range, no key for sampling, or T + max_new_tokens - 1 tokens, all but the
-        last, beyond the model's positions.
+      ValueError: an argument out of its range or of another type, no key for sampling, T + max_new_tokens - 1 tokens,
+        all but the last, beyond the model's positions; and a row without a next token, but inside of jit. For that a
+        call outside of it waits for the tokens.
     """
     tokens = jnp.asarray(tokens)
     if not isinstance(lengths, jax.Array | None):
         lengths = np.asarray(lengths)
-    _check(tokens, max_new_tokens, lengths, temperature, top_k, top_p, key)
-    ends = np.asarray(getattr(model, "end_tokens", ()) if eos_token is None else eos_token)
-    if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
-        raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
+    eos_token = getattr(model, "end_tokens", ()) if eos_token is None else eos_token
+    max_new_tokens, top_k, ends = static_arguments(max_new_tokens, top_k, eos_token)
+    check_arguments(tokens, lengths, temperature, top_p, key)
+    may_be_greedy = isinstance(temperature, jax.core.Tracer)
     graphdef, state = nnx.split(model)
     arrays = (
         state,
         tokens.astype(jnp.int32),
         None if lengths is None else jnp.asarray(lengths).astype(jnp.int32),
-        None if temperature == 0 else key,
+        None if not may_be_greedy and temperature == 0 else key,
         jnp.float32(temperature),
         None if top_p is None else jnp.float32(top_p),
     )
-    options: Any = {"max_new_tokens": max_new_tokens, "top_k": top_k, "ends": tuple(map(int, ends.ravel()))}
+    options: Any = {"max_new_tokens": max_new_tokens, "top_k": top_k, "ends": ends, "may_be_greedy": may_be_greedy}
     mesh = _explicit_mesh(arrays)
     if mesh is None:
-        return _generate(graphdef, *arrays, **options)
-    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    with jax.set_mesh(automatic):
-        found = _generate(graphdef, *_on_mesh(arrays, automatic), **options)
-    generated: Generated = _on_mesh(found, mesh)
+        generated: Generated = _generate(graphdef, *arrays, **options)
+    else:
+        automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+        with jax.set_mesh(automatic):
+            found = _generate(graphdef, *_on_mesh(arrays, automatic), **options)
+        generated = _on_mesh(found, mesh)
+    check_tokens(generated.tokens)
     return generated
 
 
@@ -144,7 +152,7 @@ def candidates(logits: jax.Array, top_k: int | None, top_p: jax.Array | float | 
     return logits, tokens
 
 
-@partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "top_k", "ends"))
+@partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "top_k", "ends", "may_be_greedy"))
 def _generate(
     graphdef: nnx.GraphDef,
     state: nnx.State,
@@ -157,22 +165,35 @@ def _generate(
     max_new_tokens: int,
     top_k: int | None,
     ends: tuple[int, ...],
+    may_be_greedy: bool,
 ) -> Generated:
     model: Any = nnx.merge(graphdef, state)
     batch, prompt = prompts.shape
 
-    def choose(logits: jax.Array, step: Any) -> jax.Array:
+    def drawn(logits: jax.Array, step: Any) -> jax.Array:
         if key is None:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits, step_key = logits.astype(jnp.float32) / temperature, jax.random.fold_in(key, step)
+            return jnp.argmax(logits, axis=-1)
+        is_greedy = may_be_greedy & (temperature == 0)
+        logits, step_key = logits / jnp.where(is_greedy, 1.0, temperature), jax.random.fold_in(key, step)
+        likeliest = jnp.argmax(logits, axis=-1) if may_be_greedy else None
         if top_k is None and top_p is None:
-            return jax.random.categorical(step_key, logits).astype(jnp.int32)
-        logits, tokens = candidates(logits, top_k, top_p)
-        drawn = jax.random.categorical(step_key, logits)
-        return jnp.take_along_axis(tokens, drawn[:, None], axis=1)[:, 0].astype(jnp.int32)
+            token = jax.random.categorical(step_key, logits)
+        else:
+            logits, tokens = candidates(logits, top_k, top_p)
+            token = jnp.take_along_axis(tokens, jax.random.categorical(step_key, logits)[:, None], axis=1)[:, 0]
+        return token if likeliest is None else jnp.where(is_greedy, likeliest, token)
+
+    def choose(logits: jax.Array, step: Any) -> jax.Array:
+        logits = logits.astype(jnp.float32)
+        is_chosen = jnp.max(logits, axis=-1) > -jnp.inf  # the maximum is NaN where a logit is
+        is_chosen &= (temperature >= 0) & (temperature < jnp.inf)
+        if top_p is not None:
+            is_chosen &= (top_p > 0) & (top_p <= 1)
+        return jnp.where(is_chosen, drawn(logits, step), NO_TOKEN).astype(jnp.int32)
 
     def ended(token: jax.Array) -> jax.Array:
-        return jnp.isin(token, jnp.array(ends, jnp.int32))
+        # Without end tokens all devices of a shard_map make as many steps, whose collectives would else wait for ever.
+        return jnp.isin(token, jnp.array((*ends, NO_TOKEN) if ends else (), jnp.int32))
 
     def running(carry: Any) -> jax.Array:
         step, done = carry[0], carry[3]
@@ -181,8 +202,9 @@ def _generate(
     def body(carry: Any) -> Any:
         step, cache, token, done, out, count = carry
         logits, cache = decode(weights, token[:, None], cache)
-        token = jnp.where(done, token, choose(logits, step))
-        return step + 1, cache, token, done | ended(token), out.at[:, step].set(token), count + ~done
+        is_over = done | (token == NO_TOKEN)
+        token = jnp.where(is_over, token, choose(logits, step))
+        return step + 1, cache, token, done | ended(token), out.at[:, step].set(token), count + ~is_over
 
     cache = model.init_cache(batch, prompt + max_new_tokens - 1)  # the last token is not fed back
     logits, cache = model.decode(prompts, cache, lengths=lengths)
@@ -191,39 +213,7 @@ def _generate(
         lambda state, tokens, cache: nnx.merge(graphdef, state).decode(tokens, cache), state, token[:, None], cache
     )
     out = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(token)
-    carry = (1, cache, token, ended(token), out, jnp.ones(batch, jnp.int32))
+    (count,) = vary(varying_axes(token), jnp.ones(batch, jnp.int32))
+    carry = (1, cache, token, ended(token), out, count)
     _, _, token, _, out, count = lax.while_loop(running, body, carry)
     return Generated(jnp.where(jnp.arange(max_new_tokens) < count[:, None], out, token[:, None]), count)
-
-
-def _check(
-    tokens: jax.Array,
-    max_new_tokens: int,
-    lengths: jax.Array | np.ndarray | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    key: jax.Array | None,
-) -> None:
-    if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"prompts are integers (B, T), at least one of each; got {tokens.dtype}{tokens.shape}")
-    sharding = explicit_sharding(tokens) if isinstance(tokens, jax.core.Tracer) else None
-    if sharding is not None and any(axis is not None for axis in sharding.spec):
-        raise ValueError(f"prompts are sharded, {sharding.spec}, over explicit mesh axes: call it inside nnx.shard_map")
-    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
-    if lengths is not None:
-        if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ValueError(f"lengths are integers ({tokens.shape[0]},) here, got {lengths.dtype}{lengths.shape}")
-        if not isinstance(lengths, jax.core.Tracer):  # of traced ones the values are not known
-            values = np.asarray(lengths)
-            if values.min() < 1 or values.max() > tokens.shape[1]:
-                raise ValueError(f"lengths must be 1 to {tokens.shape[1]}, got {values.tolist()}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"{temperature=} must be 0 or a positive number")
-    if temperature > 0 and key is None:
-        raise ValueError(f"sampling at {temperature=} needs a key")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"{top_k=} must be at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"{top_p=} must be above 0 and at most 1")

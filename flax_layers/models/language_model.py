@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
 from flax_layers.models.origin import end_tokens
-from flax_layers.packing import labels_within_segments, segment_positions
+from flax_layers.packing import counted_labels, segment_positions
 from flax_layers.sharding import MeshAxes, axis_rules
 
 Positions = jax.Array | Literal["restart"] | None
@@ -94,6 +93,26 @@ class LanguageModel(nnx.Module):
         self._check_length(capacity)
         return [layer.attention.init_cache(batch_size, capacity) for layer in self._layers()]
 
+    @overload
+    def loss(
+        self,
+        tokens: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+        *,
+        weight_sum: Literal[False] = False,
+        **options: Any,
+    ) -> jax.Array: ...
+    @overload
+    def loss(
+        self,
+        tokens: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+        *,
+        weight_sum: Literal[True],
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]: ...
     def loss(
         self,
         tokens: jax.Array,
@@ -104,8 +123,9 @@ class LanguageModel(nnx.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         across_segments: bool = False,
+        weight_sum: bool = False,
         **options: Any,
-    ) -> jax.Array:
+    ) -> Any:
         """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
 
         Args:
@@ -115,17 +135,26 @@ class LanguageModel(nnx.Module):
           positions, mask, segment_ids: as in `__call__`.
           across_segments: whether the label of a segment's last token counts where another segment follows in its row.
             By default it does not: that label is the next sequence's first token.
+          weight_sum: whether the sum of the labels' weights is returned too. Microbatches of packed rows have different
+            ones: their mean is sum(losses) / sum(weight sums), of reduction="sum".
           **options: as in `LMHead.loss`.
+
+        Returns:
+          The mean, or as `reduction` says; with `weight_sum` a pair of it and of the sum, () float32, as of
+          `LMHead.loss`.
 
         Raises:
           ValueError: more tokens than the config allows, or labels or weights of another shape.
         """
         self._check_length(tokens.shape[-1])
         if segment_ids is not None and not across_segments:
-            labels = labels_within_segments(labels, segment_ids, options.get("ignore_index", -100))
+            labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
+            options["ignore_index"] = ignored
         with axis_rules(self.rules):
             features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-            return loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)[0]
+            embedding = self._embedding()
+            found = loss_of(self.head, features, labels, weights=weights, embedding=embedding, **options)
+        return found if weight_sum else found[0]
 
     def token_logprobs(
         self,
@@ -157,12 +186,8 @@ class LanguageModel(nnx.Module):
         """
         self._check_length(tokens.shape[-1])
         if segment_ids is not None and not across_segments:
-            ignored = options.get("ignore_index", -100)
-            if labels.ndim > segment_ids.ndim:
-                ends = labels_within_segments(jnp.zeros_like(segment_ids), segment_ids, 1)
-                labels = jnp.where(ends[..., None] == 1, jnp.asarray(ignored, labels.dtype), labels)
-            else:
-                labels = labels_within_segments(labels, segment_ids, ignored)
+            labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
+            options["ignore_index"] = ignored
         features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
         return token_logprobs_of(self.head, features, labels, mask=token_mask, embedding=self._embedding(), **options)
 
