@@ -4,6 +4,7 @@ from coda_jax import DeferredNorm, Stream
 from flax_layers import sharding as sharding
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
+from flax_layers.axis_metadata import name_parameters
 from flax_layers.block import LlamaBlock, TransformerBlock
 from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
@@ -43,6 +44,7 @@ __all__ = [
     "generate",
     "merge_lora",
     "muon_dimension_numbers",
+    "name_parameters",
     "project",
     "remove_lora",
     "rotary",

@@ -14,6 +14,7 @@ import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from flax_layers.attend import Implementation, attend
+from flax_layers.axis_metadata import name_parameters
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import (
     Linear,
@@ -132,6 +133,7 @@ class Attention(nnx.Module):
         norm = partial(RMSNorm, head_dim, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         self.q_norm = norm() if qk_norm else nnx.data(None)
         self.k_norm = norm() if qk_norm else nnx.data(None)
+        name_parameters(self)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

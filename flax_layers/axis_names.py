@@ -18,11 +18,15 @@
 An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, in the order of
 the names. FSDP may cut `out` and `down` along either axis. By rows, the part of a device lies in one piece in what is
 gathered; by columns every gather and every sum of a gradient costs transpositions.
+
+MaxText's parameters have the same names: embed, heads, kv_heads, mlp, vocab, norm, layers. Its activations have others,
+`MAXTEXT`: its rules may cut embed by a mesh axis that cuts the batch of activations, without saying which comes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 Name = str | tuple[str, ...] | None  # of an axis, or several; None for one that is never cut
 Axes = tuple[Name, ...]
@@ -50,31 +54,70 @@ PARAMETERS: dict[str, Axes] = {
     "bias": ("norm",),
     "scale": ("norm",),
 }
+# Rules of MaxText's say by other names how activations lie; what is not here has the same name there.
+MAXTEXT = {"batch": "activation_batch", "length": "activation_norm_length"}
+METADATA = "axis_names"  # the key of a parameter's names in its metadata, see `flax_layers.axis_metadata`
 _WRAPPERS = ("base_module", "lora")  # of an adapter around a projection
 
 
-def axes_of_parameter(path: Sequence[str | int], ndim: int, more: Mapping[str, Axes] | None = None) -> Axes | None:
+class Found(NamedTuple):
+    """The names of a parameter's axes.
+
+    Attributes:
+      axes: the names.
+      is_guess: whether the first one, "layers", is there only because the array has one axis more than there are names.
+    """
+
+    axes: Axes
+    is_guess: bool
+
+
+def axes_of_parameter(
+    path: Sequence[str | int], ndim: int, more: Mapping[str, Axes] | None = None, metadata: Axes | None = None
+) -> Found | None:
     """The names of a parameter's axes; None where there are none for it.
 
     Args:
       path: its keys in a model, or in what has the model's structure: gradients, an optimizer's state.
       ndim: how many axes it has: one more than it has names where layers are stacked.
-      more: names of further parameters, as in `PARAMETERS`, which come before these.
+      more: names of further parameters, as in `PARAMETERS`, which come before all others.
+      metadata: what the parameter's metadata say, which comes before `PARAMETERS`.
     """
-    keys = [str(key) for key in path if key not in _WRAPPERS]
-    if keys[-1:] == ["value"]:  # the key of a variable's array
-        keys = keys[:-1]
-    if not keys:
-        return None
-    if keys[-1] in ("lora_a", "lora_b"):
-        of_kernel = axes_of_parameter((*keys[:-1], "kernel"), 2, more)
-        if of_kernel is None:
+    keys = _own_keys(path)
+    if (given := _axes_by_path(keys, more or {})) is not None:
+        return _fitted(given, ndim)
+    return _fitted(metadata, ndim) or _fitted(_axes_by_path(keys, PARAMETERS), ndim)
+
+
+def module_of_parameter(path: Sequence[str | int]) -> tuple[str, ...]:
+    """The path of the module that has the parameter, of a Linear's that of the module around it."""
+    keys = _own_keys(path)
+    return keys[:-1] if keys[-1:] and keys[-1] in PARAMETERS else keys[:-2]
+
+
+def first_name(name: Name) -> str | None:
+    """An axis's name, of several the first one: flax's rules know one name of an axis."""
+    return name[0] if isinstance(name, tuple) else name
+
+
+def _own_keys(path: Sequence[str | int]) -> tuple[str, ...]:
+    keys = tuple(str(key) for key in path if key not in _WRAPPERS)
+    return keys[:-1] if keys[-1:] == ("value",) else keys  # the key of a variable's array
+
+
+def _axes_by_path(keys: tuple[str, ...], table: Mapping[str, Axes]) -> Axes | None:
+    if keys[-1:] in (("lora_a",), ("lora_b",)):
+        of_kernel = _axes_by_path((*keys[:-1], "kernel"), table)
+        if of_kernel is None or len(of_kernel) != 2:
             return None
-        ends = [name[0] if isinstance(name, tuple) else name for name in of_kernel]
-        axes: Axes | None = (ends[0], "rank") if keys[-1] == "lora_a" else ("rank", ends[-1])
-    else:
-        found = (table.get(key) for table in (more or {}, PARAMETERS) for key in (".".join(keys[-2:]), keys[-1]))
-        axes = next((axes for axes in found if axes is not None), None)
-    if axes is not None and ndim == len(axes) + 1:
-        axes = ("layers", *axes)
-    return axes if axes is not None and len(axes) == ndim else None
+        rows, columns = map(first_name, of_kernel)
+        return (rows, "rank") if keys[-1] == "lora_a" else ("rank", columns)
+    return next((table[key] for key in (".".join(keys[-2:]), *keys[-1:]) if key in table), None)
+
+
+def _fitted(axes: Axes | None, ndim: int) -> Found | None:
+    if axes is None:
+        return None
+    if len(axes) == ndim:
+        return Found(axes, False)
+    return Found(("layers", *axes), True) if len(axes) + 1 == ndim else None

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from coda_jax.extend import constrained, explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
+from flax_layers.axis_metadata import name_parameters
 from flax_layers.sharding import STREAM, activation_spec, constrain, mesh_axes
 
 
@@ -32,6 +33,11 @@ class Embed(nnx.Embed):
     """
 
     axes: ClassVar[tuple[str, str]] = ("vocab", "embed")
+
+    @functools.wraps(nnx.Embed.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        name_parameters(self, {"embedding": self.axes})
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The rows (..., features) that inputs (...) name; NaN for those that the table does not have.

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 
 from coda_jax import Stream
+from flax_layers.axis_metadata import name_layer, name_stack
 from flax_layers.remat import Remat, policy_of
 from flax_layers.sharding import width_is_cut
 
@@ -42,14 +43,15 @@ def stack(layers: Sequence[nnx.Module]) -> Any:
     for i, graphdef in enumerate(graphdefs):
         if graphdef != graphdefs[0]:
             raise ValueError(f"layer {i} differs in structure from layer 0: only equal layers can be scanned")
-    return nnx.merge(graphdefs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+    return name_stack(nnx.merge(graphdefs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)))
 
 
 def unstack(layers: nnx.Module) -> nnx.List:
     """The layers that `stack` was given."""
     graphdef, state = nnx.split(layers)
     count = jax.tree.leaves(state)[0].shape[0]
-    return nnx.List(nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
+    parts = (nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
+    return nnx.List(map(name_layer, parts))
 
 
 def run_layers(layers: Any, stream: T, *, remat: Remat = None, remat_layers: int | None = None, **options: Any) -> T:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from coda_jax import DeferredNorm, Stream, linear_cross_entropy, token_logprobs
 from coda_jax.extend import array
+from flax_layers.axis_metadata import parameter
 from flax_layers.linear import LowRank, default_kernel_init, project
 from flax_layers.sharding import constrain
 
@@ -43,9 +44,11 @@ class LMHead(nnx.Module):
         kernel_init: nnx.Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        self.kernel = (
-            nnx.data(None) if tied else nnx.Param(kernel_init(rngs.params(), (in_features, vocab_size), param_dtype))
-        )
+        if tied:
+            self.kernel = nnx.data(None)
+        else:
+            kernel = kernel_init(rngs.params(), (in_features, vocab_size), param_dtype)
+            self.kernel = parameter(kernel, "embed", "vocab")
         self.in_features = in_features
         self.vocab_size = vocab_size
         self.dtype = dtype

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
 
@@ -57,6 +58,7 @@ def add_lora(
     known = (*PROJECTIONS, "head")
     if unknown := [name for name in targets if name not in known]:
         raise ValueError(f"add_lora: target {unknown[0]!r} is not one of {', '.join(known)}")
+    name_parameters(model)
     found = [(parent, name) for parent, name in projections(model) if name in targets]
     missing = set(targets) - {name for _, name in found}
     if not found or (tuple(targets) != PROJECTIONS and missing):
@@ -98,6 +100,7 @@ def remove_lora(model: Any) -> None:
 
 
 def _take_out(model: Any, *, merge: bool) -> None:
+    name_parameters(model)
     found = [(parent, name) for parent, name in projections(model) if _is_adapted(getattr(parent, name))]
     for parent, name in found:
         base = _base_of(getattr(parent, name))
@@ -120,6 +123,7 @@ def _take_out(model: Any, *, merge: bool) -> None:
             setattr(parent, name, _linear(base.kernel[...], bias, base.dtype))
         else:
             setattr(parent, name, base)
+        name_parameters(parent)
 
 
 def put_lora(parent: Any, name: str, a: jax.Array, b: jax.Array, *, dtype: DTypeLike | None = None) -> None:
@@ -138,6 +142,7 @@ def put_lora(parent: Any, name: str, a: jax.Array, b: jax.Array, *, dtype: DType
     lora.lora_a, lora.lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
     lora.base_module = nnx.data(base)
     setattr(parent, name, lora)
+    name_parameters(parent)
 
 
 def projections(model: Any) -> Iterator[tuple[Any, str]]:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers.activation import Activation, activation_of
+from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import (
     Linear,
     Residual,
@@ -150,6 +151,7 @@ class GatedMLP(_FeedForward):
             gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
             self.gate_up: Any = nnx.Param(_paired(gate_up))
         self.down = linear(hidden_features, in_features)
+        name_parameters(self)
         self.separate_gate_up = separate_gate_up
         self.activation = activation_of(activation)
         self.dtype = dtype
@@ -214,6 +216,7 @@ class MLP(_FeedForward):
         )
         self.up = linear(in_features, hidden_features)
         self.down = linear(hidden_features, in_features)
+        name_parameters(self)
         self.activation = activation_of(activation)
         self.dtype = dtype
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
+from flax_layers.axis_metadata import parameter
 
 
 class _Norm(nnx.Module):
@@ -72,7 +73,7 @@ class RMSNorm(_Norm):
         rngs: nnx.Rngs,
     ):
         scale_init = scale_init or nnx.initializers.constant(1 - scale_offset)
-        self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype))
+        self.scale = parameter(scale_init(rngs.params(), (num_features,), param_dtype), "norm")
         self.num_features = num_features
         self.epsilon = epsilon
         self.scale_offset = scale_offset
@@ -119,8 +120,10 @@ class LayerNorm(_Norm):
         bias_init: nnx.Initializer = nnx.initializers.zeros,
         rngs: nnx.Rngs,
     ):
-        self.scale = nnx.Param(scale_init(rngs.params(), (num_features,), param_dtype))
-        self.bias = nnx.Param(bias_init(rngs.params(), (num_features,), param_dtype)) if use_bias else nnx.data(None)
+        self.scale = parameter(scale_init(rngs.params(), (num_features,), param_dtype), "norm")
+        self.bias = (
+            parameter(bias_init(rngs.params(), (num_features,), param_dtype), "norm") if use_bias else nnx.data(None)
+        )
         self.num_features = num_features
         self.epsilon = epsilon
         self.dtype = dtype

@@ -7,6 +7,7 @@
 
 **Names.** Every axis of a parameter and of an activation has a name: `flax_layers.axis_names` lists them. Names depend
 on the model alone, so that a plan for a mesh is a small dictionary beside it, and changing it changes no model code.
+Parameters have theirs as metadata, in linen too: `flax_layers.axis_metadata`. Rules of MaxText's are read as they are.
 
 **Rules** say which mesh axes cut the axes of a name, as flax's logical axis rules do: {"embed": "fsdp"}, or several
 mesh axes, the major one first. What no rule names is not cut. A mesh axis cuts an array once: where two of an array's
@@ -35,6 +36,7 @@ all-to-all, or a gather of activations, in every layer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -43,14 +45,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
+from flax.linen import LogicallyPartitioned
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import array, constrained
-from flax_layers.axis_names import Axes, Name, axes_of_parameter
+from flax_layers.axis_names import MAXTEXT, METADATA, Axes, Name, axes_of_parameter, module_of_parameter
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
 Plan = dict[str, MeshAxes]
+Pairs = tuple[tuple[str, MeshAxes], ...]
 
 # The textbook plans, over mesh axes "data", "fsdp" and "tensor", any of which a mesh may lack.
 DATA: Plan = {"batch": "data"}
@@ -65,8 +69,8 @@ STREAM: Axes = ("batch", "length", "embed")  # the residual stream
 T = TypeVar("T")
 
 
-def normalized(rules: Rules | None) -> tuple[tuple[str, MeshAxes], ...] | None:
-    """The rules as flax has them, a tuple of pairs, which may be hashed.
+def normalized(rules: Rules | None) -> Pairs | None:
+    """The rules as flax has them, a tuple of pairs, which may be hashed; MaxText's with our names of activations.
 
     Raises:
       ValueError: they do not give names mesh axes.
@@ -82,7 +86,7 @@ def normalized(rules: Rules | None) -> tuple[tuple[str, MeshAxes], ...] | None:
         if not isinstance(name, str) or not are_names:
             raise ValueError(f"rules give names of axes the names of mesh axes; got {name!r}: {axes!r}")
         found.append((name, axes))
-    return tuple(found)
+    return _in_our_names(tuple(found))
 
 
 @contextlib.contextmanager
@@ -109,7 +113,7 @@ def spec_of(
     sizes = None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     cuts: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    for name, mesh_axes in normalized(rules) or spmd.get_logical_axis_rules():
+    for name, mesh_axes in normalized(rules) or _rules_in_force():
         at = next((i for i, names in enumerate(axes) if name in _names(names)), None)
         if at is None or cuts.get(name):
             continue
@@ -155,11 +159,11 @@ def constrain_parameters(module: T) -> T:
     split: Any = nnx.split(module, nnx.Param, ...)
     graphdef, params, rest = split
 
-    def one(path: Any, x: jax.Array) -> jax.Array:
-        axes = axes_of_parameter([_key(key) for key in path], x.ndim)
-        return x if axes is None else constrain(x, *axes)
+    def one(path: Sequence[str | int], x: jax.Array, metadata: Axes | None) -> jax.Array:
+        found = axes_of_parameter(path, x.ndim, metadata=metadata)
+        return x if found is None else constrain(x, *found.axes)
 
-    made: T = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(one, params), rest)
+    made: T = nnx.merge(graphdef, map_named(one, params), rest)
     return made
 
 
@@ -171,7 +175,7 @@ def activation_spec(shape: Sequence[Any], *axes: Name, beside: Axes = ()) -> Par
     names = (*beside, *axes)
     entries = tuple(spec_of(names, shape=(*lacking, *shape)))
     of_length = (entry for name, entry in zip(names, entries, strict=True) if "length" in _names(name))
-    if explicit := set(mesh_axes(of_length)) & _explicit_axes():
+    if explicit := {axis for axis in mesh_axes(of_length) if _size(axis) > 1} & _explicit_axes():
         raise ValueError(
             f"the rules cut 'length' by {', '.join(sorted(explicit))}, an explicit mesh axis: sequence parallelism is "
             "for automatic ones, axis_types=(jax.sharding.AxisType.Auto, ...)"
@@ -206,7 +210,8 @@ def parameter_specs(
 
     Args:
       model: a module, abstract as of `nnx.eval_shape` or not; or a pytree whose keys end as a model's do: an nnx.State,
-        gradients, an optimizer's state, linen's variables.
+        gradients, an optimizer's state, linen's variables. Names that come as metadata say where the axis of stacked
+        layers is, also in `nn.LogicallyPartitioned` of other modules; without them it is the first one.
       rules: default the model's own, then those in force.
       mesh: default that of `jax.set_mesh`.
       axes: names of parameters of your own by the end of their path, {"router.kernel": ("embed", None)}; see
@@ -216,28 +221,31 @@ def parameter_specs(
       The structure of `nnx.state(model)`, or of the pytree.
 
     Raises:
-      ValueError: a parameter of two or more axes without names, or one that its mesh axes do not divide evenly, along
-        any axis whose names ask for them.
+      ValueError: a parameter of two or more axes without names; one that its mesh axes do not divide evenly, along any
+        axis whose names ask for them; or parameters of a module that cannot be stacked along their first axis.
     """
     tree = nnx.state(model) if isinstance(model, nnx.Module) else model
     rules = getattr(model, "rules", None) if rules is None else rules
     rules = spmd.get_logical_axis_rules() if rules is None else rules
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
 
-    def spec(path: Any, x: Any) -> PartitionSpec:
-        keys = tuple(_key(key) for key in path)
-        names = axes_of_parameter(keys, x.ndim, axes)
-        if names is None:
+    stacks: dict[tuple[str, ...], tuple[str, tuple[int, ...], dict[Name, int]]] = {}
+
+    def spec(path: Sequence[str | int], x: Any, metadata: Axes | None) -> PartitionSpec:
+        found = axes_of_parameter(path, x.ndim, axes, metadata)
+        if found is None:
             if x.ndim < 2:
                 return PartitionSpec()  # counts, keys, what an optimizer has of rows alone
-            end = ".".join(_dotted(keys).split(".")[-2:])
-            raise ValueError(f"{_dotted(keys)} of shape {x.shape} has no names of axes: give axes={{{end!r}: (...)}}")
-        wanted, found = (spec_of(names, rules, mesh=mesh, shape=shape) for shape in (None, x.shape))
-        if set(mesh_axes(wanted)) != set(mesh_axes(found)):
-            _check_divides(_dotted(keys), x.shape, names, wanted, mesh)
-        return found
+            end = ".".join(_dotted(path).split(".")[-2:])
+            raise ValueError(f"{_dotted(path)} of shape {x.shape} has no names of axes: give axes={{{end!r}: (...)}}")
+        if found.is_guess:
+            _check_stack(stacks, path, x.shape, found.axes)
+        wanted, cut = (spec_of(found.axes, rules, mesh=mesh, shape=shape) for shape in (None, x.shape))
+        if set(mesh_axes(wanted)) != set(mesh_axes(cut)):
+            _check_divides(_dotted(path), x.shape, found.axes, wanted, mesh)
+        return cut
 
-    return jax.tree_util.tree_map_with_path(spec, tree)
+    return map_named(spec, tree)
 
 
 def parameter_shardings(model: Any, mesh: Any, rules: Rules | None = None, **options: Any) -> Any:
@@ -275,12 +283,29 @@ def create(make: Callable[[], T], rules: Rules | None = None, *, mesh: Any = Non
     return made
 
 
+def _rules_in_force() -> Pairs:
+    pairs = spmd.get_logical_axis_rules()
+    return _in_our_names(tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs))
+
+
+@functools.lru_cache
+def _in_our_names(rules: Pairs) -> Pairs:
+    """Rules of MaxText's with what they say of activations in front, in our names; others as they are."""
+    if not any(name == MAXTEXT["batch"] for name, _ in rules) or any(name in MAXTEXT for name, _ in rules):
+        return rules
+    return (*((ours, axes) for ours, theirs in MAXTEXT.items() for name, axes in rules if name == theirs), *rules)
+
+
 def _in_force() -> bool:
     return bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
 
 
 def _axes_of_width() -> set[str]:
     return set(mesh_axes(spec_of(("embed",)))) if _in_force() else set()
+
+
+def _size(axis: str) -> int:
+    return jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def _explicit_axes() -> set[str]:
@@ -295,6 +320,45 @@ def _names(axes: MeshAxes) -> tuple[Any, ...]:
 
 def _divides(axes: Sequence[str], size: Any, sizes: Mapping[str, int]) -> bool:
     return isinstance(size, int) and size % math.prod(sizes[axis] for axis in axes) == 0
+
+
+def map_named(function: Callable[[Sequence[str | int], Any, Axes | None], Any], tree: Any) -> Any:
+    """function(path, array, names of its axes by metadata or None) for every array of a tree."""
+
+    def named(x: Any) -> bool:
+        return isinstance(x, nnx.Variable | LogicallyPartitioned)
+
+    def of_named(path: Any, x: Any) -> Any:
+        names = x.names if isinstance(x, LogicallyPartitioned) else None
+        names = x.get_metadata(METADATA, None) if isinstance(x, nnx.Variable) else names
+        return jax.tree_util.tree_map_with_path(
+            lambda inner, leaf: function([_key(key) for key in (*path, *inner)], leaf, names), x
+        )
+
+    return jax.tree_util.tree_map_with_path(of_named, tree, is_leaf=named)
+
+
+def _check_stack(
+    stacks: dict[tuple[str, ...], tuple[str, tuple[int, ...], dict[Name, int]]],
+    path: Sequence[str | int],
+    shape: tuple[int, ...],
+    axes: Axes,
+) -> None:
+    """That layers are stacked along the first axis, as was guessed: all parameters of a module then agree in sizes.
+
+    Args:
+      stacks: a parameter's name, its shape and its sizes, of each module that was seen.
+    """
+    sizes: dict[Name, int] = {name: size for name, size in zip(axes, shape, strict=True) if name in ("layers", "embed")}
+    other, other_shape, seen = stacks.setdefault(module_of_parameter(path), (_dotted(path), shape, sizes))
+    if any(seen.get(name, size) != size for name, size in sizes.items()):
+        raise ValueError(
+            f"{_dotted(path)} of shape {shape} and {other} of shape {other_shape} have one axis more than names. It "
+            "cannot be the first one, of stacked layers, for then their sizes of 'layers' or of 'embed' differ. Give "
+            "the variables as linen makes them, before nn.unbox, whose names say where layers are; or "
+            f"axes={{{'.'.join(_dotted(path).split('.')[-2:])!r}: (...)}} with 'layers' in its place"
+        )
+    seen.update(sizes)
 
 
 def _check_divides(name: str, shape: Sequence[int], axes: Axes, spec: PartitionSpec, mesh: Any) -> None:
