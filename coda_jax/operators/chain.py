@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.primitives.mesh_types import vary, varying_axes
-from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
+from coda_jax.primitives.reverse_mode import Backward, OfBatch, guarded_function, named_zero
 
 
 class Chain:
@@ -54,8 +54,8 @@ def run_chain(name: str, chain: Chain, arguments: Sequence[Any], rows: Sequence[
         each = zip(leaves, jax.tree.leaves(list(rows)), strict=True)
         leaves = [jnp.expand_dims(x, 0) if has_rows else x for x, has_rows in each]
     products, forward = functools.partial(chain.products, keep=False), functools.partial(chain.products, keep=True)
-    function = differentiable(name, products, forward, _Backward(chain, rows))
-    outputs: list[jax.Array] = function(*jax.tree.unflatten(structure, leaves))
+    function = guarded_function(products, forward, _Backward(chain, rows))
+    outputs: list[jax.Array] = function(named_zero(name, leaves), *jax.tree.unflatten(structure, leaves))
     return [jnp.squeeze(x, 0) for x in outputs] if is_row else outputs
 
 

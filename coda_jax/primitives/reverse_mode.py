@@ -70,6 +70,18 @@ def differentiable(
       name: of the operator.
       run, forward, backward: as `jax.custom_vjp` and its `defvjp` take them; backward may be a `Backward`.
     """
+    guarded = guarded_function(run, forward, backward)
+    return lambda *arguments: guarded(named_zero(name, arguments), *arguments)
+
+
+def named_zero(name: str, arguments: Any) -> jax.Array:
+    """What refuses a forward mode of these arguments, by the operator's name."""
+    zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=name)
+    return zero
+
+
+def guarded_function(run: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """`differentiable` as a function of `named_zero(name, arguments)` and the arguments."""
 
     @jax.custom_vjp
     def guarded(zero: jax.Array, *arguments: Any) -> Any:
@@ -86,7 +98,7 @@ def differentiable(
         return None, *shardings.given(_pulled_back(backward, zero, kept, cotangents))
 
     guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=True)
-    return lambda *arguments: guarded(_zero_p.bind(*jax.tree.leaves(arguments), name=name), *arguments)
+    return guarded
 
 
 def _pulled_back(backward: Callable[..., Any], zero: Any, kept: Any, cotangents: Any) -> tuple[Any, ...]:
