@@ -215,7 +215,7 @@ def test_peft_folders(name, tmp_path):
             lambda rank, kind: (5 if kind == "v" else 6) / rank,
         ),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else "scale",
 )
 def test_the_scale_of_an_adapter(settings, scale_of):
     """alpha / r, or alpha / sqrt(r) of a rank-stabilised one, r its own; a pattern's alpha where its name ends so."""
