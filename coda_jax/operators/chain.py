@@ -54,7 +54,7 @@ def run_chain(name: str, chain: Chain, arguments: Sequence[Any], rows: Sequence[
         each = zip(leaves, jax.tree.leaves(list(rows)), strict=True)
         leaves = [jnp.expand_dims(x, 0) if has_rows else x for x, has_rows in each]
     products, forward = functools.partial(chain.products, keep=False), functools.partial(chain.products, keep=True)
-    function = guarded_function(products, forward, _Backward(chain, rows))
+    function = guarded_function(products, forward, _Backward(chain, rows), leaves)
     outputs: list[jax.Array] = function(named_zero(name, leaves), *jax.tree.unflatten(structure, leaves))
     return [jnp.squeeze(x, 0) for x in outputs] if is_row else outputs
 

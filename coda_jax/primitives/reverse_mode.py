@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 from jax._src.interpreters.batching import BatchTracer  # has no public name
+from jax._src.shard_map import ShardMapTracer  # of a shard_map that is not in a jit
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
@@ -70,8 +71,11 @@ def differentiable(
       name: of the operator.
       run, forward, backward: as `jax.custom_vjp` and its `defvjp` take them; backward may be a `Backward`.
     """
-    guarded = guarded_function(run, forward, backward)
-    return lambda *arguments: guarded(named_zero(name, arguments), *arguments)
+
+    def function(*arguments: Any) -> Any:
+        return guarded_function(run, forward, backward, arguments)(named_zero(name, arguments), *arguments)
+
+    return function
 
 
 def named_zero(name: str, arguments: Any) -> jax.Array:
@@ -80,24 +84,28 @@ def named_zero(name: str, arguments: Any) -> jax.Array:
     return zero
 
 
-def guarded_function(run: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+def guarded_function(
+    run: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any], arguments: Any
+) -> Any:
     """`differentiable` as a function of `named_zero(name, arguments)` and the arguments."""
+    # JAX has no symbols of zeros in a shard_map outside of jit; cotangents there are arrays.
+    has_symbols = not any(isinstance(x, ShardMapTracer) for x in jax.tree.leaves(arguments))
 
     @jax.custom_vjp
     def guarded(zero: jax.Array, *arguments: Any) -> Any:
         return run(*arguments)
 
     def guarded_forward(*arguments: Any) -> Any:
-        zero, *arguments = custom_vjp_primal_tree_values(arguments)
-        outputs, kept = forward(*arguments)
+        zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
+        outputs, kept = forward(*values)
         may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
-        return outputs, (kept, zero if may_be_batched else None, _Shardings.of(arguments))
+        return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
 
     def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         kept, zero, shardings = kept
         return None, *shardings.given(_pulled_back(backward, zero, kept, cotangents))
 
-    guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=True)
+    guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=has_symbols)
     return guarded
 
 

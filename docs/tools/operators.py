@@ -212,7 +212,7 @@ def kept(operator: Operator) -> str:
         return jax.tree.leaves(jax.vjp(operator.function, *arrays)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(*operator.types.values()).jaxpr
-    avals = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars and v.aval.shape]
+    avals = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars and v.aval.shape and v.aval.size]
     if not avals:
         return "nothing"
     shapes = ", ".join(f"{aval.dtype} {symbols(aval.shape)}" for aval in avals)
