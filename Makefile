@@ -36,8 +36,8 @@ train: $(STAMPS)/train
 test: $(STAMPS)/test
 	CODA_JAX_TEST_SAMPLE="$${CODA_JAX_TEST_SAMPLE-$(if $(ARGS),,0/3)}" $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-all:
-	.ci/run all
+test-all: $(STAMPS)/test
+	CODA_JAX_TEST_SAMPLE= CODA_JAX_TEST_SLICE= $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 docs: $(STAMPS)/docs # build/docs/index.html: every Python block is executed, on a CPU; a warning is an error
 	$(RUN) -m sphinx -W --keep-going docs build/docs $(ARGS)

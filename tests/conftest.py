@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections import defaultdict
@@ -15,10 +16,16 @@ if "CODA_JAX_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="coda_jax-test-")
     os.environ["CODA_JAX_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # most of a run is XLA's compiling, often of a program met before
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["CODA_JAX_CACHE_DIR"], "xla")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if sys.dont_write_bytecode:  # tests start processes: without bytecode each would compile all of JAX's sources anew
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(os.environ["CODA_JAX_CACHE_DIR"], "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Most of a run is XLA's compiling, often of a program met before. A folder each worker: JAX writes entries in place.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
+    os.environ["CODA_JAX_CACHE_DIR"], f"xla-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("CODA_JAX_QUIET", "1")
 for setting in ("CODA_JAX_TILES_BY", "CODA_JAX_STRICT"):  # the defaults are what is tested
     os.environ.pop(setting, None)
