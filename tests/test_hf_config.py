@@ -69,10 +69,10 @@ def test_a_public_model_that_is_changed(name):
         names = ("num_key_value_heads", "head_dim", "attention_out_bias")
         return dataclasses.replace(config, **{x: getattr(config, f"resolved_{x}") for x in names})
 
-    settings = PUBLIC[name]["config"]
-    types = {"layer_types": ["full_attention"] * settings["num_hidden_layers"]}
+    public = PUBLIC[name]["config"]
+    types = {"layer_types": ["full_attention"] * public["num_hidden_layers"]}
     written = 0
-    for settings in (settings, settings | types, transformers_5(settings)):
+    for settings in (public, public | types, transformers_5(public)):
         for change in CHANGES:
             config = dataclasses.replace(config_from_hf(settings), **change)
             try:
