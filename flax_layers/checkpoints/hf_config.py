@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from typing import Any
 
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.checkpoints.hf_settings import FAMILIES, NOT_HERE, Family
-from flax_layers.checkpoints.settings import refusal, same, without
+from flax_layers.checkpoints.settings import check_settings, refusal, same, without
 from flax_layers.config_checks import is_number
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
@@ -23,6 +22,8 @@ _FULL = ("full_attention", "attention")
 _ROPE = ("rope_scaling", "rope_parameters")
 # Settings of how parameters were stored, which are not those of what is written.
 _OF_FORMER_FILES = ("quantization_config", "compression_config", "transformers_weights")
+# Of the origin: settings that were ignored, which are written again and not read.
+_IGNORED = f"ignored of {CONFIG}"
 # Settings that not all kinds of models have, or not in one sense.
 _OF_A_KIND = ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers")
 
@@ -39,19 +40,15 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
         rope_parameters is the scaling; their rope_theta is read.
 
     Returns:
-      The configuration; the settings that are not ignored are its `origin`, from which `config_to_hf` starts.
+      The configuration. All settings are its `origin`, from which `config_to_hf` starts, but for ignored ones that its
+      fields say.
 
     Raises:
       TypeError: settings that are no dictionary, or an `ignore` that is no sequence of names.
       ValueError: another model_type, a setting that ours do not have, or one that is out of its range.
     """
-    if not isinstance(settings, Mapping):
-        raise TypeError(
-            f"config_from_hf takes a dictionary, not a {type(settings).__name__}: "
-            + ("give config.to_dict()" if hasattr(settings, "to_dict") else "give what a config.json holds")
-            + ("; load_hf_folder takes a folder" if isinstance(settings, str | PathLike) else "")
-        )
-    settings = _with_rope_ignored(settings, without(settings, ignore), ignore)
+    check_settings(settings, "config_from_hf", "a config.json", "load_hf_folder")
+    given, settings = settings, _with_rope_ignored(settings, without(settings, ignore), ignore)
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{model_type=} is not supported; it must be one of {', '.join(FAMILIES)}")
@@ -63,7 +60,7 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     code = settings.get("auto_map") or {}
     if not isinstance(code, Mapping) or any(str(name).startswith("AutoModel") for name in code):
         raise refusal("auto_map", code, "the model has code of its own")
-    fields = {**family.fields, "origin": with_settings(None, CONFIG, settings)}
+    fields = {**family.fields, "origin": _origin(given, settings, family)}
     for field in dataclasses.fields(family.config):
         if field.name in family.known.read - {"rope_theta", "rope_scaling", "sliding_window"}:
             fields[field.name] = _value(settings, family, field)
@@ -85,8 +82,17 @@ def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = N
     Raises:
       ValueError: it has what none of these models of Hugging Face has.
     """
-    former = settings_in(config.origin, CONFIG) or {}
+    former = (settings_in(config.origin, _IGNORED) or {}) | (settings_in(config.origin, CONFIG) or {})
     return _written_over(former, _own_settings(config, model_type or former.get("model_type")), config)
+
+
+def _origin(given: Mapping[str, Any], read: Mapping[str, Any], family: Family) -> str:
+    """What stays with a model of a file: the settings that are read, and those ignored that no field of ours says."""
+    # Parts of a dictionary that are ignored stand where they stood.
+    origin = with_settings(None, CONFIG, {**read, **{name: given[name] for name in _ROPE if name in read}})
+    ours = {*(family.known.read - {"auto_map", "partial_rotary_factor"}), *family.aliases}
+    ignored = {name: value for name, value in given.items() if name not in read and name not in ours}
+    return with_settings(origin, _IGNORED, ignored) if ignored else origin
 
 
 def _own_settings(config: LlamaConfig | GPT2Config, model_type: str | None) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def load_hf_folder(path: str | Path, *, ignore: Sequence[str] = (), **options: A
       path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names. What else
         its config.json and generation_config.json say is kept with the model: `save_hf_folder` writes it again, and
         `generate` ends at the tokens that end a text there.
-      ignore: names of settings in config.json that are not read, as in `config_from_hf`.
+      ignore: names of settings in config.json that are not read, as in `config_from_hf`; `save_hf_folder` writes them
+        again, but for those that fields of the config say.
       **options: as in `from_hf`: shardings, and options of the model.
 
     Raises:

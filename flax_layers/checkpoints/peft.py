@@ -27,7 +27,7 @@ from flax_layers.checkpoints.incoming import readable
 from flax_layers.checkpoints.peft_settings import KNOWN, check_targets, scaling
 from flax_layers.checkpoints.placement import on_host, wait_for_all_processes
 from flax_layers.checkpoints.safetensors_files import stored_in, write
-from flax_layers.checkpoints.settings import refusal, without
+from flax_layers.checkpoints.settings import check_settings, refusal, without
 from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
 from flax_layers.lora import put_lora
 from flax_layers.models.gpt2 import GPT2, GPT2Config
@@ -96,7 +96,7 @@ def from_peft(
       model: without adapters. Its layers may be stacked for a scan: then a layer without an adapter gets zeros.
       settings: of adapter_config.json.
       arrays: name -> array, of NumPy, JAX or torch, with PEFT's names.
-      ignore: names of settings that are not read, as if the file did not have them.
+      ignore: names of settings that are not read, as if the file did not have them; `to_peft` writes them again.
       dtype, param_dtype: as in `add_lora`.
 
     Raises:
@@ -105,7 +105,8 @@ def from_peft(
         base) or that are not known, arrays of modules that the settings do not name, of unknown names or other shapes,
         a kernel beside an adapter, as PEFT writes the head's, that is not the model's own, or a model with adapters.
     """
-    settings = without(settings, ignore)
+    check_settings(settings, "from_peft", "an adapter_config.json", "load_peft_folder")
+    given, settings = settings, without(settings, ignore)
     KNOWN.check(settings, "an adapter_config.json", " of an adapter")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if _adapted(model):
@@ -128,7 +129,7 @@ def from_peft(
         count = None if ... in of_layers else model.config.num_hidden_layers
         a, b = of_layers[...] if count is None else _stacked(of_layers, count)
         put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
-    remember(model, ADAPTER_CONFIG, settings)
+    remember(model, ADAPTER_CONFIG, given)
 
 
 def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str | None = None) -> None:
@@ -162,13 +163,14 @@ def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str |
     wait_for_all_processes("save_peft_folder")
 
 
-def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> None:
+def load_peft_folder(model: Llama | GPT2, path: str | Path, *, ignore: Sequence[str] = (), **options: Any) -> None:
     """Puts the adapters of a folder of PEFT into the model that they were trained for, in place.
 
     Args:
       model: without adapters.
       path: the folder, with adapter_config.json and adapter_model.safetensors.
-      **options: ignore, dtype and param_dtype, as in `from_peft`.
+      ignore: names of settings in adapter_config.json that are not read, as in `from_peft`.
+      **options: dtype and param_dtype, as in `from_peft`.
 
     Raises:
       FileNotFoundError, NotADirectoryError: no such folder, as a name on the Hub is none, or one without these files.
@@ -181,7 +183,7 @@ def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> N
         raise FileNotFoundError(
             f"{path} has no {ADAPTER_WEIGHTS}; save_pretrained of peft writes it, from_peft takes arrays from elsewhere"
         )
-    from_peft(model, settings, stored_in(path / ADAPTER_WEIGHTS), **options)
+    from_peft(model, settings, stored_in(path / ADAPTER_WEIGHTS), ignore=ignore, **options)
 
 
 def _table(model: Llama | GPT2) -> list[Entry]:

@@ -6,7 +6,8 @@ All else is refused: what is not known may change what a model computes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,25 @@ def refusal(name: str, value: Any, why: str, of: str = "") -> ValueError:
     )
 
 
-def without(settings: Any, ignore: Sequence[str]) -> dict[str, Any]:
+def check_settings(settings: Any, door: str, file: str, folder_door: str) -> None:
+    """Raises a TypeError unless the settings are a dictionary; it names what was called, and what takes a folder."""
+    if isinstance(settings, Mapping):
+        return
+    raise TypeError(
+        f"{door} takes a dictionary, not a {type(settings).__name__}: "
+        + ("give config.to_dict()" if hasattr(settings, "to_dict") else f"give what {file} holds")
+        + (f"; {folder_door} takes a folder" if isinstance(settings, str | PathLike) else "")
+    )
+
+
+def without(settings: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
     """A copy of the settings without those that are to be ignored.
 
     Raises:
-      TypeError: settings that are no dictionary, or an `ignore` that is no sequence of names.
+      TypeError: an `ignore` that is no sequence of names.
     """
-    if not isinstance(settings, Mapping):
-        to_dict = " (settings.to_dict() is one)" if hasattr(settings, "to_dict") else ""
-        raise TypeError(f"settings must be a dictionary, as json.loads makes of the file{to_dict}, got {settings!r}")
-    if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+    is_sequence = isinstance(ignore, Collection) and not isinstance(ignore, str | bytes)
+    if not is_sequence or not all(isinstance(name, str) for name in ignore):
         raise TypeError(f"ignore={ignore!r} must be a sequence of names of settings, as ignore=('auto_map',)")
     return {name: value for name, value in settings.items() if name not in ignore}
 
