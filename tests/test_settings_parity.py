@@ -193,6 +193,7 @@ def test_layer_types(base):
     assert not [x for x in faults if x]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_rotary_settings(base):
     """In transformers 5's dictionary, and as older releases write them."""

@@ -140,7 +140,9 @@ def test_settings_that_ours_do_not_model(tmp_path):
     reference.config.eos_token_id, reference.config.pad_token_id, reference.config.a_key = 5, 3, {"b": 1}
     reference.generation_config.eos_token_id = [5, 7]
     reference.to(torch.bfloat16).save_pretrained(tmp_path / "a")
-    model = load_hf_folder(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a_key={'b': 1} is not supported: .* ignore=\('a_key',\) reads"):
+        load_hf_folder(tmp_path / "a")
+    model = load_hf_folder(tmp_path / "a", ignore=("a_key",))
     assert model.end_tokens == (5, 7)
     model.config = dataclasses.replace(model.config, rope_theta=5000.0)
     save_hf_folder(model, tmp_path / "a")
