@@ -70,6 +70,7 @@ class Attention(nnx.Module):
       qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,).
       epsilon: of these two norms.
       use_bias: whether the projections have a bias.
+      use_out_bias: whether that of the output has one; default use_bias.
       separate_qkv: whether query, key and value have kernels of their own.
       is_causal: whether a position sees only itself and earlier ones.
       sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
@@ -97,6 +98,7 @@ class Attention(nnx.Module):
         qk_norm: bool = False,
         epsilon: float = 1e-6,
         use_bias: bool = False,
+        use_out_bias: bool | None = None,
         separate_qkv: bool = False,
         is_causal: bool = True,
         sliding_window: int | None = None,
@@ -119,17 +121,16 @@ class Attention(nnx.Module):
             raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
         if sliding_window is not None and (sliding_window < 1 or not is_causal):
             raise ValueError(f"{sliding_window=} must be at least 1 and wants is_causal=True, got {is_causal=}")
-        linear = partial(
-            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         if separate_qkv:
-            self.query = linear(in_features, num_heads * head_dim)
-            self.key = linear(in_features, num_kv_heads * head_dim)
-            self.value = linear(in_features, num_kv_heads * head_dim)
+            self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
+            self.key = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+            self.value = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
         else:
-            self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim)
+            self.qkv = linear(in_features, (num_heads + 2 * num_kv_heads) * head_dim, use_bias=use_bias)
         self.separate_qkv = separate_qkv
-        self.out = linear(num_heads * head_dim, in_features)
+        out_bias = use_bias if use_out_bias is None else use_out_bias
+        self.out = linear(num_heads * head_dim, in_features, use_bias=out_bias)
         norm = partial(RMSNorm, head_dim, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
         self.q_norm = norm() if qk_norm else nnx.data(None)
         self.k_norm = norm() if qk_norm else nnx.data(None)

@@ -99,7 +99,7 @@ class TransformerBlock(nnx.Module):
 
 
 class LlamaBlock(TransformerBlock):
-    """The block of Llama, Mistral and Qwen3: RMSNorms, attention with rotary embedding, a gated feed-forward layer.
+    """The block of Llama, Mistral, Qwen2 and Qwen3: RMSNorms, attention with rotary embedding, a gated MLP.
 
     Args:
       in_features: D.
@@ -107,7 +107,7 @@ class LlamaBlock(TransformerBlock):
       num_heads: query heads.
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
-      rope_theta, rope_scaling, qk_norm, use_bias, separate_qkv, sliding_window: as in Attention.
+      rope_theta, rope_scaling, qk_norm, use_bias, use_out_bias, separate_qkv, sliding_window: as in Attention.
       attention_implementation: Attention's implementation.
       activation, separate_gate_up: of GatedMLP.
       epsilon: of all norms.
@@ -129,6 +129,7 @@ class LlamaBlock(TransformerBlock):
         rope_scaling: RopeScaling | None = None,
         qk_norm: bool = False,
         use_bias: bool = False,
+        use_out_bias: bool | None = None,
         separate_qkv: bool = False,
         separate_gate_up: bool = False,
         activation: str | Activation = "silu",
@@ -153,6 +154,7 @@ class LlamaBlock(TransformerBlock):
                 qk_norm=qk_norm,
                 epsilon=epsilon,
                 use_bias=use_bias,
+                use_out_bias=use_out_bias,
                 separate_qkv=separate_qkv,
                 sliding_window=sliding_window,
                 implementation=attention_implementation,

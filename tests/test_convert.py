@@ -96,9 +96,10 @@ def test_there_and_back(config):
     "config",
     [
         dataclasses.replace(TIED, qk_norm=True, attention_bias=True),
+        dataclasses.replace(TIED, attention_bias=True, attention_out_bias=False),
         GPT2Config(vocab_size=40, n_positions=16, n_embd=24, n_layer=2, n_head=4, n_inner=56),
     ],
-    ids=["qwen3_bias", "gpt2"],
+    ids=["qwen3_bias", "qwen2", "gpt2"],
 )
 def test_other_models_there_and_back(config):
     rng = np.random.default_rng(0)
@@ -159,7 +160,14 @@ def test_a_window_that_hugging_face_does_not_apply():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: config_to_hf(dataclasses.replace(CONFIG, sliding_window=4)), "sliding_window=4 has no place"),
+        (
+            lambda: config_to_hf(dataclasses.replace(CONFIG, sliding_window=4, attention_bias=True)),
+            "attention_bias=True, .* sliding_window=4 has no place",
+        ),
+        (
+            lambda: config_to_hf(dataclasses.replace(CONFIG, attention_out_bias=True)),
+            "attention_out_bias=True, .* has no",
+        ),
         (lambda: config_to_hf(dataclasses.replace(CONFIG, rope_theta=None)), "rope_theta=None, .* has no place"),
         (
             lambda: config_from_hf({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),

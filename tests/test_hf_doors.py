@@ -254,6 +254,28 @@ def test_arrays_that_are_no_floating_numbers(tmp_path):
         from_peft(model_of(LLAMA), settings, integers(arrays))
 
 
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float6_e3m2fn", "float8_e8m0fnu"])
+def test_floating_numbers_that_say_nothing_without_scales(dtype):
+    arrays = to_hf(model_of(LLAMA), LLAMA)
+    name = next(name for name in arrays if "q_proj" in name)
+    with pytest.raises(ValueError, match=rf"q_proj.*is an array of {dtype}, .*must be dequantised first"):
+        from_hf(arrays | {name: np.ones(arrays[name].shape, getattr(ml_dtypes, dtype))}, LLAMA)
+
+
+def test_numbers_of_8_bits_beside_their_scales(tmp_path):
+    """Without the config's word too they are not read without the scales."""
+    save_hf_folder(model_of(LLAMA, param_dtype="float8_e4m3fn"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"quantization_config={'quant_method': 'fp8'} is not supported"):
+        load_hf_folder(tmp_path)
+    arrays = {name: np.asarray(array, np.float32) for name, array in to_hf(model_of(LLAMA), LLAMA).items()}
+    scale = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    safetensors.numpy.save_file(arrays | {scale: np.ones((1, 1), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="weight_scale_inv"):
+        load_hf_folder(tmp_path, ignore=("quantization_config",))
+
+
 def test_a_dtype_that_numpy_does_not_have(tmp_path, monkeypatch):
     monkeypatch.setitem(safetensors_files._READ, "I8", "I8")  # as F4, which packages write of late
     save_hf_folder(model_of(LLAMA), tmp_path)
@@ -279,6 +301,14 @@ class TheirConfig:
         (lambda path: config_from_hf(str(path)), TypeError, "not a str: .*; load_hf_folder takes a folder"),
         (lambda path: config_from_hf(path), TypeError, "load_hf_folder takes a folder"),
         (lambda path: config_from_hf(LLAMA), TypeError, "takes a dictionary, not a LlamaConfig"),
+        (
+            lambda path: from_peft(model_of(LLAMA), TheirConfig(), {}),
+            TypeError,
+            r"from_peft takes a dictionary, not a TheirConfig: give config\.to_dict\(\)",
+        ),
+        (lambda path: from_peft(model_of(LLAMA), path, {}), TypeError, "; load_peft_folder takes a folder"),
+        (lambda path: from_peft(model_of(LLAMA), {}, {}, ignore="bias"), TypeError, "ignore='bias' must be a seq"),
+        (lambda path: load_hf_folder(path / "torch", ignore=None), TypeError, "ignore=None must be a sequence"),
         (lambda path: from_hf({}, TheirConfig()), TypeError, "config is a TheirConfig, .*: config_from_hf makes one"),
         (lambda path: from_hf({}, {"model_type": "llama"}), TypeError, "config is a dict, .*: config_from_hf makes"),
         (lambda path: from_hf(object(), LLAMA), TypeError, r"not a object: give model\.state_dict\(\)"),

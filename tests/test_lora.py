@@ -287,6 +287,18 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
         (lambda: to_hf(adapted("llama"), LLAMA), "is an adapter, which this checkpoint has no place for: merge_lora"),
         (lambda: to_peft(MODELS["llama"]()), "the model has no adapters"),
         (broken(f"{LAYER}.lora_A.weight", use_dora=True), "use_dora=True of an adapter is not supported"),
+        (broken(f"{LAYER}.lora_A.weight", use_dora="false"), "use_dora='false' of an adapter is not supported"),
+        *(
+            (
+                broken(f"{LAYER}.lora_A.weight", init_lora_weights=kind),
+                f"init_lora_weights='{kind}' of an adapter is not",
+            )
+            for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")
+        ),
+        (
+            broken(f"{LAYER}.lora_A.weight", what_is_new=3),
+            r"what_is_new=3 of an adapter is not supported: it is not known .*ignore=\('what_is_new',\)",
+        ),
         (broken(f"{LAYER}.lora_A.weight"), "lacks base_model.*q_proj.lora_B.weight"),
         (broken(f"{LAYER}.lora_C.weight"), "a model of this config takes no base_model.*lora_C"),
     ],
@@ -313,6 +325,39 @@ def test_a_head_that_peft_wrote_beside_its_adapter(name):
 def test_arrays_of_other_shapes_are_refused():
     arrays = {f"{LAYER}.lora_A.weight": np.zeros((4, 32), "f4"), f"{LAYER}.lora_B.weight": np.zeros((64, 4), "f4")}
     with pytest.raises(ValueError, match=r"lora_A.weight has shape \(4, 32\); the model makes it \(4, 64\)"):
+        from_peft(MODELS["llama"](), {"peft_type": "LORA"}, arrays)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"target_modules": ["k_proj"]},
+            r"target_modules=\['k_proj'\] .* it does not name model\.layers\.0\.self_attn\.q_p",
+        ),
+        ({"target_modules": r".*layers\.1\..*"}, r"target_modules='.*layers.* does not name"),
+        ({"target_modules": "(["}, r"target_modules: .* is no regular expression"),
+        ({"target_modules": 3}, "target_modules=3 of an adapter; it must be a regular expression or a list"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, r"exclude_modules=\['q_proj'\] .* it names"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, r"layers_to_transform=\[1\] .* does not name"),
+        ({"lora_alpha": "16"}, "lora_alpha='16' of an adapter; it must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan of an adapter; it must be a number"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern of 'q_proj'='8' of an adapter; it must be a number"),
+        ({"use_rslora": "false"}, "use_rslora='false' of an adapter; it must be True or False"),
+    ],
+)
+def test_settings_that_contradict_the_arrays(settings, message):
+    """PEFT would not read arrays of a module that the settings do not name; ours read them where that is ignored."""
+    arrays = {f"{LAYER}.lora_A.weight": np.ones((4, 64), "f4"), f"{LAYER}.lora_B.weight": np.ones((64, 4), "f4")}
+    with pytest.raises(ValueError, match=message):
+        from_peft(MODELS["llama"](), settings, arrays)
+    from_peft(model := MODELS["llama"](), settings, arrays, ignore=list(settings))
+    np.testing.assert_array_equal(model.layers[0].attention.qkv.lora_b[...][:, :64], np.full((4, 64), 2.0))
+
+
+def test_arrays_without_a_rank():
+    arrays = {f"{LAYER}.lora_A.weight": np.ones((0, 64), "f4"), f"{LAYER}.lora_B.weight": np.ones((64, 0), "f4")}
+    with pytest.raises(ValueError, match=r"lora_A.weight has shape \(0, 64\): the rank must be at least 1"):
         from_peft(MODELS["llama"](), {"peft_type": "LORA"}, arrays)
 
 

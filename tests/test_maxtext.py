@@ -120,7 +120,10 @@ def test_there_and_back(rotary, scan_layers):
         np.testing.assert_array_equal(back[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("config", [QWEN, SCALED], ids=["qwen3", "scaled_bias"])
+QWEN2 = dataclasses.replace(CONFIG, attention_bias=True, attention_out_bias=False)
+
+
+@pytest.mark.parametrize("config", [QWEN, SCALED, QWEN2], ids=["qwen3", "scaled_bias", "qwen2"])
 def test_hugging_face_through_maxtext(config):
     """With QK-norms, and with biases and the defaults of Llama 3.1."""
     rng = np.random.default_rng(0)

@@ -36,6 +36,7 @@ MODELS = {
     "gpt2": lambda: layers.GPT2(GPT2, rngs=nnx.Rngs(0)),
 }
 MORE = {"bos_token_id": 60, "eos_token_id": 61, "pad_token_id": 62, "a_trainer_s_key": {"nested": [1, None, "x"]}}
+IGNORE = ("a_trainer_s_key",)
 GENERATION = {"eos_token_id": [61, 63], "temperature": 0.6, "unknown": True}
 TOKENS = jnp.arange(8)[None]
 
@@ -72,11 +73,11 @@ def trained(model):
 def test_loaded_trained_saved(name, is_same_folder, tmp_path):
     path = folder_of(MODELS[name](), tmp_path / "a")
     settings = read(path)
-    model = trained(load_hf_folder(path, scan_layers=True) if name == "scanned" else load_hf_folder(path))
+    model = trained(load_hf_folder(path, ignore=IGNORE, **({"scan_layers": True} if name == "scanned" else {})))
     target = path if is_same_folder else tmp_path / "b"
     save_hf_folder(model, target)
     assert read(target) == settings and read(target, "generation_config.json") == GENERATION
-    for parameter, array in to_hf(load_hf_folder(target), model.config).items():
+    for parameter, array in to_hf(load_hf_folder(target, ignore=IGNORE), model.config).items():
         np.testing.assert_array_equal(array, to_hf(model, model.config)[parameter])
 
 
@@ -121,13 +122,53 @@ def test_ours_is_written_over_it(former, changes, expected, tmp_path):
     settings = {name: value for name, value in settings.items() if value is not ...}
     settings.pop("torch_dtype" if "dtype" in settings else "dtype", None)
     write(path, settings)
-    config = dataclasses.replace(load_hf_folder(path).config, **changes)
+    config = dataclasses.replace(load_hf_folder(path, ignore=IGNORE).config, **changes)
     save_hf_folder(layers.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "b")
     written = read(tmp_path / "b")
     assert {name: written.get(name, ...) for name in expected} == expected
     assert {name: written[name] for name in MORE} == MORE
-    again = load_hf_folder(tmp_path / "b").config
+    again = load_hf_folder(tmp_path / "b", ignore=IGNORE).config
     assert (again == config and again.origin != config.origin) or not changes
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+YARN = {"type": "yarn", "factor": 4.0}
+IGNORED = {
+    "unknown": ("llama", {"logit_scale": 0.5}, {"logit_scale": 0.5}),
+    "refused": ("llama", {"mlp_bias": True}, {"mlp_bias": True}),
+    "code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, {"auto_map": {"AutoModel": "x.Y"}}),
+    "not_set": ("llama", {"logit_scale": None}, {"logit_scale": None}),
+    "part": ("llama", {"rope_parameters": {**ROPE, "news": 3}}, {"rope_parameters": {**ROPE, "news": 3}}),
+    # Said by fields of the config, or of the former files.
+    "scaling": ("llama", {"rope_scaling": YARN}, {"rope_scaling": None}),
+    "nonsense": ("llama", {"rope_scaling": "yarn"}, {"rope_scaling": None}),
+    "layers": ("llama", {"layer_types": 7}, {"layer_types": ...}),
+    "size": ("llama", {"head_dim": "x"}, {"head_dim": 128}),
+    "alias": ("gpt2", {"hidden_size": 64}, {"hidden_size": ..., "n_embd": 768}),
+    "former": ("llama", {"quantization_config": {"quant_method": "fp8"}}, {"quantization_config": ...}),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_what_was_ignored_is_written_again(case):
+    """But for what fields of the config say. `...`: no such key."""
+    model_type, more, expected = IGNORED[case]
+    settings = {"model_type": model_type, **more}
+    ignore = ("news",) if case == "part" else tuple(more)
+    config = config_from_hf(settings, ignore=ignore)
+    written = json.loads(json.dumps(config_to_hf(dataclasses.replace(config, initializer_range=0.5))))
+    assert {name: written.get(name, ...) for name in expected} == expected
+    assert config_from_hf(written, ignore=ignore) == dataclasses.replace(
+        config_from_hf(config_to_hf(config), ignore=ignore), initializer_range=0.5
+    )
+
+
+def test_what_was_ignored_is_not_read(tmp_path):
+    path = folder_of(MODELS["llama"](), tmp_path / "a", {"eos_token_id": 61, "pad_token_id": 62}, None)
+    model = load_hf_folder(path, ignore=("eos_token_id",))
+    assert model.end_tokens == () and load_hf_folder(path).end_tokens == (61,)
+    save_hf_folder(model, tmp_path / "b")
+    assert read(tmp_path / "b") == read(path)
 
 
 def test_lists_of_layers_and_what_is_unset():
@@ -141,7 +182,7 @@ def test_lists_of_layers_and_what_is_unset():
 
 def test_configs_are_what_they_were():
     """Equal, hashed, shown, copied and written as JSON as without an origin; a config that was pickled has none."""
-    config = config_from_hf(config_to_hf(LLAMA) | MORE)
+    config = config_from_hf(config_to_hf(LLAMA) | MORE, ignore=IGNORE)
     explicit = dataclasses.replace(LLAMA, num_key_value_heads=4, head_dim=4)
     assert config == explicit and hash(config) == hash(explicit) and repr(config) == repr(explicit)
     again = layers.LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
@@ -161,7 +202,7 @@ def test_models_are_what_they_were():
         model.norm.scale[...] += 1
 
     arrays, settings = to_hf(MODELS["llama"](), LLAMA), config_to_hf(LLAMA)
-    one, same = (from_hf(arrays, config_from_hf(settings | MORE)) for _ in range(2))
+    one, same = (from_hf(arrays, config_from_hf(settings | MORE, ignore=IGNORE)) for _ in range(2))
     other = from_hf(arrays, config_from_hf(settings | {"eos_token_id": 1}))
     fresh = MODELS["llama"]()
     assert jax.tree.structure(nnx.state(one)) == jax.tree.structure(nnx.state(fresh))
@@ -187,7 +228,7 @@ def test_models_are_what_they_were():
     ],
 )
 def test_generation_ends_where_the_folder_says(more, generation, expected, tmp_path):
-    model = load_hf_folder(folder_of(MODELS["llama"](), tmp_path / "a", more, generation))
+    model = load_hf_folder(folder_of(MODELS["llama"](), tmp_path / "a", more, generation), ignore=IGNORE)
     assert model.end_tokens == expected
 
 
@@ -195,13 +236,15 @@ def test_a_text_ends_there(tmp_path):
     plain = layers.generate(MODELS["llama"](), TOKENS, max_new_tokens=6)
     assert plain.lengths[0] == 6
     ended = int(plain.tokens[0, 1])
-    model = load_hf_folder(folder_of(MODELS["llama"](), tmp_path / "a", MORE, {"eos_token_id": [ended, 63]}))
+    path = folder_of(MODELS["llama"](), tmp_path / "a", MORE, {"eos_token_id": [ended, 63]})
+    model = load_hf_folder(path, ignore=IGNORE)
     assert layers.generate(model, TOKENS, max_new_tokens=6).lengths[0] <= 2
     assert layers.generate(model, TOKENS, max_new_tokens=6, eos_token=()).lengths[0] == 6
 
 
 def test_end_tokens_that_are_none(tmp_path):
-    model = load_hf_folder(folder_of(MODELS["llama"](), tmp_path / "a", generation={"eos_token_id": "</s>"}))
+    path = folder_of(MODELS["llama"](), tmp_path / "a", generation={"eos_token_id": "</s>"})
+    model = load_hf_folder(path, ignore=IGNORE)
     with pytest.raises(ValueError, match=r"eos_token_id='</s>' of generation_config\.json is no integer"):
         layers.generate(model, TOKENS, max_new_tokens=1)
     assert layers.generate(model, TOKENS, max_new_tokens=1, eos_token=3).tokens.shape == (1, 1)
@@ -218,18 +261,19 @@ def test_adapters_keep_their_settings(name, tmp_path):
         "task_type": "SEQ",
         "peft_version": "0.17",
         "init_lora_weights": True,
+        "a_trainer_s_key": [1, None],
     }
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more | {"lora_alpha": 8}))
     read_model = MODELS[name]()
-    load_peft_folder(read_model, tmp_path / "a")
+    load_peft_folder(read_model, tmp_path / "a", ignore=IGNORE)
     read_model = nnx.merge(*nnx.split(read_model))
     save_peft_folder(read_model, tmp_path / "b")
     written = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert {k: written.get(k) for k in more} == more | {"init_lora_weights": None}
     assert (written["base_model_name_or_path"], written["r"], written["lora_alpha"]) == ("some/base", 4, 4)
     again = MODELS[name]()
-    load_peft_folder(again, tmp_path / "b")
+    load_peft_folder(again, tmp_path / "b", ignore=IGNORE)
     np.testing.assert_array_equal(again(TOKENS), read_model(TOKENS))
     save_peft_folder(again, tmp_path / "b", base_model="another")
     assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["base_model_name_or_path"] == "another"
@@ -279,7 +323,7 @@ def test_maxtext_s_conventions_are_those_that_came_in(rotary, query_scaled, scan
 
 
 def test_hugging_face_s_settings_through_maxtext(tmp_path):
-    config = config_from_hf(config_to_hf(LLAMA) | MORE)
+    config = config_from_hf(config_to_hf(LLAMA) | MORE, ignore=IGNORE)
     model = from_maxtext(to_maxtext(MODELS["llama"](), LLAMA), config)
     save_hf_folder(model, tmp_path / "a")
     written = read(tmp_path / "a")

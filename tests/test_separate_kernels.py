@@ -16,6 +16,7 @@ CONFIGS = {
     "llama": {},
     "qwen3": {"qk_norm": True},
     "bias": {"attention_bias": True},
+    "qwen2": {"attention_bias": True, "attention_out_bias": False},
     "no rotation": {"rope_theta": None},
 }
 TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)

@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and GPT-2 against Hugging Face transformers: logits, loss and the gradient of every parameter."""
+"""Llama, Mistral, Qwen2, Qwen3 and GPT-2 against transformers: logits, loss and the gradient of every parameter."""
 
 import dataclasses
 import functools
@@ -34,12 +34,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 CASES = {
     "llama": lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3),
     "llama_bias_tied": lambda: transformers.LlamaConfig(
         **LLAMA, attention_bias=True, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
     ),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, rope_parameters=LLAMA3),
+    "qwen2_head_dim_window": lambda: transformers.Qwen2Config(**LLAMA, head_dim=16, **WINDOW),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5),
+    "mistral_no_window": lambda: transformers.MistralConfig(**LLAMA, head_dim=16, sliding_window=None),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=16),
+    "qwen3_window": lambda: transformers.Qwen3Config(**LLAMA, head_dim=16, attention_bias=True, **WINDOW),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "gpt2_gelu": lambda: transformers.GPT2Config(**GPT2, n_inner=40, activation_function="gelu"),
@@ -92,7 +98,7 @@ def test_logits_loss_and_gradients(case):
         np.testing.assert_allclose(got[name], want, atol=2e-5 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("llama_bias_tied", "gpt2_gelu")])
 def test_folders(case, tmp_path):
     """What transformers saves, in one file or several, we load; what we save, transformers loads."""
     reference = theirs(case)
@@ -134,7 +140,9 @@ def test_settings_that_ours_do_not_model(tmp_path):
     reference.config.eos_token_id, reference.config.pad_token_id, reference.config.a_key = 5, 3, {"b": 1}
     reference.generation_config.eos_token_id = [5, 7]
     reference.to(torch.bfloat16).save_pretrained(tmp_path / "a")
-    model = load_hf_folder(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"a_key={'b': 1} is not supported: .* ignore=\('a_key',\) reads"):
+        load_hf_folder(tmp_path / "a")
+    model = load_hf_folder(tmp_path / "a", ignore=("a_key",))
     assert model.end_tokens == (5, 7)
     model.config = dataclasses.replace(model.config, rope_theta=5000.0)
     save_hf_folder(model, tmp_path / "a")

@@ -15,7 +15,7 @@ def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
 
 
 def _llama(config: LlamaConfig) -> list[Entry]:
-    """LlamaForCausalLM and Qwen3ForCausalLM."""
+    """LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM."""
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     head_dim = config.resolved_head_dim
     queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
@@ -43,10 +43,9 @@ def _llama(config: LlamaConfig) -> list[Entry]:
         ]
         if config.attention_bias:
             biases = tuple(Part(f"{attention}.{name}.bias", (n,)) for name, n in projections.items())
-            found += [
-                Entry((*path, "attention", "qkv", "bias"), biases),
-                Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)),
-            ]
+            found.append(Entry((*path, "attention", "qkv", "bias"), biases))
+        if config.resolved_attention_out_bias:
+            found.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)))
         if config.qk_norm:
             found += [
                 Entry((*path, "attention", f"{x}_norm", "scale"), (Part(f"{attention}.{x}_norm.weight", (head_dim,)),))

@@ -1,10 +1,10 @@
-"""Parameters of a Llama, a Qwen3 or a GPT-2 from and to Hugging Face's checkpoints."""
+"""Parameters of a Llama, a Mistral, a Qwen2, a Qwen3 or a GPT-2 from and to Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,7 +20,7 @@ from flax_layers.checkpoints.hf_names import entries
 from flax_layers.checkpoints.incoming import readable
 from flax_layers.checkpoints.placement import Shardings, wait_for_all_processes
 from flax_layers.checkpoints.safetensors_files import Stored, stored_in, write
-from flax_layers.checkpoints.table import arrays_of, check, fill, types_of
+from flax_layers.checkpoints.table import arrays_of, check, check_layers, fill, types_of
 from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama, LlamaConfig
 from flax_layers.models.origin import settings_in, with_settings
@@ -41,9 +41,10 @@ def from_hf(
     shardings: Shardings = None,
     **options: Any,
 ) -> Llama | GPT2:
-    """A model with the parameters of a Hugging Face LlamaForCausalLM, Qwen3ForCausalLM or GPT2LMHeadModel.
+    """A model with the parameters of a Hugging Face LlamaForCausalLM, its kin, or GPT2LMHeadModel.
 
-    `load_hf_folder` reads config and arrays from a folder.
+    Its kin are MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. `load_hf_folder` reads config and arrays from
+    a folder.
 
     Args:
       state_dict: name -> array, of NumPy, JAX or torch, in the shapes that `transformers` gives them; of any floating
@@ -72,8 +73,11 @@ def from_hf(
         arrays = {name if name == "lm_head.weight" else f"transformer.{name}": x for name, x in arrays.items()}
     arrays, config = with_its_head(without_buffers(arrays, config), config)
     arrays = readable(arrays)
+    check_layers(config.n_layer if isinstance(config, GPT2Config) else config.num_hidden_layers, arrays)
     table = entries(config)
-    hint = "attention_bias gives a LlamaConfig biases, qk_norm QK-norms, and adapters are not supported"
+    hint = (
+        "attention_bias and attention_out_bias give a LlamaConfig biases, qk_norm QK-norms; adapters are not supported"
+    )
     check(table, arrays, hint)
     cls: Any = GPT2 if isinstance(config, GPT2Config) else Llama
     abstract = nnx.eval_shape(lambda: cls(config, **options, rngs=nnx.Rngs(0)))
@@ -98,7 +102,7 @@ def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> 
     return {part.name: np.ascontiguousarray(array) for part, array in arrays_of(model, entries(config))}
 
 
-def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
+def load_hf_folder(path: str | Path, *, ignore: Sequence[str] = (), **options: Any) -> Llama | GPT2:
     """The model in a folder that `save_pretrained` of `transformers` wrote: config.json and safetensors files.
 
     Arrays are read one parameter at a time: beside the model the host's memory holds no more than that. With shardings
@@ -111,16 +115,18 @@ def load_hf_folder(path: str | Path, **options: Any) -> Llama | GPT2:
       path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names. What else
         its config.json and generation_config.json say is kept with the model: `save_hf_folder` writes it again, and
         `generate` ends at the tokens that end a text there.
+      ignore: names of settings in config.json that are not read, as in `config_from_hf`; `save_hf_folder` writes them
+        again, but for those that fields of the config say.
       **options: as in `from_hf`: shardings, and options of the model.
 
     Raises:
       FileNotFoundError, NotADirectoryError: no such folder, as a name on the Hub is none, or one without these files.
       ImportError: without the package safetensors, which the extra `hf` brings.
-      ValueError: as `from_hf`, a config.json of another kind of model, a damaged file, or an index that names files
-        outside of the folder.
+      ValueError: as `from_hf`, a config.json of another kind of model or with a setting that ours do not have, a
+        damaged file, or an index that names files outside of the folder.
     """
     path = Path(path)
-    config = config_from_hf(settings_of(path, CONFIG))
+    config = config_from_hf(settings_of(path, CONFIG), ignore=ignore)
     if (path / GENERATION).exists():
         origin = with_settings(config.origin, GENERATION, settings_of(path, GENERATION))
         config = dataclasses.replace(config, origin=origin)
@@ -148,7 +154,7 @@ def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     call this, the first one writes, and all return when the folder is there.
 
     Raises:
-      ValueError: a sliding window, or no rotary embedding, which these models of `transformers` do not have.
+      ValueError: as `config_to_hf`: what no one of these models of `transformers` has, as no rotary embedding.
     """
     settings, table = config_to_hf(model.config), entries(model.config)
     types = {part.name: (part.shape, dtype) for part, dtype in types_of(model, table)}

@@ -11,6 +11,8 @@ import numpy as np
 
 from flax_layers.checkpoints.placement import Index, block_of
 
+# Parts of names of dtypes that say nothing without scales: of 4 and 6 bits, and powers of two, which are scales.
+_OF_BLOCKS = ("float4_", "float6_", "e8m0")
 _BLOCK_BYTES = 2**24  # of two arrays that are compared
 
 
@@ -33,9 +35,9 @@ def readable_one(name: str, array: Any) -> Any:
     else:
         dtype = getattr(dtype, "numpy_dtype", dtype)  # tensorstore's has one
         is_floating = jnp.issubdtype(dtype, jnp.floating)
-    if not is_floating:
+    if not is_floating or any(part in str(dtype) for part in _OF_BLOCKS):
         raise ValueError(
-            f"{name} is an array of {dtype}, and parameters are floating numbers: a quantised checkpoint must be "
+            f"{name} is an array of {dtype}, and parameters are plain floating numbers: a quantised checkpoint must be "
             "dequantised first, as by model.dequantize() and save_pretrained of transformers"
         )
     return array

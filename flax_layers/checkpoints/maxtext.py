@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_layers.checkpoints.incoming import readable_one
 from flax_layers.checkpoints.placement import Index, Shardings, block_of
-from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, fill
+from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, check_layers, fill
 from flax_layers.models.llama import Llama, LlamaConfig
 from flax_layers.models.origin import remember, settings_in
 
@@ -61,8 +61,9 @@ def from_maxtext(
 
     Source: MaxText's attentions.py, embeddings.py and decoders.py.
     """
-    table = _entries(config, query_scaled, rotary)
     arrays = _by_layer(params, config.num_hidden_layers)
+    check_layers(config.num_hidden_layers, arrays)
+    table = _entries(config, query_scaled, rotary)
     hint = (
         "tie_word_embeddings is MaxText's logits_via_embedding, qk_norm its use_qk_norm; experts, fused and quantised "
     )
@@ -190,10 +191,9 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
             Entry((*path, "mlp", "down", "kernel"), (Part(f"{mlp}.wo.kernel", (hidden, width)),)),
         ]
         if config.attention_bias:
-            found += [
-                Entry((*path, "attention", "qkv", "bias"), qkv("bias")),
-                Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.out.bias", (width,)),)),
-            ]
+            found.append(Entry((*path, "attention", "qkv", "bias"), qkv("bias")))
+        if config.resolved_attention_out_bias:
+            found.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.out.bias", (width,)),)))
         if config.qk_norm:
             for ours, name in {"q_norm": "query_norm", "k_norm": "key_norm"}.items():
                 part = turned(f"{attention}.{name}.scale", (head_dim,))

@@ -9,10 +9,8 @@ become one with all of them, whose `lora_b` is zero where they do not meet: the 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,10 @@ from flax_layers.checkpoints.folder import write_folder
 from flax_layers.checkpoints.hf_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, settings_of
 from flax_layers.checkpoints.hf_names import entries
 from flax_layers.checkpoints.incoming import readable
+from flax_layers.checkpoints.peft_settings import KNOWN, check_targets, scaling
 from flax_layers.checkpoints.placement import on_host, wait_for_all_processes
 from flax_layers.checkpoints.safetensors_files import stored_in, write
+from flax_layers.checkpoints.settings import check_settings, refusal, without
 from flax_layers.checkpoints.table import Entry, Part, as_stored, at, place, some
 from flax_layers.lora import put_lora
 from flax_layers.models.gpt2 import GPT2, GPT2Config
@@ -35,15 +35,6 @@ from flax_layers.models.llama import Llama
 from flax_layers.models.origin import remember, settings_in
 
 _PREFIX = "base_model.model."
-# Settings that change what an adapter computes, and the values that ours compute with.
-_REQUIRED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "lora_bias": (False, None),
-    "alora_invocation_tokens": (None,),
-}
 _DEFAULTS = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True}
 # Settings that say which modules have adapters beside target_modules, which has all of them when it is written; and how
 # arrays were initialised before they were trained, which is done again to a base.
@@ -95,6 +86,7 @@ def from_peft(
     settings: Mapping[str, Any],
     arrays: Mapping[str, Any],
     *,
+    ignore: Sequence[str] = (),
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
 ) -> None:
@@ -104,15 +96,18 @@ def from_peft(
       model: without adapters. Its layers may be stacked for a scan: then a layer without an adapter gets zeros.
       settings: of adapter_config.json.
       arrays: name -> array, of NumPy, JAX or torch, with PEFT's names.
+      ignore: names of settings that are not read, as if the file did not have them; `to_peft` writes them again.
       dtype, param_dtype: as in `add_lora`.
 
     Raises:
-      ValueError: settings that ours do not have (DoRA, biases, saved modules), arrays of unknown names or other shapes,
+      TypeError: settings that are no dictionary, or an `ignore` that is no sequence of names.
+      ValueError: settings that ours do not have (DoRA, biases, saved modules, an init_lora_weights that changes the
+        base) or that are not known, arrays of modules that the settings do not name, of unknown names or other shapes,
         a kernel beside an adapter, as PEFT writes the head's, that is not the model's own, or a model with adapters.
     """
-    for name, values in _REQUIRED.items():
-        if settings.get(name) not in values and name in settings:
-            raise ValueError(f"{name}={settings[name]!r} of an adapter is not supported; it must be {values[0]!r}")
+    check_settings(settings, "from_peft", "an adapter_config.json", "load_peft_folder")
+    given, settings = settings, without(settings, ignore)
+    KNOWN.check(settings, "an adapter_config.json", " of an adapter")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if _adapted(model):
         raise ValueError("the model has adapters already: merge_lora or remove_lora first")
@@ -125,6 +120,8 @@ def from_peft(
             made.setdefault(path, {})[index] = found
     if unread:
         raise ValueError(f"a model of this config takes no {some(sorted(unread))}")
+    if ("head",) in made and "kernel" not in params.get("head", {}) and (tying := settings.get("ensure_weight_tying")):
+        raise refusal("ensure_weight_tying", tying, "the embedding cannot share the head's adapter", " of an adapter")
     for path, of_layers in made.items():
         parent: Any = model
         for key in path[:-1]:
@@ -132,7 +129,7 @@ def from_peft(
         count = None if ... in of_layers else model.config.num_hidden_layers
         a, b = of_layers[...] if count is None else _stacked(of_layers, count)
         put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
-    remember(model, ADAPTER_CONFIG, settings)
+    remember(model, ADAPTER_CONFIG, given)
 
 
 def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str | None = None) -> None:
@@ -166,12 +163,13 @@ def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str |
     wait_for_all_processes("save_peft_folder")
 
 
-def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> None:
+def load_peft_folder(model: Llama | GPT2, path: str | Path, *, ignore: Sequence[str] = (), **options: Any) -> None:
     """Puts the adapters of a folder of PEFT into the model that they were trained for, in place.
 
     Args:
       model: without adapters.
       path: the folder, with adapter_config.json and adapter_model.safetensors.
+      ignore: names of settings in adapter_config.json that are not read, as in `from_peft`.
       **options: dtype and param_dtype, as in `from_peft`.
 
     Raises:
@@ -185,7 +183,7 @@ def load_peft_folder(model: Llama | GPT2, path: str | Path, **options: Any) -> N
         raise FileNotFoundError(
             f"{path} has no {ADAPTER_WEIGHTS}; save_pretrained of peft writes it, from_peft takes arrays from elsewhere"
         )
-    from_peft(model, settings, stored_in(path / ADAPTER_WEIGHTS), **options)
+    from_peft(model, settings, stored_in(path / ADAPTER_WEIGHTS), ignore=ignore, **options)
 
 
 def _table(model: Llama | GPT2) -> list[Entry]:
@@ -295,22 +293,15 @@ def _read(part: Part, unread: dict[str, Any], settings: Mapping[str, Any], rows:
         return None
     if missing:
         raise ValueError(f"the adapter lacks {missing[0]}")
+    check_targets(settings, module)
     a, b = (np.asarray(unread.pop(name)).astype(np.float32) for name in names)
     rank = a.shape[0]
+    if not rank:
+        raise ValueError(f"{names[0]} has shape {a.shape}: the rank must be at least 1")
     for name, array, shape in zip(names, (a, b), ((rank, rows), (_columns(part), rank)), strict=True):
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; the model makes it {shape}")
-    return a.T, b.T * _scaling(settings, module, rank)
-
-
-def _scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) of a rank-stabilised adapter; a pattern matches the end of a module's name."""
-    alpha = settings.get("lora_alpha", 8)
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return a.T, b.T * scaling(settings, module, rank)
 
 
 def _stacked(of_layers: Mapping[int, tuple[np.ndarray, np.ndarray]], count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -101,6 +101,14 @@ class Entry:
         return [part.write(x) for part, x in zip(self.parts, columns, strict=True)]
 
 
+def check_layers(count: int, arrays: Mapping[str, Any]) -> None:
+    """Raises a ValueError if there are fewer arrays than layers, before a table of so many layers is made."""
+    if count > len(arrays):
+        raise ValueError(
+            f"the checkpoint lacks layers: the config has {count}, and there are {len(arrays)} arrays in all"
+        )
+
+
 def check(table: Sequence[Entry], arrays: Mapping[str, Any], hint: str) -> None:
     """Raises a ValueError unless the arrays are those of the table, in its shapes; `hint` is about unknown ones."""
     wanted = {part.name: part.shape for entry in table for part in entry.parts}

@@ -15,12 +15,12 @@ from coda_jax.extend import explicit_cuts, without_axes
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
+from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed, PositionEmbed
 from flax_layers.layer_stack import run_layers
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
-from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import LayerNorm
 from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalized
@@ -53,6 +53,8 @@ class GPT2Config:
         check_counts(self, "vocab_size", "n_positions", "n_embd", "n_head", "n_inner")
         check_counts(self, "n_layer", least=0)
         check_not_negative(self, "layer_norm_epsilon", "initializer_range")
+        check_flags(self, "tie_word_embeddings")
+        check_activation(self, "activation_function")
 
 
 def gpt2_block(

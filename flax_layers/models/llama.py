@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 from coda_jax import DeferredNorm, Stream
 from flax_layers.attend import Implementation
 from flax_layers.block import LlamaBlock
+from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative, check_positive
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead, logits_of
-from flax_layers.models.config_checks import check_counts, check_not_negative
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
@@ -27,14 +27,15 @@ from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalize
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama or a Qwen3, with the names and defaults of Hugging Face's LlamaConfig.
+    """Sizes of a Llama, a Mistral, a Qwen2 or a Qwen3, with the names and defaults of Hugging Face's LlamaConfig.
 
     num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads. attention_bias
-    gives the query, key, value and output projections biases. qk_norm normalises queries and keys: a Qwen3 is a Llama
-    with qk_norm. hidden_act is a name in `flax_layers.activation`. sliding_window, as Mistral's config
-    names it, is how many tokens a token sees, itself and those before; default all. rope_theta None is no rotary
-    embedding. `origin` is what stood in the settings that a checkpoint came with, see `flax_layers.models.origin`; it
-    does not count when configs are compared.
+    gives the query, key and value projections biases, and the output projection too unless attention_out_bias says
+    otherwise. hidden_act is a name in `flax_layers.activation`, or a function. qk_norm normalises queries and keys.
+    sliding_window, as Mistral's config names it, is how many tokens a token sees, itself and those before; default all.
+    rope_theta None is no rotary embedding. Beside a plain Llama, a Qwen2 has attention_bias without
+    attention_out_bias, a Qwen3 qk_norm, a Mistral a sliding_window. `origin` is what stood in the settings that a
+    checkpoint came with, see `flax_layers.models.origin`; it does not count when configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -58,16 +59,17 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
     origin: str | None = dataclasses.field(default=None, compare=False, repr=False)
+    attention_out_bias: bool | None = None
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         check_counts(self, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
         check_counts(self, "num_hidden_layers", least=0)
         check_not_negative(self, "rms_norm_eps", "initializer_range")
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            raise ValueError(
-                f"LlamaConfig: rope_theta={self.rope_theta!r}; it must be positive, or None for no rotation"
-            )
+        check_flags(self, "attention_bias", "attention_out_bias", "qk_norm", "tie_word_embeddings")
+        check_activation(self, "hidden_act")
+        if self.rope_theta is not None:
+            check_positive(self, "rope_theta")
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(
                 f"LlamaConfig: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling or None. "
@@ -83,6 +85,11 @@ class LlamaConfig:
     def resolved_num_key_value_heads(self) -> int:
         """num_key_value_heads, or what it is by default."""
         return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def resolved_attention_out_bias(self) -> bool:
+        """attention_out_bias, or what it is by default."""
+        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -203,6 +210,7 @@ class Llama(LanguageModel):
                 rope_scaling=config.rope_scaling,
                 qk_norm=config.qk_norm,
                 use_bias=config.attention_bias,
+                use_out_bias=config.resolved_attention_out_bias,
                 separate_qkv=separate_qkv,
                 separate_gate_up=separate_gate_up,
                 activation=config.hidden_act,

@@ -1,0 +1,93 @@
+"""What configurations refuse, before anything is made of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from flax_layers.activation import ACTIVATIONS
+
+
+def check_counts(config: Any, *names: str, least: int = 1) -> None:
+    """Checks fields that are counts; those with the default None may be None.
+
+    Raises:
+      ValueError: one is no integer, or below `least`.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None and _may_be_none(config, name):
+            continue
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            raise _refusal(config, name, f"an integer, {least} or more")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Checks fields that are numbers.
+
+    Raises:
+      ValueError: one is not a finite number, or below 0.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not is_number(value) or value < 0:
+            raise _refusal(config, name, "a number, 0 or more")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Checks fields that are numbers; those with the default None may be None.
+
+    Raises:
+      ValueError: one is not a finite number above 0.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None and _may_be_none(config, name):
+            continue
+        if not is_number(value) or value <= 0:
+            raise _refusal(config, name, "positive, a number")
+
+
+def check_flags(config: Any, *names: str) -> None:
+    """Checks fields that are True or False; those with the default None may be None.
+
+    Raises:
+      ValueError: one is neither, as "false" is.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None and _may_be_none(config, name):
+            continue
+        if not isinstance(value, bool | np.bool_):
+            raise _refusal(config, name, "True or False")
+
+
+def check_activation(config: Any, name: str) -> None:
+    """Checks a field that is an activation.
+
+    Raises:
+      ValueError: it is no function, and no name in `flax_layers.activation`.
+    """
+    value = getattr(config, name)
+    if not callable(value) and not (isinstance(value, str) and value in ACTIVATIONS):
+        raise _refusal(config, name, f"a function, or one of {', '.join(ACTIVATIONS)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _may_be_none(config: Any, name: str) -> bool:
+    return getattr(type(config), name, 0) is None
+
+
+def _refusal(config: Any, name: str, wanted: str) -> ValueError:
+    return ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r}; it must be {wanted}")
