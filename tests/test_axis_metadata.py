@@ -240,6 +240,7 @@ def bytes_a_device(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_a_maxtext_decoder_on_eight_devices():
     """Parameters and Adam's moments are made an eighth on each device, by MaxText's own steps, and a step is right."""
     mesh = mesh_of(**MAXTEXT_AXES)
@@ -353,6 +354,7 @@ def trained(model):
 
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "scanned"])
 def test_nothing_else_changes(name, kind):
     """Without a mesh, and under one whose axes no rule names: made, traced and trained bit for bit as without names."""
@@ -366,6 +368,7 @@ def test_nothing_else_changes(name, kind):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_states_from_before():
     """A state without names, as an old pickle, goes into a model; it lies as its paths say, and so do its moments."""
     model = MODELS["separate"]()

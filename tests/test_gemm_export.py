@@ -39,6 +39,7 @@ def arguments(m, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::coda_jax.FallbackWarning")  # a contraction over a symbolic size, in the gradient
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_symbolic_rows_for_two_platforms(residuals):

@@ -197,6 +197,7 @@ def test_one_program_that_stops_when_all_rows_have_ended():
     assert Counted.ran == [(1, 6)] + [(1, 1)] * changed
 
 
+@pytest.mark.slow
 def test_a_traced_temperature_and_top_p():
     """As numbers, in one program under jit and vmap; where one is out of its range there is no token."""
     key, model = jax.random.key(0), llama(num_hidden_layers=1)

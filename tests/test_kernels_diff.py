@@ -180,6 +180,7 @@ def digests(made):
     return found
 
 
+@pytest.mark.slow
 def test_kernels_are_those_on_record(made):
     """A kernel that is changed unseen fails here; one that is changed on purpose comes with a new record."""
     if reason := missing_versions_of_record():

@@ -284,6 +284,7 @@ def test_export_with_any_number_of_tokens(dtype):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

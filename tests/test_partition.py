@@ -371,6 +371,7 @@ with partitioned_on_cpus() as records:
 """
 
 
+@pytest.mark.slow
 def test_the_persistent_cache_knows_the_epilogue(tmp_path):
     """Its key holds the call's shapes and rule; a digest beside them tells epilogues apart, also of other processes."""
     import subprocess

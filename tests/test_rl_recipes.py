@@ -85,6 +85,7 @@ def test_supervised_fine_tuning():
     assert found[0] < 0.1 and found[-1] > 0.6
 
 
+@pytest.mark.slow
 def test_direct_preference_optimization():
     """The chosen answers gain on the rejected ones beside a frozen reference, in log-probability."""
     rejected = PROMPT.at[:, 6:].set(jnp.asarray(RNG.integers(1, VOCABULARY, (BATCH, LENGTH - 6))))
@@ -101,6 +102,7 @@ def test_direct_preference_optimization():
 
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_group_relative_policy_optimization(adapters):
     """The reward, the share of even tokens, rises; a KL term to a reference and an entropy bonus hold the policy."""
     model, reference, group = model_of(1), model_of(1), 8

@@ -145,6 +145,7 @@ def test_a_mask_compacts(kept, chunks, monkeypatch):
     assert_close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_transformations():
     """vmap of everything, checkpoint, second derivatives, with a mask and candidates and without."""
     args = arguments(F32, 24, lead=(2, 129), width=8, candidates=True)
@@ -183,6 +184,7 @@ def test_transformations():
             np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * float(jnp.abs(w).max()), err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("candidates", [False, True])
 def test_a_traced_soft_cap(candidates):
     """Its gradient beside a temperature's, with a mask, and second derivatives."""

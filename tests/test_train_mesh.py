@@ -57,6 +57,7 @@ def on_one_device():
     return losses, trainer.validate(state["params"], TEXT[: 17 * 8].reshape(8, 17))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_another_mesh_and_on_one_device(on_one_device, tmp_path):
     """Two steps each on two meshes, the second with accumulated gradients, then on one device."""
     expected, validation = on_one_device
@@ -91,6 +92,7 @@ def bytes_a_device(tree):
 
 
 @pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_each_device_holds_under_fsdp(name, monkeypatch):
     """Parameters and moments are cut by four; norms, which are vectors, and counts are all that each device has."""
     if name == "adamw":
