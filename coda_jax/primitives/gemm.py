@@ -14,6 +14,7 @@ from coda_jax.epilogue import Epilogue, Kind, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives.arguments import FLOATS, check_dtype
+from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
 from coda_jax.primitives.product import Options, product
 from coda_jax.tiles.config import GemmConfig
 
@@ -30,6 +31,7 @@ def gemm(
     implementation: str = "auto",
     config: GemmConfig | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
+    out_sharding: jax.P | None = None,
 ) -> Any:
     """epilogue(a @ b, *operands), where the epilogue runs inside the product on the float32 accumulator.
 
@@ -70,6 +72,8 @@ def gemm(
       config: tile and pipeline sizes of the kernel; not those of the gradient's products.
       input_output_aliases: {operand index: flat output index} lets a float32 tile output take the place of a float32
         tile operand of its shape, to accumulate without a copy.
+      out_sharding: how the product (..., M, N), and tiles of its shape, lie over explicit mesh axes, as `jnp.matmul`'s;
+        default as the factors and the first tile say. Axes that are not explicit are passed over.
 
     Returns:
       What the epilogue returns, with the leading axes of a in the place of M. Results are finished and have the same
@@ -133,9 +137,14 @@ def gemm(
         config=config,
         input_output_aliases=aliases,
         halves=parts[0].ndim == 3 and parts[0].shape[0 if transpose_b else 1] == 2,
+        out_sharding=sharding_over_explicit(out_sharding),
     )
     of_b = parts if len(parts) > 1 else parts[0]
     outputs, traced = product(a, of_b, operands, epilogue, checked_dtypes, options)
+    if options.out_sharding is not None:
+        columns = (n,) if len(parts) > 1 else parts[0].shape[:-1] if transpose_b else parts[0].shape[1:]
+        shape = (*leading, m, *columns)
+        outputs = [placed(x, options.out_sharding) if same_shape(x.shape, shape) else x for x in outputs]
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
