@@ -69,69 +69,83 @@ def mesh_of(sizes, kind=AxisType.Explicit):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
-def all_of(model, tokens):
-    """Logits, log-probabilities, the loss and its gradients."""
-    graphdef, state = nnx.split(model)
+def values(model, tokens):
+    """Logits and log-probabilities."""
+    return model(tokens), model.token_logprobs(tokens, tokens)
 
-    def run(state, tokens):
-        def loss(state):
-            return nnx.merge(graphdef, state).loss(tokens, tokens, segment_ids=jnp.broadcast_to(SEGMENTS, tokens.shape))
 
-        def logprobs(state):
-            return jnp.sum(nnx.merge(graphdef, state).token_logprobs(tokens, tokens) * jnp.arange(16))
+def step(model, tokens):
+    """The loss of packed sequences, and its gradient."""
+    segments = jnp.broadcast_to(SEGMENTS, tokens.shape)
+    return nnx.value_and_grad(lambda model: model.loss(tokens, tokens, segment_ids=segments))(model)
 
-        logits = nnx.merge(graphdef, state)(tokens)
-        return logits, jax.value_and_grad(loss)(state), jax.value_and_grad(logprobs)(state)
 
-    return run, state
+def of_logprobs(model, tokens):
+    """The gradient of log-probabilities."""
+    return nnx.grad(lambda model: jnp.sum(model.token_logprobs(tokens, tokens) * jnp.arange(16)))(model)
 
 
 def decoded(model, tokens):
-    """Logits after a prompt, two tokens more, and of padded ones."""
-    graphdef, state = nnx.split(model)
-
-    def run(state, tokens):
-        model = nnx.merge(graphdef, state)
-        first, cache = model.decode(tokens[:, :4], model.init_cache(tokens.shape[0], 12))
-        second, cache = model.decode(tokens[:, 4:6], cache)
-        third, _ = model.decode(tokens[:, 6:9], cache, lengths=jnp.arange(tokens.shape[0]) % 3 + 1)
-        return first, second, third
-
-    return run, state
+    """Logits after a prompt, and after padded tokens more."""
+    first, cache = model.decode(tokens[:, :4], model.init_cache(tokens.shape[0], 12))
+    second, _ = model.decode(tokens[:, 4:7], cache, lengths=jnp.arange(tokens.shape[0]) % 3 + 1)
+    return first, second
 
 
-def on_mesh(function, name, plan, kind=AxisType.Explicit, batch=8):
-    """function(model, tokens) as a jitted function with arguments that lie as the plan says, and its mesh."""
+def program(function, graphdef):
+    """function(model, tokens) as a jitted function of the model's state."""
+    return jax.jit(lambda state, tokens: function(nnx.merge(graphdef, state), tokens))
+
+
+def traced(function, name, plan, kind=AxisType.Explicit, batch=8):
+    """A program traced for arguments that lie as the plan says, with their shardings and the mesh."""
     rules, sizes = PLANS[plan]
-    mesh, tokens = mesh_of(sizes, kind), TOKENS[:batch]
-    run, state = function(model_of(name, rules), tokens)
-    spec = sharding.spec_of(("batch", None), rules, mesh=mesh, shape=(batch, None))
-    arguments = (
-        jax.device_put(state, sharding.parameter_shardings(state, mesh, rules)),
-        jax.device_put(tokens, NamedSharding(mesh, spec)),
+    mesh = mesh_of(sizes, kind)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: model_of(name, rules)))
+    lie = (
+        sharding.parameter_shardings(state, mesh, rules),
+        NamedSharding(mesh, sharding.spec_of(("batch", None), rules, mesh=mesh, shape=(batch, None))),
     )
-    return jax.jit(run), arguments, mesh
-
-
-def compared(function, name, plan, **options):
-    run, arguments, mesh = on_mesh(function, name, plan, **options)
+    types = jax.tree.map(
+        lambda x, of_x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of_x), (state, TOKENS[:batch]), lie
+    )
     with jax.set_mesh(mesh):
-        got = jax.device_get(run(*arguments))
-    run, state = function(model_of(name), TOKENS)
-    assert_close(got, jax.device_get(jax.jit(run)(state, TOKENS[: options.get("batch", 8)])), rtol=1e-4)
+        return program(function, graphdef).trace(*types), lie, mesh
 
 
+@functools.cache
+def wanted(function, name, batch):
+    """The state of a model, and what it gives on one device."""
+    graphdef, state = nnx.split(model_of(name))
+    return state, jax.device_get(program(function, graphdef)(state, TOKENS[:batch]))
+
+
+def compared(function, name, plan, batch=8, **options):
+    state, want = wanted(function, name, batch)
+    run, lie, mesh = traced(function, name, plan, batch=batch, **options)
+    with jax.set_mesh(mesh):
+        got = run.lower().compile()(*jax.device_put((state, TOKENS[:batch]), lie))
+    assert_close(jax.device_get(got), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("function", [values, step])
+def test_values(function):
+    compared(function, "few", "tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [values, step, of_logprobs, decoded])
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
         ("few", "fsdp and tensor"),
-        pytest.param("adapters and biases", "two axes", marks=pytest.mark.slow),
-        pytest.param("one, packed", "tensor", marks=pytest.mark.slow),
-        pytest.param("norms", "tensor", marks=pytest.mark.slow),
+        ("adapters and biases", "two axes"),
+        ("one, packed", "tensor"),
+        ("norms", "tensor"),
     ],
 )
-def test_values(name, plan):
-    compared(all_of, name, plan)
+def test_values_of_other_models(name, plan, function):
+    compared(function, name, plan)
 
 
 QUICK = {
@@ -154,28 +168,33 @@ QUICK = {
 )
 def test_types(name, plan):
     """What JAX would refuse it refuses where it is traced."""
-    for function in (all_of, decoded):
-        run, arguments, mesh = on_mesh(function, name, plan)
-        with jax.set_mesh(mesh):
-            run.trace(*arguments)
+    for function in (values, step, of_logprobs, decoded):
+        traced(function, name, plan)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("few", "fsdp and tensor"), ("one", "tensor")], ids=str)
-def test_decoding(name, plan):
-    compared(decoded, name, plan)
+def test_decoding():
+    compared(decoded, "one", "tensor")
 
 
 @pytest.mark.parametrize("name", ["few", "gpt2", "adapters"])
 @pytest.mark.parametrize("plan", ["fsdp", "fsdp and tensor"])
 def test_types_of_a_batch_that_the_mesh_does_not_divide(name, plan):
-    run, arguments, mesh = on_mesh(all_of, name, plan, batch=3)
-    with jax.set_mesh(mesh):
-        run.trace(*arguments)
+    for function in (step, of_logprobs):
+        traced(function, name, plan, batch=3)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
-def test_values_of_a_batch_that_the_mesh_does_not_divide(kind):
-    compared(all_of, "few", "fsdp and tensor", kind=kind, batch=1)
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (AxisType.Explicit, "fsdp"),
+        (AxisType.Auto, "fsdp"),
+        pytest.param(AxisType.Explicit, "fsdp and tensor", marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, "fsdp and tensor", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_values_of_a_batch_that_the_mesh_does_not_divide(kind, plan):
+    compared(step, "few", plan, kind=kind, batch=1)
 
 
 def test_each_device_has_the_key_heads_of_its_queries():
@@ -193,10 +212,12 @@ def test_each_device_has_the_key_heads_of_its_queries():
         seen.clear()
         got = nnx.jit(lambda model: model(TOKENS))(model)
     assert seen == [(HEADS // 4, 1)]
-    assert_close(jax.device_get(got), jax.device_get(model_of("few")(TOKENS)), rtol=1e-4)
+    assert_close(jax.device_get(got), wanted(values, "few", 8)[1][0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("of_keys", [P(), P(None, "tensor"), P("tensor")], ids=str)
+@pytest.mark.parametrize(
+    "of_keys", [P(), P("tensor"), pytest.param(P(None, "tensor"), marks=pytest.mark.slow)], ids=str
+)
 def test_weights_that_lie_apart(of_keys):
     """Kernels of queries that are cut, and of keys and values that are cut otherwise or whole, without rules."""
     mesh = mesh_of({"tensor": 4})
@@ -213,7 +234,7 @@ def test_weights_that_lie_apart(of_keys):
         plain = coda.norm_projection(norm, w, tuple(jnp.ones(part.shape[1]) for part in w))[0]
         return sum(jnp.sum(jnp.sin(y)) for y in (*heads, *plain))
 
-    want = jax.value_and_grad(total, range(4))(x, q, k, v)
+    want = jax.jit(jax.value_and_grad(total, range(4)))(x, q, k, v)
     with jax.set_mesh(mesh):
         specs = (P(), P(None, "tensor"), of_keys, of_keys)
         placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip((x, q, k, v), specs, strict=True)]
@@ -221,7 +242,7 @@ def test_weights_that_lie_apart(of_keys):
     assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_put_in_and_taken_out(scanned):
     """`gate_up` (D, 2, F), cut by F, becomes (D, 2F) and is again what it was, outside of jit and of jax.set_mesh."""
     rules, sizes = PLANS["fsdp and tensor"]
