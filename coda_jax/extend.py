@@ -10,12 +10,12 @@ from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
 from coda_jax.primitives.layout import spec_of_sum as spec_of_sum
-from coda_jax.primitives.mesh_types import alike as alike
 from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import placed as placed
+from coda_jax.primitives.mesh_types import placed_alike as placed_alike
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
@@ -27,7 +27,6 @@ from coda_jax.primitives.shapes import in_heads as in_heads
 __all__ = [
     "add_residual",
     "add_residual_sumsq",
-    "alike",
     "array",
     "bind_equation",
     "constrained",
@@ -41,6 +40,7 @@ __all__ = [
     "int32_labels",
     "noted",
     "placed",
+    "placed_alike",
     "register_pytree",
     "scaled_weight",
     "separate_residual",

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import alike, halves_apart
+from coda_jax.extend import halves_apart, placed_alike
 from flax_layers.activation import Activation, activation_of
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import (
@@ -172,7 +172,7 @@ class GatedMLP(_FeedForward):
         if self.separate_gate_up:
             if not is_linear(self.gate, self.up):
                 return [self.gate, self.up]
-            kernel = jnp.stack(alike(self.split_kernel(), None), axis=1)
+            kernel = jnp.stack(placed_alike(self.split_kernel(), None), axis=1)
         elif isinstance(self.gate_up, nnx.Module):
             return [self.gate_up]
         else:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 import flax_layers as layers
 from flax_layers import sharding
+from flax_layers.checkpoints import load_peft_folder, save_peft_folder
 from tests.gemm_cases import assert_close
 
 P = PartitionSpec
@@ -243,7 +244,7 @@ def test_weights_that_lie_apart(of_keys):
 
 
 @pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_adapters_put_in_and_taken_out(scanned):
+def test_adapters_put_in_and_taken_out(scanned, tmp_path):
     """`gate_up` (D, 2, F), cut by F, becomes (D, 2F) and is again what it was, outside of jit and of jax.set_mesh."""
     rules, sizes = PLANS["fsdp and tensor"]
 
@@ -262,9 +263,15 @@ def test_adapters_put_in_and_taken_out(scanned):
     adapted(model)
     mlp = model.layers.mlp if scanned else model.layers[0].mlp
     assert mlp.gate_up.base_module.kernel[...].sharding.spec == P(*[None] * scanned, "fsdp", "tensor")
+    save_peft_folder(model, tmp_path / "adapters")
+    low_rank = jax.device_get(nnx.state(model, nnx.LoRAParam))
+    for _ in range(2):
+        layers.remove_lora(model)
+        for x, y in zip(*map(jax.tree.leaves, (nnx.state(model), given)), strict=True):
+            assert x.sharding == y.sharding and jnp.all(x == y)
+        load_peft_folder(model, tmp_path / "adapters")
+        assert_close(jax.device_get(nnx.state(model, nnx.LoRAParam)), low_rank)
     layers.remove_lora(model)
-    for x, y in zip(*map(jax.tree.leaves, (nnx.state(model), given)), strict=True):
-        assert x.sharding == y.sharding and jnp.all(x == y)
     for changed in (model, want):
         adapted(changed)
         layers.merge_lora(changed)
@@ -306,5 +313,31 @@ def test_a_product_that_its_factors_leave_open():
             jax.jit(total).trace(*placed)
         said = functools.partial(total, out_sharding=P(None, "tensor"))
         got = jax.jit(jax.value_and_grad(said, (0, 1), has_aux=True))(*placed)
+        for spec, message in ((P("tensor"), "evenly"), (P("other"), r"axes \('tensor',\), and no \['other'\]")):
+            with pytest.raises(ValueError, match=message):
+                jax.jit(functools.partial(total, out_sharding=spec)).trace(*placed)
     assert got[0][1].sharding.spec == P(None, "tensor", None)
+    assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
+
+
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+def test_tiles_beside_a_product_whose_sharding_is_said(residuals):
+    """They are moved to it, from wherever they lie."""
+    mesh = mesh_of({"data": 2, "tensor": 4})
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 8, 32), (32, 16), (2, 8, 16))]
+
+    def total(a, b, tile, **options):
+        outputs = coda.gemm(a, b, tile, epilogue=lambda acc, x: (jnp.sin(acc + x), acc * x), **options)
+        return sum(map(jnp.sum, outputs)), outputs
+
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+    want = jax.jit(gradient(total))(*arrays)
+    said = functools.partial(total, out_sharding=P(None, None, "tensor"), residuals=residuals)
+    with jax.set_mesh(mesh):
+        specs = (P(None, None, "tensor"), P("tensor"), P("data"))
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        got = jax.jit(gradient(said))(*placed)
+    assert [x.sharding.spec for x in got[0][1]] == [P(None, None, "tensor")] * 2
+    assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(got[1], placed, strict=True))
     assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)

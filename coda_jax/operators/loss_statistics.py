@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
-from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.primitives.row_shards import Result, on_row_shards
 
@@ -229,10 +229,7 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
         *(None if x is None else by_rows if x.ndim else jax.P() for x in others),
     )
 
-    def placed(x: jax.Array, spec: jax.P) -> jax.Array:
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
-
-    arguments = jax.tree.map(placed, arguments, specs)
+    arguments = jax.tree.map(lambda x, spec: placed(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
     if not rows and not columns:
         return run(*arguments)
     on_shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_rows, axis_names=set(explicit_axes(mesh)))

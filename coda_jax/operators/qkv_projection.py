@@ -15,7 +15,7 @@ from coda_jax.operators.chain import Chain, run_chain
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import alike, axes_of_dimension, constrained, without_axes
+from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, placed_alike, without_axes
 from coda_jax.primitives.product import Parts
 from coda_jax.primitives.shapes import axes_of_heads, in_heads
 from coda_jax.tiles.choose import takes_heads
@@ -155,7 +155,7 @@ class _QKVProjection(Chain):
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
         t_scale, *_ = of_z.of_cotangents(self.dtype)
         if not isinstance(of_z.w, tuple):
-            dz = [jnp.concatenate(alike(dz, -2), axis=-2)]
+            dz = [jnp.concatenate(placed_alike(dz, -2), axis=-2)]
         columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
         ts = [(t_scale * y).astype(self.dtype) for y in columns]
         if len(ts) > 1:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.epilogue.values import same_shape
-from coda_jax.primitives.mesh_types import alike, explicit_cuts, explicit_sharding, placed, without_axes
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, placed_alike, without_axes
 from coda_jax.primitives.spec import CallOptions
 
 Options = TypeVar("Options", bound=CallOptions)
@@ -59,6 +59,7 @@ def laid_out(
 
     * Of several arrays in one place all lie as the first that is cut.
     * Row vectors are gathered over the axes that cut the product's rows, as b is.
+    * Tiles lie as the product, where the options say how.
     * Where axes cut K in both factors, which leaves it open, the product lies as its first tile.
     * Else b's columns lie as that tile's: b is gathered over axes that keep parameters apart, as FSDP's.
 
@@ -68,14 +69,16 @@ def laid_out(
       options: of `product`.
     """
     a, b, *operands = (
-        alike(of_one, axis) if len(of_one) > 1 else [*of_one] for of_one, axis in zip(arrays, along, strict=True)
+        placed_alike(of_one, axis) if len(of_one) > 1 else [*of_one] for of_one, axis in zip(arrays, along, strict=True)
     )
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
     of_rows = frozenset(name for axes in rows.cuts for name in axes)
     operands = [[_whole_vector(x, of_rows) for x in of_one] for of_one in operands]
-    tile = _first_tile(operands, rows, columns, options) if len(b) == 1 and options.out_sharding is None else None
-    if tile is not None:
+    if options.out_sharding is not None:
+        of_n = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
+        operands = [[_tile_placed(x, (*rows.sizes, *of_n), options) for x in of_one] for of_one in operands]
+    elif len(b) == 1 and (tile := _first_tile(operands, rows, columns, options)) is not None:
         count = len(columns.sizes)
         cuts = explicit_cuts(tile)
         if any(set(x) & set(y) for x, y in zip(rows.k_cuts, columns.k_cuts, strict=True)):
@@ -90,6 +93,10 @@ def laid_out(
 def _whole_vector(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
     return without_axes(x, x.ndim - 1, of_rows) if is_vector and of_rows else x
+
+
+def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> jax.Array:
+    return placed(x, options.out_sharding) if same_shape(x.shape, shape) else x
 
 
 def _first_tile(

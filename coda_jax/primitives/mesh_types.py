@@ -115,7 +115,7 @@ def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ..
     return fit
 
 
-def alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
+def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
     """Arrays that are to be joined along a dimension, or stacked where it is None: all lie as the first that is cut.
 
     That is over explicit mesh axes, of whose types JAX wants this. Those that do not cut each array evenly along the
