@@ -156,7 +156,6 @@ QUICK = {
     ("one, packed", "fsdp and tensor"),
     ("adapters", "fsdp and tensor"),
     ("adapters and biases", "two axes"),
-    ("few", "two axes"),
 }
 
 
@@ -177,8 +176,17 @@ def test_decoding():
     compared(decoded, "one", "tensor")
 
 
-@pytest.mark.parametrize("name", ["few", "gpt2", "adapters"])
-@pytest.mark.parametrize("plan", ["fsdp", "fsdp and tensor"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("few", "fsdp and tensor"),
+        ("gpt2", "fsdp"),
+        ("adapters", "fsdp and tensor"),
+        pytest.param("few", "fsdp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "fsdp and tensor", marks=pytest.mark.slow),
+        pytest.param("adapters", "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_types_of_a_batch_that_the_mesh_does_not_divide(name, plan):
     for function in (step, of_logprobs):
         traced(function, name, plan, batch=3)

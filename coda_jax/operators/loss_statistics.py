@@ -228,7 +228,6 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
         *(None if x is None else by_rows if x.ndim else jax.P() for x in others),
     )
-
     arguments = jax.tree.map(lambda x, spec: placed(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
     if not rows and not columns:
         return run(*arguments)
