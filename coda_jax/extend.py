@@ -9,15 +9,20 @@ from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
+from coda_jax.primitives.layout import spec_of_sum as spec_of_sum
 from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
 from coda_jax.primitives.mesh_types import explicit_sharding as explicit_sharding
 from coda_jax.primitives.mesh_types import placed as placed
+from coda_jax.primitives.mesh_types import placed_alike as placed_alike
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
 from coda_jax.primitives.notes import noted as noted
+from coda_jax.primitives.shapes import halves_apart as halves_apart
+from coda_jax.primitives.shapes import halves_joined as halves_joined
+from coda_jax.primitives.shapes import in_heads as in_heads
 
 __all__ = [
     "add_residual",
@@ -28,13 +33,18 @@ __all__ = [
     "explicit_axes",
     "explicit_cuts",
     "explicit_sharding",
+    "halves_apart",
+    "halves_joined",
     "hide_frames",
+    "in_heads",
     "int32_labels",
     "noted",
     "placed",
+    "placed_alike",
     "register_pytree",
     "scaled_weight",
     "separate_residual",
+    "spec_of_sum",
     "vary",
     "varying_axes",
     "without_axes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from coda_jax.extend import explicit_axes, explicit_cuts, placed
+from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
@@ -88,8 +89,11 @@ def attend(
             seen = slots <= queries
             if sliding_window is not None:
                 seen &= slots > queries - sliding_window
-            y = _dot_product_attention(q, cache.k, cache.v, mask=seen[:, None], implementation="xla")
-            return y, cache
+
+            def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, _: None) -> jax.Array:
+                return _dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+            return _on_explicit_parts(cached, q, cache.k, cache.v, seen[:, None], None), cache
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
     if callable(implementation):
@@ -136,13 +140,14 @@ def _on_explicit_parts(
     """function(q, k, v, mask, segment_ids), of its own rows and heads on each device where explicit mesh axes cut them.
 
     cuDNN's call says nothing of such axes: its result would have the type of a whole array on every device. Axes that
-    cut the heads of queries alone, or positions, are gathered.
+    cut positions are gathered. Where axes cut the heads of queries into more parts than there are key heads, each
+    device has the key head of its queries.
     """
-    *rows, _, of_q, _ = explicit_cuts(q)
-    heads = tuple(axis for axis in of_q if axis in explicit_cuts(k)[-2])
+    *rows, _, heads, _ = explicit_cuts(q)
     if not any((*rows, heads)):
         return function(q, k, v, mask, segment_ids)
     whole = jax.typeof(q).sharding.mesh
+    k, v = (_repeated(x, math.prod(whole.shape[axis] for axis in heads)) for x in (k, v))
     of_heads = PartitionSpec(*(axes or None for axes in rows), None, heads or None, None)
 
     def of_mask(mask: jax.Array) -> PartitionSpec:
@@ -162,6 +167,15 @@ def _on_explicit_parts(
 
     # All of them, for a mesh that is partly manual makes XLA fail when it partitions cuDNN's call.
     return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=set(explicit_axes(whole)))(moved)
+
+
+def _repeated(x: jax.Array, parts: int) -> jax.Array:
+    """Keys or values (..., Hkv, Dh), each head as often as it takes to cut them into so many parts."""
+    count = x.shape[-2]
+    if count % parts == 0:
+        return x
+    whole = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
+    return jnp.repeat(whole, math.lcm(count, parts) // count, axis=-2)
 
 
 def _by_function(

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
+from coda_jax.extend import in_heads
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.decoding.kv_cache import KVCache
@@ -265,8 +266,7 @@ class Attention(nnx.Module):
         else:
             zs = [mapped(layer, x) for layer in layers]
         columns = zs if self.separate_qkv else self._split(zs[0])
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = (y.reshape(*y.shape[:-1], count, self.head_dim) for y, count in zip(columns, counts, strict=True))
+        q, k, v = (in_heads(y, self.head_dim) for y in columns)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:

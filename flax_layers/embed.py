@@ -55,7 +55,8 @@ class Embed(nnx.Embed):
         exchanged = self._exchanged(table, inputs)
         if exchanged is None:
             # Looked up whole over the axes that cut the tokens; the gradient lies as the table all the same.
-            table = constrain(table, *self.axes, beside=("batch", "length"))
+            sizes = (None, None, *jnp.shape(inputs))[-2:] if jnp.ndim(inputs) < 3 else None
+            table = constrain(table, *self.axes, beside=("batch", "length"), beside_shape=sizes)
         else:
             inputs = constrained(inputs, exchanged[:-1])
         sum_dtype = jnp.promote_types(table.dtype, jnp.float32)

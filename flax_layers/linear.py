@@ -22,6 +22,7 @@ from coda_jax.extend import (
     noted,
     scaled_weight,
     separate_residual,
+    spec_of_sum,
 )
 from flax_layers.sharding import keeps_weights
 
@@ -84,6 +85,7 @@ def project(
         epilogue=epilogue,
         out_dtype=out_dtype,
         transpose_b=transpose_b,
+        out_sharding=spec_of_sum(source, kernel, *operands, transpose_b=transpose_b),
     )
 
 

@@ -19,8 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from coda_jax.extend import explicit_cuts, explicit_sharding, halves_apart, halves_joined
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
@@ -113,11 +115,9 @@ def _take_out(model: Any, *, merge: bool) -> None:
         base, lora = _base_of(adapter), getattr(adapter, "lora", adapter)
         if merge:
             kernel = base.kernel[...]
-            a, b = (x[...].astype(jnp.float32) for x in (lora.lora_a, lora.lora_b))
-            base.kernel[...] = (kernel.astype(jnp.float32) + a @ b).astype(kernel.dtype)
+            base.kernel[...] = (kernel.astype(jnp.float32) + _delta(kernel, lora)).astype(kernel.dtype)
         if name == "gate_up":
-            kernel = base.kernel[...]
-            parent.gate_up = nnx.Param(kernel.reshape(*kernel.shape[:-1], 2, kernel.shape[-1] // 2))
+            parent.gate_up = nnx.Param(halves_apart(base.kernel[...]))
         elif isinstance(adapter, nnx.LoRALinear):
             bias = None if base.bias is None else base.bias[...]
             setattr(parent, name, _linear(base.kernel[...], bias, base.dtype))
@@ -130,8 +130,7 @@ def put_lora(parent: Any, name: str, a: jax.Array, b: jax.Array, *, dtype: DType
     """Puts an nnx.LoRA with these arrays, (D, r) and (r, N) or stacks of them, around the projection `name`."""
     base = getattr(parent, name)
     if name == "gate_up" and not isinstance(base, nnx.Module):
-        kernel = base[...]
-        base = _linear(kernel.reshape(*kernel.shape[:-2], -1), None, parent.dtype)
+        base = _linear(halves_joined(base[...]), None, parent.dtype)
     base_dtype = base.dtype
 
     def abstract() -> nnx.LoRA:
@@ -161,6 +160,20 @@ def _is_adapted(module: Any) -> bool:
 
 def _base_of(adapter: Any) -> Any:
     return adapter if isinstance(adapter, nnx.LoRALinear) else adapter.base_module
+
+
+def _delta(kernel: jax.Array, lora: nnx.LoRA) -> jax.Array:
+    """lora_a @ lora_b in float32, lying as the kernel over explicit mesh axes."""
+    a, b = (x[...].astype(jnp.float32) for x in (lora.lora_a, lora.lora_b))
+    of_kernel = explicit_sharding(kernel)
+    if of_kernel is not None:
+        is_traced = isinstance(kernel, jax.core.Tracer)
+        mesh: Any = of_kernel.mesh if is_traced else kernel.sharding.mesh  # type: ignore[attr-defined]
+        move = jax.sharding.reshard if is_traced else jax.device_put  # outside of jax.set_mesh, too
+        *lead, rows, columns = (axes or None for axes in explicit_cuts(kernel))
+        a = move(a, NamedSharding(mesh, PartitionSpec(*lead, rows, None)))
+        b = move(b, NamedSharding(mesh, PartitionSpec(*lead, None, columns)))
+    return a @ b
 
 
 def _sizes(parent: Any, name: str) -> tuple[int, ...]:

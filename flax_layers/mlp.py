@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
+from coda_jax.extend import halves_apart, placed_alike
 from flax_layers.activation import Activation, activation_of
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import (
@@ -171,7 +172,7 @@ class GatedMLP(_FeedForward):
         if self.separate_gate_up:
             if not is_linear(self.gate, self.up):
                 return [self.gate, self.up]
-            kernel = jnp.stack(self.split_kernel(), axis=1)
+            kernel = jnp.stack(placed_alike(self.split_kernel(), None), axis=1)
         elif isinstance(self.gate_up, nnx.Module):
             return [self.gate_up]
         else:
@@ -179,7 +180,7 @@ class GatedMLP(_FeedForward):
         return _Up(kernel, None, coda.gated(self.activation))
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        gate, up = zs if self.separate_gate_up else jnp.split(zs[0], 2, axis=-1)
+        gate, up = zs if self.separate_gate_up else jnp.moveaxis(halves_apart(zs[0]), -2, 0)
         return self.activation(gate) * up
 
 

@@ -15,7 +15,8 @@ names ask for it, the name that comes first in the rules has it. So {"batch": "f
 residual stream (batch, length, embed) by its batch and a kernel (embed, mlp) by its rows, and with "length": "tensor"
 behind "mlp": "tensor" the residual stream is cut by its length, the hidden activation (batch, length, mlp) by mlp. Mesh
 axes that the mesh does not have are passed over: one set of rules serves a node and a cluster. Where a parameter's axis
-is not divided evenly, a name further on has the mesh axis: of `down` (mlp and fan_in, embed) that is embed.
+is not divided evenly, a name further on has the mesh axis: of `down` (mlp and fan_in, embed) that is embed. An
+activation, which has "batch" or "length" among its names, is then not cut by it: see `spec_of`.
 
 **Where rules act.** `Llama(config, rules=...)` keeps them, and hands them to all that it is made of while it is traced.
 They may also be those of a `with nnx.logical_axis_rules(...)` around what is traced, inside the jitted function: for
@@ -65,6 +66,7 @@ SEQUENCE: Plan = {**TENSOR, "length": "tensor"}
 FSDP_SEQUENCE: Plan = {**FSDP_TENSOR, "length": "tensor"}
 
 STREAM: Axes = ("batch", "length", "embed")  # the residual stream
+_OF_ACTIVATIONS = {"batch", "length"}
 
 T = TypeVar("T")
 
@@ -107,32 +109,29 @@ def spec_of(
       rules: default those in force.
       mesh: whose axes are meant; default that of `jax.set_mesh`, and without one all that the rules name.
       shape: of the array: mesh axes that do not divide an axis evenly do not cut it; None of an axis whose size is
-        not known.
+        not known. A name further on has them, unless "batch" or "length" is among the names.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     sizes = None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     cuts: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
+    kept_for: dict[str, str] = {}  # the name that a mesh axis is for, whether it divides the name's axis or not
+    is_activation = any(name in _OF_ACTIVATIONS for names in axes for name in _names(names))
     for name, mesh_axes in normalized(rules) or _rules_in_force():
         at = next((i for i, names in enumerate(axes) if name in _names(names)), None)
         if at is None or cuts.get(name):
             continue
-        cut: tuple[str, ...] = ()
         beside = tuple(axis for other in _names(axes[at]) for axis in cuts.get(other, ()))
-        size = None if shape is None else shape[at]
-        for axis in _names(mesh_axes):
-            if axis in taken or (sizes is not None and axis not in sizes):
-                continue
-            if size is not None and sizes is not None and not _divides((*beside, *cut, axis), size, sizes):
-                break
-            cut += (axis,)
-        cuts[name] = cut
-        taken.update(cut)
+        free = [axis for axis in _names(mesh_axes) if axis not in taken and kept_for.get(axis, name) == name]
+        cuts[name] = _fitting(free, beside, None if shape is None else shape[at], sizes)
+        taken.update(cuts[name])
+        if is_activation:
+            kept_for = dict.fromkeys(_names(mesh_axes), name) | kept_for
     entries = (tuple(axis for name in _names(names) for axis in cuts.get(name, ())) for names in axes)
     return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in entries))
 
 
-def constrain(x: T, *axes: Name, beside: Axes = ()) -> T:
+def constrain(x: T, *axes: Name, beside: Axes = (), beside_shape: Sequence[Any] | None = None) -> T:
     """x, which lies as the rules in force say of axes with these names, and so does its cotangent.
 
     Args:
@@ -140,11 +139,12 @@ def constrain(x: T, *axes: Name, beside: Axes = ()) -> T:
       *axes: names.
       beside: names of what x is multiplied with or looked up by: a mesh axis that would cut an array with all of these
         axes by one of them does not cut x.
+      beside_shape: the sizes of these axes, None of one that any mesh axis may cut; default None of all.
 
     Raises:
       ValueError: "length" would be cut by an explicit mesh axis.
     """
-    spec = activation_spec(jnp.shape(array(x)), *axes, beside=beside)
+    spec = activation_spec(jnp.shape(array(x)), *axes, beside=beside, beside_shape=beside_shape)
     result: T = jax.tree.map(lambda leaf: constrained(leaf, None if spec is None else spec[: leaf.ndim]), x)
     return result
 
@@ -167,13 +167,16 @@ def constrain_parameters(module: T) -> T:
     return made
 
 
-def activation_spec(shape: Sequence[Any], *axes: Name, beside: Axes = ()) -> PartitionSpec | None:
+def activation_spec(
+    shape: Sequence[Any], *axes: Name, beside: Axes = (), beside_shape: Sequence[Any] | None = None
+) -> PartitionSpec | None:
     """How `constrain` lays an array of this shape; None where no rules are in force, or no mesh is."""
     if not _in_force():
         return None
     lacking = (None,) * (len(beside) + len(axes) - len(shape))
     names = (*beside, *axes)
-    entries = tuple(spec_of(names, shape=(*lacking, *shape)))
+    sizes = (*lacking, *shape) if beside_shape is None else (*beside_shape, *lacking[len(beside) :], *shape)
+    entries = tuple(spec_of(names, shape=sizes))
     of_length = (entry for name, entry in zip(names, entries, strict=True) if "length" in _names(name))
     if explicit := {axis for axis in mesh_axes(of_length) if _size(axis) > 1} & _explicit_axes():
         raise ValueError(
@@ -316,6 +319,18 @@ def _explicit_axes() -> set[str]:
 
 def _names(axes: MeshAxes) -> tuple[Any, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _fitting(axes: Sequence[str], beside: Sequence[str], size: Any, sizes: Mapping[str, int] | None) -> tuple[str, ...]:
+    """The first of these mesh axes that a mesh of these sizes has, and that divide a size evenly behind others."""
+    cut: tuple[str, ...] = ()
+    for axis in axes:
+        if sizes is not None and axis not in sizes:
+            continue
+        if size is not None and sizes is not None and not _divides((*beside, *cut, axis), size, sizes):
+            break
+        cut += (axis,)
+    return cut
 
 
 def _divides(axes: Sequence[str], size: Any, sizes: Mapping[str, int]) -> bool:

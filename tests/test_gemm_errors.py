@@ -97,6 +97,12 @@ OPTIONS = {
         ValueError,
         "operand 0 = 1099511627776; .* int32",
     ),
+    "out_sharding": (lambda: coda.gemm(A, B, out_sharding="x"), TypeError, "out_sharding is str; it must be a jax.P"),
+    "out_sharding of more axes": (
+        lambda: coda.gemm(A, B, out_sharding=jax.P(None, None, "x")),
+        ValueError,
+        r"out_sharding = .* is of 3 axes; the product has shape \(8, 24\)",
+    ),
     "out_dtype name": (lambda: coda.gemm(A, B, out_dtype="bf16"), TypeError, "out_dtype = 'bf16' is not a dtype"),
     "aliases": (
         lambda: coda.gemm(A, B, X, epilogue=first, input_output_aliases=[(0, 0)]),

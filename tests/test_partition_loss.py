@@ -160,6 +160,68 @@ def test_log_probabilities_over_a_cut_vocabulary(candidates, kind):
     assert set(found) == {"all-reduce"}
 
 
+ROWS = [P(), P("data"), P(None, "data"), P(None, None, "data"), P("data", "model"), P("data", None, "model")]
+KERNELS = [P(), P("model"), P(None, "model"), P("data", "model"), P(("data", "model"))]
+
+
+def gradients_of_a_head(x, w, labels, temperature, low_rank=(), transpose_w=False, reduction="mean"):
+    """Values and gradients of both operators of a norm, by all that is differentiated."""
+    options = {"transpose_w": transpose_w, "chunk_bytes": 1}
+
+    def total(x, w, temperature, *low_rank):
+        given = options | ({"low_rank": low_rank} if low_rank else {})
+        norm = coda.rms_norm(x, jnp.ones(x.shape[-1]))
+        value, _ = coda.linear_cross_entropy(norm, w, labels, reduction=reduction, **given)
+        found = coda.token_logprobs(norm, w, labels, entropy=True, temperature=temperature, mask=labels > 3, **given)
+        assert found[0].shape == labels.shape
+        return jnp.sum(value) + sum(jnp.sum(jnp.sin(y)) for y in found)
+
+    return jax.value_and_grad(total, range(3 + len(low_rank)))(x, w, temperature, *low_rank)
+
+
+def arguments_of_a_head(mesh, of_x, of_w, of_labels, *, transposed):
+    rng = np.random.default_rng(5)
+
+    def array(shape, spec):
+        return jax.device_put(jnp.asarray(rng.standard_normal(shape), jnp.float32), NamedSharding(mesh, spec))
+
+    labels = jnp.asarray(rng.integers(0, 32, (4, 8)))
+    return (
+        array((4, 8, 16), of_x),
+        array((32, 16) if transposed else (16, 32), of_w),
+        jax.device_put(labels, NamedSharding(mesh, of_labels)),
+        jnp.exp(array((4, 8), of_labels)),
+        (array((16, 8), P("model")), array((8, 32), P(None, "data"))) if transposed else (),
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed, low rank"])
+@pytest.mark.parametrize("of_x", ROWS, ids=str)
+def test_types_of_a_head_over_explicit_axes(of_x, transposed):
+    """However tokens and kernels lie, D cut among them, neither value nor gradient is refused."""
+    mesh = mesh_of(AxisType.Explicit)
+    options = {"transpose_w": transposed, "reduction": "none" if transposed else "mean"}
+    lie = (P(), P("model"), P("data"), P(None, "model"), P("data", "model"))  # labels and temperatures
+    with jax.set_mesh(mesh):
+        for of_w, of_labels in zip(KERNELS, lie, strict=True):
+            arguments = arguments_of_a_head(mesh, of_x, of_w, of_labels, transposed=transposed)
+            jax.jit(lambda *x: gradients_of_a_head(*x, **options)).trace(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "transposed"),
+    [(P(), P("model"), False), (P(), P(None, "model"), True), (P(None, "data"), P("data", "model"), False)],
+    ids=str,
+)
+def test_values_of_a_head_over_explicit_axes(of_x, of_w, transposed):
+    mesh = mesh_of(AxisType.Explicit)
+    step = jax.jit(lambda *x: gradients_of_a_head(*x, transpose_w=transposed))
+    with jax.set_mesh(mesh):
+        arguments = arguments_of_a_head(mesh, of_x, of_w, P(None, "data"), transposed=transposed)
+        got = jax.device_get(step(*arguments))
+    assert_close(got, step(*jax.device_get(arguments)), rtol=1e-4)
+
+
 def test_explain_knows_what_was_compiled():
     """Before compilation nobody knows the parts; then each device's: the factors, its tile, or why it is no kernel."""
     mesh = mesh_of(AxisType.Auto)

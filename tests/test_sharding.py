@@ -33,6 +33,14 @@ MODELS = {
 }
 TOKENS = jax.random.randint(jax.random.key(0), (4, 8), 0, 32)
 BOTH = {"fsdp": 2, "tensor": 2}
+# The public methods of models, and what each is called with.
+CALLS = {
+    "__call__": lambda model: model(TOKENS),
+    "loss": lambda model: model.loss(TOKENS, TOKENS),
+    "token_logprobs": lambda model: model.token_logprobs(TOKENS, TOKENS),
+    "init_cache": lambda model: model.init_cache(4, 8),
+    "decode": lambda model: model.decode(TOKENS, model.init_cache(4, 8)),
+}
 
 
 def mesh_of(kind=AxisType.Auto, **sizes):
@@ -59,8 +67,14 @@ def by_path(tree):
         # Pairs, as flax has them, of which the first that fits counts; None cuts nothing.
         (("vocab",), [("vocab", "expert"), ("vocab", "tensor")], {"tensor": 4}, None, P("tensor")),
         (("vocab",), {"vocab": None}, {"tensor": 4}, None, P(None)),
-        # An axis that is not divided evenly.
-        (("batch", "embed"), sharding.FSDP, {"data": 2, "fsdp": 2}, (2, 16), P("data", "fsdp")),
+        # An axis that is not divided evenly: of an activation no name further on has what it could not take.
+        (("batch", "embed"), sharding.FSDP, {"data": 2, "fsdp": 2}, (2, 16), P("data", None)),
+        (sharding.STREAM, sharding.FSDP, {"fsdp": 4}, (1, 8, 16), P(None, None, None)),
+        (sharding.STREAM, sharding.FSDP, {"data": 2, "fsdp": 2}, (3, 8, 16), P(None, None, None)),
+        (sharding.STREAM, sharding.FSDP_SEQUENCE, BOTH, (1, 8, 16), P(None, "tensor", None)),
+        (("batch", None, "mlp"), {"batch": "x", "mlp": ("x", "y")}, {"x": 2, "y": 2}, (3, 8, 16), P(None, None, "y")),
+        (("batch", "vocab"), [("batch", ("x", "y")), ("batch", "y")], {"x": 4, "y": 2}, (2, 8), P("y", None)),
+        (("embed", "mlp"), {"embed": "fsdp", "mlp": "fsdp"}, {"fsdp": 4}, (6, 8), P(None, "fsdp")),
         (("batch", "heads"), sharding.TENSOR, {"tensor": 4}, (8, 6), P(None, None)),
         # An axis of two names; where they do not divide it together, the second one's mesh axis goes further on.
         ((("mlp", "fan_in"), "embed"), sharding.FSDP_TENSOR, BOTH, (8, 6), P(("tensor", "fsdp"), None)),
@@ -136,6 +150,26 @@ def test_nothing_without_rules_or_mesh():
         assert constraints(MODELS["llama"]()) == 0
         assert constraints(MODELS["llama"](rules=sharding.FSDP)) > 10
     assert constraints(MODELS["llama"](rules=sharding.FSDP)) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_every_method_runs_under_the_model_s_rules(name):
+    """As it does under the same rules around it."""
+    model = type(MODELS[name]())
+    classes = model.__mro__[: model.__mro__.index(nnx.Module)]
+    defined = {key for cls in classes for key, value in vars(cls).items() if callable(value)}
+    assert {key for key in defined if key == "__call__" or not key.startswith("_")} == CALLS.keys()
+
+    def traced(call, **options):
+        graphdef, state = nnx.split(MODELS[name](**options))
+        return str(jax.make_jaxpr(lambda state: call(nnx.merge(graphdef, state)))(state))
+
+    with jax.set_mesh(mesh_of(**BOTH)):
+        for key, call in CALLS.items():
+            own = traced(call, rules=sharding.FSDP_TENSOR)
+            with nnx.logical_axis_rules(sharding.normalized(sharding.FSDP_TENSOR)):
+                assert traced(call) == own, key
+            assert key == "init_cache" or own.count("sharding_constraint") > 10, key
 
 
 def test_rules_are_part_of_the_model_s_structure():

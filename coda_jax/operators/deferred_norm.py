@@ -13,7 +13,7 @@ from jax import lax
 from coda_jax.operators import pytree
 from coda_jax.operators.stream import NotAnArray, Stream
 from coda_jax.primitives.arguments import check_floats
-from coda_jax.primitives.mesh_types import explicit_cuts, without_axes
+from coda_jax.primitives.mesh_types import explicit_cuts, placed
 from coda_jax.primitives.reverse_mode import differentiable
 
 
@@ -100,9 +100,12 @@ class DeferredNorm(NotAnArray):
 
 
 def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector (N,) beside x (..., N), gathered over the explicit mesh axes that cut the rows of x."""
-    of_rows = frozenset(name for axes in explicit_cuts(x)[:-1] for name in axes)
-    return jnp.expand_dims(without_axes(vector, 0, of_rows), range(x.ndim - 1))
+    """A vector (N,) beside x (..., N); where explicit mesh axes cut it, it is moved to lie as the columns of x."""
+    (cut,), columns = explicit_cuts(vector), explicit_cuts(x)[-1]
+    if cut and cut != columns:
+        mesh = jax.typeof(vector).sharding.mesh
+        vector = placed(vector, jax.sharding.NamedSharding(mesh, jax.P(columns or None)))
+    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = 1e-6) -> DeferredNorm:
@@ -212,13 +215,6 @@ def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
     if norm.mean is None:
         return None, norm.rstd()[..., None]
     return _known(norm.x, norm.mean[..., None], norm.sumsq[..., None], norm.epsilon)
-
-
-def of_rows(norm: DeferredNorm) -> DeferredNorm:
-    """The norm of x as (M, D), its statistics as (M,)."""
-    mean = None if norm.mean is None else norm.mean.reshape(-1)
-    x, sumsq = norm.x.reshape(-1, norm.x.shape[-1]), norm.sumsq.reshape(-1)
-    return dataclasses.replace(norm, x=x, sumsq=sumsq, mean=mean)
 
 
 def row_flags(tree: Any) -> Any:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, of_rows
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays
 from coda_jax.operators.head_arrays import Kernel, Tokens
+from coda_jax.operators.head_rows import Rows
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.projection import norm_projection
@@ -22,12 +23,12 @@ LowRank = tuple[jax.Array, jax.Array]  # A (D, r), B (r, V)
 
 
 class HeadArguments(NamedTuple):
-    """The head, its arrays, and the leading axes of x."""
+    """The head, its arrays, and the leading axes of x, which are the tokens' rows."""
 
     head: LossHead
     tokens: Tokens
     kernel: Kernel
-    lead: tuple[Any, ...]
+    rows: Rows
 
 
 def head_arguments(
@@ -63,18 +64,18 @@ def head_arguments(
         implementation=implementation,
         soft_cap=cap if isinstance(cap, float) else None,
     )
-    lead = array.shape[:-1]
+    rows = Rows.of(array, w, *(low_rank or ()))
     of_cap = None if isinstance(cap, float) else cap
-    h = of_rows(x) if isinstance(x, DeferredNorm) else x.reshape(-1, array.shape[-1])
+    h = rows.norm(x) if isinstance(x, DeferredNorm) else rows.flat(x)
     if low_rank is None:
-        return HeadArguments(head, Tokens(h, cap=of_cap), Kernel(w), lead)
-    a, b = low_rank
+        return HeadArguments(head, Tokens(h, cap=of_cap), Kernel(w), rows)
+    a, b = rows.whole(low_rank[0]), low_rank[1]
     if isinstance(h, DeferredNorm):
         inner, of_norm = norm_projection(h, a, dtype=dtype, implementation=implementation)
         h = h.with_array(of_norm)
     else:
         (inner,) = multiply(h.astype(dtype), a.astype(dtype), out_dtypes=[dtype], implementation=implementation)
-    return HeadArguments(head, Tokens(h, inner, cap=of_cap), Kernel(w, b), lead)
+    return HeadArguments(head, Tokens(h, inner, cap=of_cap), Kernel(w, b), rows)
 
 
 def coefficient(operator: str, name: str, value: Any, fits: Callable[[Any], Any], rule: str) -> float | jax.Array:

@@ -110,7 +110,7 @@ def linear_cross_entropy(
         coefficient(_NAME, "label_smoothing", label_smoothing, lambda x: (x >= 0) & (x < 1), "in [0, 1)"),
         coefficient(_NAME, "z_loss", z_loss, lambda x: (x >= 0) & (x < jnp.inf), "0 or a positive number"),
     )
-    head, tokens, kernel, lead = head_arguments(
+    head, tokens, kernel, rows = head_arguments(
         _NAME,
         x,
         w,
@@ -124,8 +124,8 @@ def linear_cross_entropy(
     fixed = [x if isinstance(x, float) else None for x in coefficients]
     has_smoothing, has_square = (x != 0 for x in fixed)
     head = dataclasses.replace(head, has_total=has_smoothing)
-    labels, ignored, unknown = known_labels(labels.reshape(-1), head.vocabulary, ignore_index)
-    weights = jnp.ones_like(labels, jnp.float32) if weights is None else weights.reshape(-1).astype(jnp.float32)
+    labels, ignored, unknown = known_labels(rows.flat(labels), head.vocabulary, ignore_index)
+    weights = jnp.ones_like(labels, jnp.float32) if weights is None else rows.flat(weights).astype(jnp.float32)
     weights = jnp.where(unknown, jnp.nan, jnp.where(ignored, 0.0, weights))
     total, arrays = jnp.sum(weights), [x for x in coefficients if not isinstance(x, float)]
 
@@ -139,7 +139,7 @@ def linear_cross_entropy(
 
     if reduction == "none":
         found = statistics(head, _NAME, tokens, kernel, labels)
-        return (weights * loss(found, *arrays)).reshape(lead), total
+        return rows.apart(weights * loss(found, *arrays)), total
     summed = weighted_sum(head, _NAME, loss, tokens, kernel, labels, weights, *arrays)
     return summed / jnp.where(total == 0, 1.0, total) if reduction == "mean" else summed, total
 

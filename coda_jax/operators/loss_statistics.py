@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
-from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
 from coda_jax.primitives.row_shards import Result, on_row_shards
 
@@ -198,14 +198,17 @@ def _row_flags(tokens: Tokens) -> Any:
 def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:
     """f(head, tokens, kernel, *others), on each device's part where explicit mesh axes cut tokens or the vocabulary.
 
-    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything. An
-    array () is one number for all tokens, which each device repeats for its own.
+    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything: what
+    they cut otherwise, as W's D, is gathered. An array () is one number for all tokens, which each device repeats for
+    its own.
     """
     x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
     of_w, of_b = _vocabulary_axes(head, kernel)
     rows, wanted = explicit_cuts(x)[0], explicit_cuts(kernel.w)[of_w]
     columns = tuple(axis for axis in wanted if axis not in rows)
-    mesh = jax.typeof(kernel.w if columns else x).sharding.mesh
+    arguments = (tokens, kernel, *others)
+    cut = [leaf for leaf in jax.tree.leaves(arguments) if any(explicit_cuts(leaf))]
+    mesh = jax.typeof(cut[0] if cut else x).sharding.mesh
     parts = math.prod(size for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name in columns)
     part = head.of_part(columns, parts) if columns else head
 
@@ -217,8 +220,7 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
         count = (tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h).shape[0]
         return f(part, *jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (count,)), (tokens, *others)))
 
-    arguments = (tokens, kernel, *others)
-    if not rows and not columns:
+    if not cut:
         return run(*arguments)
     by_rows, by_columns = jax.P(rows or None), [jax.P(*[None] * axis, columns or None) for axis in (of_w, of_b or 0)]
     specs = (
@@ -226,9 +228,8 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
         *(None if x is None else by_rows if x.ndim else jax.P() for x in others),
     )
-
-    def placed(x: jax.Array, spec: jax.P) -> jax.Array:
-        return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec))
-
+    arguments = jax.tree.map(lambda x, spec: placed(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
+    if not rows and not columns:
+        return run(*arguments)
     on_shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_rows, axis_names=set(explicit_axes(mesh)))
-    return on_shards(*jax.tree.map(placed, arguments, specs))
+    return on_shards(*arguments)

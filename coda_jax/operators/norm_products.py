@@ -41,7 +41,7 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
-from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed
+from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, placed_alike
 from coda_jax.primitives.product import Options, Parts, product
 
 
@@ -179,7 +179,7 @@ def of_norm(epilogue: Callable[..., Any]) -> Callable[..., Any]:
 def _columns(parts: Sequence[jax.Array]) -> jax.Array:
     """One vector (N,), from a vector for each weight."""
     vectors = [part.reshape(-1) for part in parts]
-    return jnp.concatenate(vectors) if len(vectors) > 1 else vectors[0]
+    return jnp.concatenate(placed_alike(vectors, 0)) if len(vectors) > 1 else vectors[0]
 
 
 def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:

@@ -15,8 +15,9 @@ from coda_jax.operators.chain import Chain, run_chain
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
 from coda_jax.primitives.arguments import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, without_axes
+from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, placed_alike, without_axes
 from coda_jax.primitives.product import Parts
+from coda_jax.primitives.shapes import axes_of_heads, in_heads
 from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
@@ -108,12 +109,13 @@ class _QKVProjection(Chain):
     def products(self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[Any, ...], *, keep: bool) -> Any:
         """q, k, v and x; beside them, if asked for, what `backward` takes."""
         cos, sin = tables
-        (x, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype, keep_weights=self.keep_weights)
+        (x, scaled, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype, keep_weights=self.keep_weights)
         in_epilogue = takes_heads(self.head_dim)
         keeps_columns = bool(keep and scales)  # a rotation keeps sum(z dz), a norm of heads does not
         name = f"row_scale{'_norm' if scales else ''}_rotary{'_kept' if keeps_columns else ''}"
         made = multiply(
             with_rows_of(x, self.out_sharding[0]),
+            self._in_whole_heads(scaled),
             *arrays,
             *((self._of_rows(cos), self._of_rows(sin), *scales) if in_epilogue else ()),
             epilogue=of_norm(
@@ -125,7 +127,7 @@ class _QKVProjection(Chain):
             implementation=self.implementation,
         )
         specs = (*self.out_sharding, *self.out_sharding[:2])
-        q, k, v, *before = (constrained(self._in_heads(y), spec) for y, spec in zip(made, specs, strict=False))
+        q, k, v, *before = (constrained(in_heads(y, self.head_dim), spec) for y, spec in zip(made, specs, strict=False))
         if not in_epilogue:
             before = [q, k] if keeps_columns else []
             q, k = self._turned([q, k], cos, sin, scales)
@@ -153,7 +155,7 @@ class _QKVProjection(Chain):
         products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
         t_scale, *_ = of_z.of_cotangents(self.dtype)
         if not isinstance(of_z.w, tuple):
-            dz = [jnp.concatenate(dz, axis=-2)]
+            dz = [jnp.concatenate(placed_alike(dz, -2), axis=-2)]
         columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
         ts = [(t_scale * y).astype(self.dtype) for y in columns]
         if len(ts) > 1:
@@ -172,8 +174,13 @@ class _QKVProjection(Chain):
         of_z, tables, scales, _ = kept
         return of_z.norm, of_z.w, tables, scales
 
-    def _in_heads(self, y: jax.Array) -> jax.Array:
-        return y.reshape(*self.rows, y.shape[-1] // self.head_dim, self.head_dim)
+    def _in_whole_heads(self, w: Parts) -> Parts:
+        """w, gathered over explicit mesh axes that do not cut q, k and v in whole heads; where it is one, over all."""
+        parts = norm_products.parts_of(w)
+        kept = [axes_of_heads(part, self.head_dim) if len(parts) > 1 else () for part in parts]
+        lost = [axes_of_dimension(part, 1) - set(axes) for part, axes in zip(parts, kept, strict=True)]
+        made: Parts = norm_products.one_or_parts([without_axes(x, 1, frozenset().union(*lost)) for x in parts])
+        return made
 
     def _of_rows(self, table: jax.Array) -> jax.Array:
         """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""

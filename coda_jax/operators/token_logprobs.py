@@ -91,7 +91,7 @@ def token_logprobs(
         _NAME,
         ("temperature", temperature, bool(not is_number or 0 < temperature < jnp.inf), "a positive number or an array"),
     )
-    head, tokens, kernel, lead = head_arguments(
+    head, tokens, kernel, rows = head_arguments(
         _NAME,
         x,
         w,
@@ -103,25 +103,25 @@ def token_logprobs(
         implementation=implementation,
     )
     head = dataclasses.replace(head, has_entropy=bool(entropy), scale_has_gradient=not is_number)
-    shape, candidates = labels.shape, labels.shape[len(lead) :]
-    labels, ignored, unknown = known_labels(labels.reshape(-1, *candidates), head.vocabulary, ignore_index)
+    candidates = labels.shape[len(rows.sizes) :]
+    labels, ignored, unknown = known_labels(rows.flat(labels), head.vocabulary, ignore_index)
     if not is_number or temperature != 1:
         scale = _inverse(temperature)
-        tokens = tokens._replace(scale=scale.reshape(-1) if scale.ndim else scale)
-    kept = None if mask is None else mask.reshape(-1)
+        tokens = tokens._replace(scale=rows.flat(scale) if scale.ndim else scale)
+    kept = None if mask is None else rows.flat(mask)
     found = statistics(head, _NAME, tokens, kernel, labels, kept)
 
     lse = found.lse[:, None] if candidates else found.lse
     logprobs = jnp.where(ignored, 0.0, jnp.where(unknown, jnp.nan, 1.0)) * (found.target - lse)
     if kept is not None:
         logprobs = jnp.where(kept[:, None] if candidates else kept, logprobs, 0.0)
-    logprobs = logprobs.reshape(shape)
+    logprobs = rows.apart(logprobs)
     if not entropy:
         return logprobs
     counts = ~(jnp.all(ignored, axis=1) if candidates else ignored)
     if kept is not None:
         counts &= kept
-    return logprobs, jnp.where(counts, found.entropy, 0.0).reshape(lead)
+    return logprobs, rows.apart(jnp.where(counts, found.entropy, 0.0))
 
 
 def _inverse(temperature: float | jax.Array) -> jax.Array:

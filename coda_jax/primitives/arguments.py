@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import elementwise
+from coda_jax.primitives.mesh_types import placed_alike
 
 FLOATS = tuple(sorted(elementwise.FLOATS))
 
@@ -53,4 +54,4 @@ def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
             f"{function}: {name} are arrays of shapes {', '.join(map(str, shapes))}; several must be two matrices of "
             "one shape, the halves of N"
         )
-    return jnp.stack(x, axis=axis)
+    return jnp.stack(placed_alike(x, None), axis=axis)

@@ -14,6 +14,7 @@ from coda_jax.epilogue import Epilogue, Kind, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives.arguments import FLOATS, check_dtype
+from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
 from coda_jax.primitives.product import Options, product
 from coda_jax.tiles.config import GemmConfig
 
@@ -30,6 +31,7 @@ def gemm(
     implementation: str = "auto",
     config: GemmConfig | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
+    out_sharding: jax.P | None = None,
 ) -> Any:
     """epilogue(a @ b, *operands), where the epilogue runs inside the product on the float32 accumulator.
 
@@ -70,6 +72,9 @@ def gemm(
       config: tile and pipeline sizes of the kernel; not those of the gradient's products.
       input_output_aliases: {operand index: flat output index} lets a float32 tile output take the place of a float32
         tile operand of its shape, to accumulate without a copy.
+      out_sharding: how the product (..., M, N), and tiles of its shape beside it and of the result, lie over the
+        explicit axes of the mesh of `jax.set_mesh`; its other axes are passed over. Default as the factors say, and
+        where these leave it open, since mesh axes cut K in both, as the first tile.
 
     Returns:
       What the epilogue returns, with the leading axes of a in the place of M. Results are finished and have the same
@@ -77,7 +82,8 @@ def gemm(
 
     Raises:
       TypeError: an argument of another dtype or kind.
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit; an out_sharding with more axes than the product, or with mesh axes that the
+        mesh has not, or that do not cut the product evenly.
       NotTileLocalError (a ValueError): an epilogue that one tile of the product cannot compute by itself, on every
         platform.
       NotImplementedError: implementation="cuda" where the kernel cannot run, when the call is lowered; forward-mode
@@ -119,6 +125,9 @@ def gemm(
         aliases = ()  # a tile of one row is a row vector: there is nothing to gain
     for i, x in enumerate(operands):
         _check_rows(i, x, leading, m, n)
+    columns = (n,) if len(parts) > 1 else parts[0].shape[:-1] if transpose_b else parts[0].shape[1:]
+    shape = (*leading, m, *columns)
+    _check_out_sharding(out_sharding, shape)
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
         dtypes = _out_dtypes(traced, out_dtype, a.dtype, one_row)
@@ -133,9 +142,12 @@ def gemm(
         config=config,
         input_output_aliases=aliases,
         halves=parts[0].ndim == 3 and parts[0].shape[0 if transpose_b else 1] == 2,
+        out_sharding=sharding_over_explicit(out_sharding),
     )
     of_b = parts if len(parts) > 1 else parts[0]
     outputs, traced = product(a, of_b, operands, epilogue, checked_dtypes, options)
+    if options.out_sharding is not None:
+        outputs = [placed(x, options.out_sharding) if same_shape(x.shape, shape) else x for x in outputs]
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
@@ -202,6 +214,20 @@ def _check_rows(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: A
             f"a scalar (), a row vector ({n},) or (1, {n}), a column vector {(*leading, m, 1)} or a tile "
             f"{(*leading, m, n)}; beside heads of Dh columns also a table ({m}, Dh) or of rows {(*leading, m)}"
         )
+
+
+def _check_out_sharding(spec: Any, shape: tuple[Any, ...]) -> None:
+    if spec is None:
+        return
+    if not isinstance(spec, jax.P):
+        raise TypeError(f"gemm: out_sharding is {type(spec).__name__}; it must be a jax.P or None")
+    if len(spec) > len(shape):
+        raise ValueError(f"gemm: out_sharding = {spec} is of {len(spec)} axes; the product has shape {shape}")
+    mesh = jax.sharding.get_abstract_mesh()
+    names = (name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)))
+    unknown = sorted({name for name in names if isinstance(name, str)} - set(mesh.axis_names))
+    if unknown and not mesh.empty:
+        raise ValueError(f"gemm: out_sharding = {spec}; the mesh has axes {mesh.axis_names}, and no {unknown}")
 
 
 def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:

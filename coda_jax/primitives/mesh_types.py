@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -102,6 +104,34 @@ def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Arra
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.P(*entries)))
 
 
+def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ...]:
+    """Those of the mesh axes that cut all of these sizes evenly, the major one first."""
+    of_axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    fit: tuple[str, ...] = ()
+    for axis in axes:
+        parts = math.prod(of_axes[name] for name in (*fit, axis))
+        if all(isinstance(size, int) and size % parts == 0 for size in sizes):
+            fit = (*fit, axis)
+    return fit
+
+
+def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
+    """Arrays that are to be joined along a dimension, or stacked where it is None: all lie as the first that is cut.
+
+    That is over explicit mesh axes, of whose types JAX wants this. Those that do not cut each array evenly along the
+    dimension cut none there.
+    """
+    cuts = [explicit_cuts(x) for x in arrays]
+    if all(of_one == cuts[0] for of_one in cuts):
+        return list(arrays)
+    first = next(i for i, of_one in enumerate(cuts) if any(of_one))
+    mesh, wanted = jax.typeof(arrays[first]).sharding.mesh, [*cuts[first]]
+    if dimension is not None:
+        wanted[dimension] = cutting_evenly(wanted[dimension], mesh, *(x.shape[dimension] for x in arrays))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P(*(axes or None for axes in wanted)))
+    return [placed(x, sharding) for x in arrays]
+
+
 def placed(x: Any, sharding: Any) -> Any:
     """x moved to this sharding; as it is where it lies so, where it is None, or where there is no sharding."""
     if x is None or sharding is None or jax.typeof(x).sharding == sharding:
@@ -117,17 +147,24 @@ def constrained(x: jax.Array, spec: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if spec is None or mesh.empty:
         return x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def of_kind(kind: AxisType) -> Any:
-        names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-        return jax.P(*(tuple(name for name in of_one if kinds.get(name) is kind) or None for of_one in names))
-
-    if AxisType.Explicit in kinds.values():
-        x = placed(x, jax.sharding.NamedSharding(mesh, of_kind(AxisType.Explicit)))
-    if AxisType.Auto in kinds.values():
-        x = jax.lax.with_sharding_constraint(x, of_kind(AxisType.Auto))
+    x = placed(x, sharding_over_explicit(spec))
+    if AxisType.Auto in mesh.axis_types:
+        x = jax.lax.with_sharding_constraint(x, _of_kind(spec, mesh, AxisType.Auto))
     return x
+
+
+def sharding_over_explicit(spec: Any) -> Any:
+    """The sharding that a PartitionSpec is over the explicit axes of the mesh in use; None where there are none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if spec is None or not explicit_axes(mesh):
+        return None
+    return jax.sharding.NamedSharding(mesh, _of_kind(spec, mesh, AxisType.Explicit))
+
+
+def _of_kind(spec: Any, mesh: Any, kind: AxisType) -> Any:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return jax.P(*(tuple(name for name in of_one if kinds.get(name) is kind) or None for of_one in names))
 
 
 def explicit_axes(mesh: Any) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
 from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, varying_axes, without_axes
+from coda_jax.primitives.layout import laid_out
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.shapes import (
@@ -67,24 +68,24 @@ def product(
       a: (*M, *K), or (*K, *M) with transpose_a.
       b: (*K, *N), or (*N, *K) with transpose_b.
       operands: as the epilogue language has them; those with rows have either all axes of M or one; tiles may be as
-        many arrays as N is. Where explicit mesh axes cut K in both factors, the product lies as its first tile. Row
-        vectors are gathered over those that cut M, as b is.
+        many arrays as N is. How all of them lie over explicit mesh axes, `laid_out` says.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
-    arrays = _with_whole_vectors([_parts(x) for x in (a, b, *operands)], options)
-    varying = varying_axes(*(x for of_one in arrays for x in of_one))
+    arrays = [_parts(x) for x in (a, b, *operands)]
     of_n = len(arrays[0]) == 1
     columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are joined
+    along = (0 if options.transpose_a else -1, *columns)
+    arrays, options = laid_out(arrays, along, options)
+    varying = varying_axes(*(x for of_one in arrays for x in of_one))
     rows = _rows(arrays[0][0], options)
-    options = _with_sharding(arrays, rows, options)
 
     def matrices(*arrays: Sequence[jax.Array]) -> list[jax.Array]:
         a, b, *operands = (
             of_one[0] if len(of_one) == 1 else jnp.concatenate(of_one, axis)
-            for of_one, axis in zip(arrays, (0 if options.transpose_a else -1, *columns), strict=True)
+            for of_one, axis in zip(arrays, along, strict=True)
         )
         return [_flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
 
@@ -129,36 +130,6 @@ def _are_halves(parts: Sequence[jax.Array], program: Program) -> bool:
 
 def _with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
     return x.reshape(*x.shape[:row_axes], -1) if x.ndim == row_axes + 2 else x
-
-
-def _with_whole_vectors(arrays: list[list[jax.Array]], options: Options) -> list[list[jax.Array]]:
-    """Gathers row vectors over the explicit mesh axes that cut the product's rows, as b is."""
-    a = arrays[0][0]
-    of_a = explicit_cuts(a)
-    cuts = of_a[options.k_axes :] if options.transpose_a else of_a[: a.ndim - options.k_axes]
-    of_rows = frozenset(name for axes in cuts for name in axes)
-    if not of_rows:
-        return arrays
-
-    def whole(x: jax.Array) -> jax.Array:
-        return without_axes(x, x.ndim - 1, of_rows) if x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1) else x
-
-    return [*arrays[:2], *([whole(x) for x in of_one] for of_one in arrays[2:])]
-
-
-def _with_sharding(arrays: Sequence[Sequence[jax.Array]], rows: tuple[Any, ...], options: Options) -> Options:
-    """Says how the product lies where explicit mesh axes cut K in both factors, which leaves it open: as a tile."""
-    (a, *_), (b, *_) = arrays[:2]
-    of_a, of_b = explicit_cuts(a), explicit_cuts(b)
-    k_of_a = of_a[: options.k_axes] if options.transpose_a else of_a[a.ndim - options.k_axes :]
-    k_of_b = of_b[b.ndim - options.k_axes :] if options.transpose_b else of_b[: options.k_axes]
-    if options.out_sharding is not None or not any(set(x) & set(y) for x, y in zip(k_of_a, k_of_b, strict=True)):
-        return options
-    columns = b.shape[: b.ndim - options.k_axes] if options.transpose_b else b.shape[options.k_axes :]
-    for of_one in arrays[2:]:
-        if len(of_one) == 1 and same_shape(of_one[0].shape, (*rows, *columns)):
-            return dataclasses.replace(options, out_sharding=explicit_sharding(of_one[0]))
-    return options
 
 
 def _rows(a: jax.Array, options: Options) -> tuple[Any, ...]:

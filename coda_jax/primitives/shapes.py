@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from coda_jax.epilogue import Axis, Kind, Operand, Reduction, Width
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding
+from coda_jax.primitives.mesh_types import cutting_evenly, explicit_cuts, explicit_sharding, without_axes
 from coda_jax.primitives.spec import ArrayAxes, GemmSpec
 
 
@@ -128,7 +128,7 @@ def flat(x: Any, groups: Groups, *, has_batch: bool = False) -> Any:
     shape, rest = x.shape[:first], x.shape[first:]
     for count in counts:
         shape, rest = (*shape, math.prod(rest[:count])), rest[count:]
-    return _reshaped(x, shape, [*[1] * first, *counts])
+    return reshaped(x, shape, [*[1] * first, *counts])
 
 
 def _has_row(shape: Sequence[Any], groups: Groups, axes: int) -> bool:
@@ -255,7 +255,7 @@ def shaped(x: jax.Array, groups: Groups, factors: FactorAxes, *, has_batch: bool
         halves = count - len(sizes)
         shape += [*[2] * halves, *sizes]
         split += [*[()] * halves, *(tuple(axis for axis in axes if axis in cut) for axes in of_factor)]
-    return _reshaped(x, tuple(shape), cuts=split)
+    return reshaped(x, tuple(shape), cuts=split)
 
 
 def shaped_parts(
@@ -304,6 +304,34 @@ def _output_groups(spec: GemmSpec, ranks: Sequence[int]) -> list[Groups]:
     return made
 
 
+def axes_of_heads(x: jax.Array, head_dim: int) -> tuple[str, ...]:
+    """The explicit mesh axes that cut x (..., H Dh) in whole heads."""
+    axes = explicit_cuts(x)[-1]
+    return cutting_evenly(axes, jax.typeof(x).sharding.mesh, x.shape[-1] // head_dim) if axes else ()
+
+
+def in_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """x (..., H Dh) as (..., H, Dh); it is gathered over explicit mesh axes that do not cut it in whole heads."""
+    kept = axes_of_heads(x, head_dim)
+    x = without_axes(x, x.ndim - 1, frozenset(explicit_cuts(x)[-1]) - frozenset(kept))
+    return reshaped(x, (*x.shape[:-1], x.shape[-1] // head_dim, head_dim), cuts=(*explicit_cuts(x), ()))
+
+
+def halves_joined(x: jax.Array) -> jax.Array:
+    """x (..., 2, F) as (..., 2F), whose columns the explicit mesh axes cut that cut F."""
+    *lead, _, features = explicit_cuts(x)
+    x = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
+    return reshaped(x, (*x.shape[:-2], 2 * x.shape[-1]), cuts=(*lead, features))
+
+
+def halves_apart(x: jax.Array) -> jax.Array:
+    """x (..., 2F) as (..., 2, F), whose F the explicit mesh axes cut that cut the columns, if they do so evenly."""
+    *lead, columns = explicit_cuts(x)
+    features = x.shape[-1] // 2
+    kept = cutting_evenly(columns, jax.typeof(x).sharding.mesh, features) if columns else ()
+    return reshaped(x, (*x.shape[:-1], 2, features), cuts=(*lead, (), kept))
+
+
 def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
     """Over explicit mesh axes, where so many axes of an array are merged to one each."""
     entries = iter((*sharding.spec, *(None,) * (sum(counts) - len(sharding.spec))))
@@ -312,7 +340,7 @@ def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.P(*(tuple(of) or None for of in names)))
 
 
-def _reshaped(
+def reshaped(
     x: jax.Array,
     shape: Sequence[Any],
     merged: Sequence[int] = (),

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from coda_jax.extend import register_pytree
+from coda_jax.extend import explicit_cuts, explicit_sharding, placed, register_pytree
 
 
 @register_pytree()
@@ -68,12 +69,13 @@ class KVCache:
             to_come = ((0, 0), (0, self.capacity - count), (0, 0), (0, 0))
             return KVCache(jnp.pad(k, to_come), jnp.pad(v, to_come), jnp.full(self.k.shape[0], count, jnp.int32))
         # Not dynamic_update_slice, which moves what does not fit onto older tokens.
-        rows, slots = jnp.arange(self.k.shape[0])[:, None], self.positions(count)
-        return KVCache(
-            self.k.at[rows, slots].set(k, mode="drop"),
-            self.v.at[rows, slots].set(v, mode="drop"),
-            self.length + count,
-        )
+        rows, slots = jnp.arange(self.k.shape[0])[:, None], _rows_as(self.k, self.positions(count))
+
+        def with_more(held: jax.Array, new: jax.Array) -> jax.Array:
+            lie = explicit_sharding(held)  # over explicit mesh axes
+            return held.at[rows, slots].set(placed(new, lie), mode="drop", out_sharding=lie)
+
+        return KVCache(with_more(self.k, k), with_more(self.v, v), self.length + count)
 
     def check_room(self, more: Any) -> None:
         """Checks that `more` tokens, a number or one a row, may follow those held, if it is known how many these are.
@@ -87,6 +89,14 @@ class KVCache:
     def _check_fits(self, tokens: int) -> None:
         if tokens > self.capacity:
             raise ValueError(f"{tokens} tokens exceed the cache's capacity of {self.capacity}")
+
+
+def _rows_as(x: jax.Array, of_rows: jax.Array) -> jax.Array:
+    """Numbers of rows (B, ...), lying as x (B, ...) over explicit mesh axes."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return of_rows
+    return placed(of_rows, NamedSharding(sharding.mesh, PartitionSpec(explicit_cuts(x)[0] or None)))
 
 
 def decode_layers(
@@ -103,7 +113,7 @@ def decode_layers(
     Raises:
       ValueError: more tokens than a cache has room for, where it is known how many that is, outside jit.
     """
-    batch, count = jax.tree.leaves(x)[0].shape[:2]
+    count = jax.tree.leaves(x)[0].shape[1]
     if cache:  # all layers' hold as many
         cache[0].check_room(count if lengths is None else lengths)
     longer = []
@@ -113,5 +123,11 @@ def decode_layers(
             assert layer_cache.length is not None
             layer_cache = dataclasses.replace(layer_cache, length=layer_cache.length - count + lengths)
         longer.append(layer_cache)
-    last = jnp.full(batch, count - 1) if lengths is None else lengths - 1
-    return jax.tree.map(lambda y: y[jnp.arange(batch), last][:, None], x), longer
+    if lengths is None:
+        return jax.tree.map(lambda y: y[:, -1:], x), longer
+
+    def of_last(y: jax.Array) -> jax.Array:
+        last = _rows_as(y, lengths - 1)[:, None]
+        return jax.vmap(lambda tokens, i: tokens[i])(y, last)
+
+    return jax.tree.map(of_last, x), longer

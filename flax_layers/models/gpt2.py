@@ -21,9 +21,9 @@ from flax_layers.embed import Embed, PositionEmbed
 from flax_layers.layer_stack import run_layers
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
-from flax_layers.models.language_model import LanguageModel
+from flax_layers.models.language_model import LanguageModel, under_rules
 from flax_layers.norm import LayerNorm
-from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalized
+from flax_layers.sharding import STREAM, Rules, constrain, normalized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +149,14 @@ class GPT2(LanguageModel):
     def _embedding(self) -> jax.Array | None:
         return self.embed.embedding[...] if self.config.tie_word_embeddings else None
 
+    @under_rules
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
         """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
-        with axis_rules(self.rules):
-            x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
-            x, longer = decode_layers(self.layers, x, cache, lengths)
-            return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
+        x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
+        x, longer = decode_layers(self.layers, x, cache, lengths)
+        return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
 
     def _features(
         self,

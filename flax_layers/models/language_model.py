@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, overload
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import jax
 from flax import nnx
@@ -15,6 +17,18 @@ from flax_layers.packing import counted_labels, segment_positions
 from flax_layers.sharding import MeshAxes, axis_rules
 
 Positions = jax.Array | Literal["restart"] | None
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def under_rules(method: Method) -> Method:
+    """A method of a model that runs under the model's rules: every public one that traces the model's arrays."""
+
+    @functools.wraps(method)
+    def entered(self: Any, *arguments: Any, **options: Any) -> Any:
+        with axis_rules(self.rules):
+            return method(self, *arguments, **options)
+
+    return entered  # type: ignore[return-value]
 
 
 class LanguageModel(nnx.Module):
@@ -61,6 +75,7 @@ class LanguageModel(nnx.Module):
         if isinstance(count, int) and count > limit:  # a symbolic one is not known
             raise ValueError(f"{count} tokens exceed config.{self.max_length}={limit}")
 
+    @under_rules
     def __call__(
         self,
         tokens: jax.Array,
@@ -80,10 +95,10 @@ class LanguageModel(nnx.Module):
           ValueError: more tokens than the config allows, or "restart" without segment_ids.
         """
         self._check_length(tokens.shape[-1])
-        with axis_rules(self.rules):
-            features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-            return logits_of(self.head, features, self._embedding())
+        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+        return logits_of(self.head, features, self._embedding())
 
+    @under_rules
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens a row.
 
@@ -113,6 +128,7 @@ class LanguageModel(nnx.Module):
         weight_sum: Literal[True],
         **options: Any,
     ) -> tuple[jax.Array, jax.Array]: ...
+    @under_rules
     def loss(
         self,
         tokens: jax.Array,
@@ -150,12 +166,11 @@ class LanguageModel(nnx.Module):
         if segment_ids is not None and not across_segments:
             labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
             options["ignore_index"] = ignored
-        with axis_rules(self.rules):
-            features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-            embedding = self._embedding()
-            found = loss_of(self.head, features, labels, weights=weights, embedding=embedding, **options)
+        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
+        found = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
         return found if weight_sum else found[0]
 
+    @under_rules
     def token_logprobs(
         self,
         tokens: jax.Array,

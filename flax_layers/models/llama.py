@@ -18,11 +18,11 @@ from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead, logits_of
-from flax_layers.models.language_model import LanguageModel
+from flax_layers.models.language_model import LanguageModel, under_rules
 from flax_layers.norm import RMSNorm
 from flax_layers.remat import Remat, policy_of
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.sharding import STREAM, Rules, axis_rules, constrain, normalized
+from flax_layers.sharding import STREAM, Rules, constrain, normalized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +255,7 @@ class Llama(LanguageModel):
         stream = run_layers(self.layers, stream, remat=self.remat, remat_layers=self.remat_layers, **options)
         return self.norm(constrain(stream, *STREAM, beside=("vocab",)))
 
+    @under_rules
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
@@ -272,9 +273,8 @@ class Llama(LanguageModel):
           ValueError: more tokens than the cache's capacity. Under jit it is not known how many it holds: there those
             past its capacity are dropped.
         """
-        with axis_rules(self.rules):
-            stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
-            return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
+        stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
+        return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
 
     def _layers(self) -> Any:
         """The layers one by one, also where they are stacked."""

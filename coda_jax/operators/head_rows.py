@@ -1,0 +1,61 @@
+"""The tokens of arrays with leading axes as the rows that a head over a vocabulary takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.primitives.mesh_types import explicit_cuts, placed
+from coda_jax.primitives.shapes import Group, flat, reshaped
+
+
+class Rows(NamedTuple):
+    """The leading axes of x (..., D), which the arrays of each token have too.
+
+    Over explicit mesh axes all of these lie as x does, whose width is gathered: what cuts one of its leading axes cuts
+    the rows.
+
+    Attributes:
+      sizes: of the leading axes.
+      cuts: of each the explicit mesh axes that cut it.
+      mesh: of these mesh axes; None where there are none.
+    """
+
+    sizes: tuple[Any, ...]
+    cuts: tuple[tuple[str, ...], ...]
+    mesh: Any
+
+    @classmethod
+    def of(cls, x: jax.Array, *others: jax.Array | None) -> Rows:
+        """Of x, beside other arrays, which may lie over a mesh where x does not."""
+        cut = [y for y in (x, *others) if y is not None and any(explicit_cuts(y))]
+        return cls(x.shape[:-1], explicit_cuts(x)[:-1], jax.typeof(cut[0]).sharding.mesh if cut else None)
+
+    def flat(self, x: jax.Array) -> jax.Array:
+        """x (..., *rest) as (M, *rest)."""
+        rest = x.ndim - len(self.sizes)
+        return self._placed(flat(x, (Group("m", len(self.sizes)), *[Group("")] * rest)))
+
+    def norm(self, norm: DeferredNorm) -> DeferredNorm:
+        """The norm of x as (M, D), its statistics as (M,), its scale and bias whole."""
+        of_tokens = {name: getattr(norm, name) for name in ("x", "sumsq", "mean")}
+        rows: dict[str, Any] = {name: None if x is None else self.flat(x) for name, x in of_tokens.items()}
+        return dataclasses.replace(norm, **rows, scale=self.whole(norm.scale), bias=self.whole(norm.bias))
+
+    def apart(self, x: jax.Array) -> jax.Array:
+        """x (M, *rest) as (..., *rest)."""
+        return reshaped(x, (*self.sizes, *x.shape[1:]), cuts=(*self.cuts, *[()] * (x.ndim - 1)))
+
+    def whole(self, x: Any) -> Any:
+        """x, gathered over explicit mesh axes."""
+        return x if x is None or not any(explicit_cuts(x)) else placed(x, NamedSharding(self.mesh, PartitionSpec()))
+
+    def _placed(self, x: jax.Array) -> jax.Array:
+        if self.mesh is None:
+            return x
+        rows = tuple(axis for axes in self.cuts for axis in axes)
+        return placed(x, NamedSharding(self.mesh, PartitionSpec(rows or None, *[None] * (x.ndim - 1))))

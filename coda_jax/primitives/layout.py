@@ -1,0 +1,126 @@
+"""Where the arrays of a product meet over explicit mesh axes: what JAX's types would leave open, or say twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from coda_jax.epilogue.values import same_shape
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, placed_alike, without_axes
+from coda_jax.primitives.spec import CallOptions
+
+Options = TypeVar("Options", bound=CallOptions)
+
+
+def spec_of_sum(a: jax.Array, b: jax.Array, *operands: jax.Array, transpose_b: bool = False) -> PartitionSpec | None:
+    """How a @ b lies where explicit mesh axes cut K in both: its rows as those of a, its columns as those of b.
+
+    None where they do not, so that the factors say it, and where an operand is a tile, as which it lies.
+    """
+    rows, columns = Factor.of(a, 1, k_first=False), Factor.of(b, 1, k_first=not transpose_b)
+    has_tile = any(x.ndim == a.ndim and x.shape[-1] != 1 for x in operands)
+    if has_tile or not set(rows.k_cuts[0]) & set(columns.k_cuts[0]):
+        return None
+    of_rows = {axis for axes in rows.cuts for axis in axes}
+    return _spec([*rows.cuts, *(tuple(axis for axis in axes if axis not in of_rows) for axes in columns.cuts)])
+
+
+class Factor(NamedTuple):
+    """A factor's axes that are rows or columns of the product, which stand side by side, and its axes of K.
+
+    Attributes:
+      first: the first axis of the former.
+      sizes: of these.
+      cuts: of each of these, the explicit mesh axes that cut it.
+      k_cuts: of each axis of K.
+    """
+
+    first: int
+    sizes: tuple[Any, ...]
+    cuts: tuple[tuple[str, ...], ...]
+    k_cuts: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, x: jax.Array, k_axes: int, *, k_first: bool) -> Factor:
+        cuts, others = explicit_cuts(x), x.ndim - k_axes
+        if k_first:
+            return cls(k_axes, x.shape[k_axes:], cuts[k_axes:], cuts[:k_axes])
+        return cls(0, x.shape[:others], cuts[:others], cuts[others:])
+
+
+def laid_out(
+    arrays: Sequence[Sequence[jax.Array]], along: Sequence[int], options: Options
+) -> tuple[list[list[jax.Array]], Options]:
+    """The arrays of a product moved to where they meet, and the options with the product's own sharding.
+
+    * Of several arrays in one place all lie as the first that is cut.
+    * Row vectors are gathered over the axes that cut the product's rows, as b is.
+    * Tiles lie as the product, where the options say how.
+    * Where axes cut K in both factors, which leaves it open, the product lies as its first tile.
+    * Else b's columns lie as that tile's: b is gathered over axes that keep parameters apart, as FSDP's.
+
+    Args:
+      arrays: a, b and the operands, each one array or several.
+      along: the axis along which each is joined.
+      options: of `product`.
+    """
+    a, b, *operands = (
+        placed_alike(of_one, axis) if len(of_one) > 1 else [*of_one] for of_one, axis in zip(arrays, along, strict=True)
+    )
+    rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
+    columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
+    of_rows = frozenset(name for axes in rows.cuts for name in axes)
+    operands = [[_whole_vector(x, of_rows) for x in of_one] for of_one in operands]
+    if options.out_sharding is not None:
+        of_n = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
+        operands = [[_tile_placed(x, (*rows.sizes, *of_n), options) for x in of_one] for of_one in operands]
+    elif len(b) == 1 and (tile := _first_tile(operands, rows, columns, options)) is not None:
+        count = len(columns.sizes)
+        cuts = explicit_cuts(tile)
+        if any(set(x) & set(y) for x, y in zip(rows.k_cuts, columns.k_cuts, strict=True)):
+            cuts = (*cuts[: len(rows.sizes)], *cuts[-count:])
+            mesh = jax.typeof(a[0]).sharding.mesh
+            options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, _spec(cuts)))
+        else:
+            b = [_with_columns(b[0], columns, cuts[-count:], of_rows)]
+    return [a, b, *operands], options
+
+
+def _whole_vector(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
+    is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
+    return without_axes(x, x.ndim - 1, of_rows) if is_vector and of_rows else x
+
+
+def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> jax.Array:
+    return placed(x, options.out_sharding) if same_shape(x.shape, shape) else x
+
+
+def _first_tile(
+    operands: Sequence[Sequence[jax.Array]], rows: Factor, columns: Factor, options: CallOptions
+) -> jax.Array | None:
+    """The first operand of the product's shape, or of twice its columns where these are a half that lies apart."""
+    shapes = [(*rows.sizes, *columns.sizes), *([(*rows.sizes, 2, *columns.sizes)] if options.halves else [])]
+    tiles = (of_one[0] for of_one in operands if len(of_one) == 1)
+    return next((x for x in tiles if any(same_shape(x.shape, shape) for shape in shapes)), None)
+
+
+def _with_columns(
+    b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], of_rows: frozenset[str]
+) -> jax.Array:
+    """b with its columns cut so, unless they are but for axes that cut the rows: over these it is gathered anyway."""
+    if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.cuts] == [*wanted]:
+        return b
+    cuts = [*explicit_cuts(b)]
+    taken = {axis for axes in wanted for axis in axes}
+    cuts = [tuple(axis for axis in axes if axis not in taken) for axes in cuts]  # of K
+    cuts[columns.first : columns.first + len(wanted)] = wanted
+    sharding = explicit_sharding(b)
+    return placed(b, NamedSharding(sharding.mesh, _spec(cuts)))
+
+
+def _spec(cuts: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in cuts))
