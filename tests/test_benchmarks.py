@@ -64,6 +64,16 @@ def test_compile_report(monkeypatch, capsys):
     assert name == "identity" and float(seconds) > 0 and int(registers) > 100 and int(spilled) == 0
 
 
+def test_compile_report_of_a_kernel_that_nvrtc_kept(monkeypatch, capsys):
+    monkeypatch.setattr(programs, "PROGRAMS", {"identity": PROGRAMS["identity"]})
+    kept = types.SimpleNamespace(
+        log="identity.cu(5): warning #177-D: a variable was declared but never referenced", seconds=0.5
+    )
+    monkeypatch.setattr(products.ffi, "compile", lambda source, name: kept)
+    products._compile_report()
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["identity", "0.50", "-", "-"]
+
+
 @pytest.mark.slow
 def test_layer(quick_to_compile):
     rows = layer.measure(layer.config_of(*layer.TINY[0]), 1, 24, backward=True, repeats=1)
