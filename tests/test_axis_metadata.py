@@ -127,6 +127,7 @@ def test_the_axis_of_a_scan(axis, name):
     assert (gate_up.reduction_axis, gate_up.output_axis) == ((0, 3) if axis else (1, 3))
 
 
+@pytest.mark.slow
 def test_a_scan_of_variables_with_and_without_names():
     """Equal values, and equal gradients, which have the names of what they are gradients of."""
     model = Scanned(1, {"metadata_params": {nn.PARTITION_NAME: "layers"}})
@@ -285,6 +286,7 @@ def test_a_maxtext_decoder_on_eight_devices():
     assert bytes_a_device(stepped[:2]) == device
 
 
+@pytest.mark.slow
 def test_linen_s_variables_are_used_as_arrays():
     variables = BLOCK.init(KEY, X)
     plain = linen.LlamaBlock(**SIZES, metadata_fn=nnx.Variable.get_value).init(KEY, X)

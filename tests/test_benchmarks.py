@@ -42,6 +42,7 @@ def test_programs_have_the_dtypes_that_device_tests_ask_for(name):
     assert [x.dtype for x in found] == [jnp.dtype(dtype or jnp.float32) for dtype in wanted]
 
 
+@pytest.mark.slow
 def test_variants_lower_for_a_gpu():
     """A fused one to kernels: four products a layer forward, eight backward, one again, and three of the head."""
     if reason := ffi.unavailable_reason():

@@ -109,6 +109,7 @@ def test_public_names():
     assert ".. autoclass:: Stream" not in text  # documented in coda_jax
 
 
+@pytest.mark.slow
 def test_outputs_of_a_device_have_a_header(tmp_path):
     """On a CPU, the quick one."""
     (path,) = device_outputs.main(["--only", "numerics", "--rows", "64", "--out", str(tmp_path)])

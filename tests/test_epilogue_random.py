@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from coda_jax.epilogue import evaluate, trace
@@ -112,6 +113,7 @@ def _some(acc: jax.Array, x: jax.Array) -> jax.Array:
 
 # Many programs an example, since each example runs g++ and XLA once: shrinking one would take minutes, and `spec` is
 # printed anyway.
+@pytest.mark.slow
 @settings(
     max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )

@@ -311,6 +311,7 @@ def test_names_that_others_have_taken_keep_no_kernel_from_being_kept(cache):
     assert entries(folder) == [entry]
 
 
+@pytest.mark.slow
 def test_a_temporary_file_that_is_there_is_left_alone(tmp_path):
     """Another name is tried; two processes of one number never have the same."""
     code = f"""
@@ -329,6 +330,7 @@ def test_a_temporary_file_that_is_there_is_left_alone(tmp_path):
     assert all(re.fullmatch(r".*-nvrtc[0-9.]+\.[0-9a-f]{16}\.temporary", name) for name in names), names
 
 
+@pytest.mark.slow
 def test_leftovers_go_where_they_fill_the_disk(tmp_path):
     code = f"""
         from coda_jax import ffi

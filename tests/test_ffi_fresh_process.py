@@ -8,6 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
@@ -60,6 +62,7 @@ def run(code: str, argument: pathlib.Path, kernels: pathlib.Path, **environment:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_export_runs_in_a_fresh_process(tmp_path):
     assert "compiling" not in run(EXPORT, tmp_path / "program", tmp_path / "kernels")
     assert "compiling gemm[elsewhere]" in run(LOAD, tmp_path / "program", tmp_path / "kernels")

@@ -45,6 +45,7 @@ FORK = """
 """
 
 
+@pytest.mark.slow
 def test_child_forked_while_a_kernel_compiles_is_told_to_spawn(tmp_path):
     """NVRTC's locks are held there for ever. What is on disk is there for the child all the same."""
     code = f"""
@@ -62,6 +63,7 @@ def test_child_forked_while_a_kernel_compiles_is_told_to_spawn(tmp_path):
     assert out.split() == ["True", "refused", "False"], err
 
 
+@pytest.mark.slow
 def test_child_forked_while_nvrtc_is_opened_is_told_to_spawn(tmp_path):
     code = f"""
         begin = time.monotonic()

@@ -174,6 +174,7 @@ class Counted(layers.Llama):
         return super().decode(tokens, cache, lengths=lengths)
 
 
+@pytest.mark.slow
 def test_one_program_that_stops_when_all_rows_have_ended():
     """Neither another model of the same structure nor another temperature traces it again."""
     for seed in range(2):
@@ -288,6 +289,7 @@ def test_a_prompt_in_parts_and_a_token_taken_back():
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_padding_needs_no_room():
     model = llama()
     _, cache = model.decode(jnp.asarray(PROMPTS), model.init_cache(4, 7), lengths=jnp.asarray(LENGTHS))

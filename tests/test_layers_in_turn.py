@@ -52,6 +52,7 @@ def barriers(function, *arguments):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, "save_attention"])
 def test_a_layer_s_gradients_go_before_the_one_below_it(remat):
     """Two barriers between two layers: the stream with the next one's weights; its cotangent with their gradients."""

@@ -105,6 +105,7 @@ def test_labels_and_weights():
         assert jnp.isnan(value) and jnp.isnan(gradient[4]).all() and jnp.isfinite(gradient[:4]).all()
 
 
+@pytest.mark.slow
 def test_transformations():
     """vmap of everything, checkpoint, second derivatives, jit with a gradient of the weights."""
     x, scale, kernel, labels, weights = arguments(F32, (2, 129), 8, 24)

@@ -232,6 +232,7 @@ def test_the_scale_of_an_adapter(settings, scale_of):
         np.testing.assert_allclose(adapter.lora_b[...], scale_of(ranks[kind], kind), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_that_peft_made_apart():
     """q and v alone, with lora_As and scales of their own, against their product added to the kernels."""
     rng = np.random.default_rng(0)

@@ -56,6 +56,7 @@ def updates(tx, params, gradients):
     return jax.jit(tx.update)(gradients, tx.init(params), params)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama stacked"])
 def test_every_matrix_by_itself(name):
     """As Muon takes the same matrices apart, gate and up too, and those of each layer."""

@@ -128,6 +128,7 @@ def products(f, x):
     return found
 
 
+@pytest.mark.slow
 def test_a_batch_in_a_batch_and_a_second_derivative():
     x, f = normal(8, 2, BATCH, T, D), total("mlp")
 

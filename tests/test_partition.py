@@ -338,6 +338,7 @@ def _spec(axes):
     return P(*entries)
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
 @hypothesis.given(
     st.lists(st.tuples(SHARDINGS, SHARDINGS), min_size=3, max_size=3), SHARDINGS, SHARDINGS, st.booleans()

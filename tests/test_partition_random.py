@@ -69,6 +69,7 @@ def check(spec):
     assert_close(got, jax.jit(function)(*arguments), rtol=1e-4)
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=8,
     deadline=None,

@@ -138,6 +138,7 @@ def test_group_relative_policy_optimization(adapters):
     assert float(of_answers(model, last, entropy=True)[1].sum()) > 1  # not one answer alone
 
 
+@pytest.mark.slow
 def test_distillation_from_the_top_of_a_teacher():
     """The student meets the teacher's k most probable tokens: cross-entropy with their renormalised probabilities."""
     teacher, student, k = model_of(3), model_of(4), 4

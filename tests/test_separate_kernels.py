@@ -34,6 +34,7 @@ def pair(name, **options):
     return config, packed, from_hf(to_hf(packed, config), config, **apart, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_are_those_of_the_packed_kernel(name):
     config, packed, separate = pair(name)

@@ -138,6 +138,7 @@ def test_collectives_of_a_layer(plan):
     assert found == PLANS[plan][2]
 
 
+@pytest.mark.slow
 def test_without_rules_xla_is_misled(capfd):
     """What the rules are for: the same parameters, without constraints on activations."""
     compiled, *_ = planned("llama", "fsdp and tensor", 2, rules=None)

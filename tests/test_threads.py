@@ -67,6 +67,7 @@ def test_products_are_those_of_one_thread():
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_models_generate_and_load(tmp_path):
     model = layers.Llama(LLAMA, rngs=nnx.Rngs(0))
     save_hf_folder(model, tmp_path)

@@ -42,6 +42,7 @@ def test_against_the_textbook(dtype, vocabulary, left_out, options):
     compare(functools.partial(logprobs, **options), functools.partial(plain, **options), args)
 
 
+@pytest.mark.slow
 def test_one_number_for_the_temperature():
     """A number, an array () and an array of the tokens; the array receives its gradient."""
     args = arguments(F32, 24, lead=(3, 50), width=8)

@@ -48,6 +48,7 @@ def restored(folder):
     return step
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_has_a_whole_checkpoint(tmp_path):
     """Copies of the folder before each of its changes are what a process leaves that is killed then."""
     folder, copies, saved = tmp_path / "run", [], []

@@ -217,6 +217,7 @@ def test_programs_that_are_measured():
     assert not jnp.array_equal(sets[0][0], sets[1][0])
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_measured_on_a_device(monkeypatch):
     """Every config of every product has a time; XLA's form stands for the kernels here."""
