@@ -83,13 +83,14 @@ def test_on_a_mesh(kind):
             nnx.jit(generate)(model, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     ("rules", "sizes"),
     [
         pytest.param(sharding.FSDP_TENSOR, {"fsdp": 2, "tensor": 2}, id="fsdp and tensor"),
-        pytest.param(sharding.FSDP, {"fsdp": 4}, id="fsdp", marks=pytest.mark.slow),
-        pytest.param(sharding.SEQUENCE, {"data": 2, "tensor": 2}, id="sequence", marks=pytest.mark.slow),
+        pytest.param(sharding.FSDP, {"fsdp": 4}, id="fsdp"),
+        pytest.param(sharding.SEQUENCE, {"data": 2, "tensor": 2}, id="sequence"),
     ],
 )
 def test_sharded_parameters_and_prompts(rules, sizes, kind):

@@ -130,7 +130,7 @@ def test_values_and_nothing_odd(name, plan, capfd):
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param(x, marks=() if x in ("fsdp and tensor", "sequence") else pytest.mark.slow) for x in PLANS]
+    "plan", [pytest.param(x, marks=() if x == "fsdp and tensor" else pytest.mark.slow) for x in PLANS]
 )
 def test_collectives_of_a_layer(plan):
     two, one = (matrices(planned("llama", plan, count)[0]) for count in (2, 1))

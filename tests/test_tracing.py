@@ -53,9 +53,8 @@ def tracing(number_of_layers, rules):
     return lambda: jax.make_jaxpr(jax.value_and_grad(loss))(state, tokens)
 
 
-@pytest.mark.parametrize(
-    "kind", [None, pytest.param(AxisType.Auto, marks=pytest.mark.slow)], ids=["one device", "mesh of automatic axes"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, AxisType.Auto], ids=["one device", "mesh of automatic axes"])
 def test_tracing_is_linear_in_the_number_of_layers(kind):
     """On jax 0.10 a question about an attribute that a tracer lacks walks all that was traced so far."""
     rules, mesh = None, jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:1])
