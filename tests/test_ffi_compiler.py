@@ -53,7 +53,6 @@ def runnable_threads() -> int:
     return count
 
 
-@pytest.mark.slow
 def test_cold_kernels_compile_side_by_side(cache):
     """Counts threads that want a core: that does not depend on how busy the machine is, as time does."""
     if len(os.sched_getaffinity(0)) < 2:

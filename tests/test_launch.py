@@ -218,7 +218,6 @@ def check_errors(host):
 CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
-@pytest.mark.slow
 @needs_nvrtc
 def test_launches(tmp_path):
     root = pathlib.Path(__file__).resolve().parents[1]

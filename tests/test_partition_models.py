@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import pathlib
 import tempfile
@@ -131,11 +132,17 @@ def cut_by_length(region):
     return lambda stream, name, named=block.named: named(jax.tree.map(laid, stream), name)
 
 
+@functools.cache
+def on_one_device(name):
+    """Parameters, and loss and gradients in float32."""
+    step, params = step_of(name, jnp.float32)
+    return params, jax.device_get(step(params, TOKENS))
+
+
 def check_model(name, scheme, region, folder, monkeypatch):
     """Compares a training step with that of one device; returns why products are no kernels, and the collectives."""
     rule, *_ = SCHEMES[scheme]
-    step, params = step_of(name, jnp.float32)
-    want = jax.device_get(step(params, TOKENS))
+    params, want = on_one_device(name)
     if scheme == "sequence parallel":
         monkeypatch.setattr(block, "named", cut_by_length(region))
     mesh = mesh_of(region, scheme)
