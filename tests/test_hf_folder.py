@@ -80,12 +80,12 @@ def test_memory_while_reading(placement, tmp_path):
     safetensors.numpy.save_file({n: np.ones(s, np.float32) for n, s in shapes.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = (tmp_path / "model.safetensors").stat().st_size
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     command = [sys.executable, "-c", LOAD, str(tmp_path), placement]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     largest = 2 * 1536 * 512 * 4  # gate and up
-    assert int(result.stdout) < size / 2 + 6 * largest < size
+    assert int(result.stdout) < size / 2 + 8 * largest < size
 
 
 def test_there_and_back(tmp_path):

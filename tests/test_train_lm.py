@@ -25,7 +25,7 @@ STEPS = 240
 ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --heads=2 --checkpoint-every=20".split()
 
 
-def start(out, *more, program=(str(EXAMPLES / "train_lm.py"),), **options):
+def start(out, *more, program=(str(EXAMPLES / "train_lm.py"),)):
     command = [sys.executable, "-W", "error", *program, *ARGUMENTS, "--out", str(out), *more]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -34,7 +34,7 @@ def start(out, *more, program=(str(EXAMPLES / "train_lm.py"),), **options):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, **output, **options)
+    return subprocess.Popen(command, env=environment, **output)
 
 
 def finish(process):
@@ -144,10 +144,9 @@ def test_a_run_killed_while_it_saves_and_on_a_full_disk_resumes_to_the_same_resu
         left += (tmp_path / "checkpoints").glob("*tmp*")
     assert left, "none was killed while it wrote"
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    code, output = finish(start(tmp_path, preexec_fn=limit))
+    process = start(tmp_path)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, 4096))  # long before it writes
+    code, output = finish(process)
     assert code == 1, output
     told = (
         rf"train_lm: the checkpoint of step {reached + 20} cannot .*File too large.* that of step {reached}; make room"
