@@ -188,6 +188,7 @@ def test_heads_of_a_tile_operand_are_left_to_xla():
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_gradient_vmap_and_leading_axes():
     x, w = jax.random.normal(jax.random.key(1), (2, M, 16)), jax.random.normal(jax.random.key(2), (16, 8 * DIM)) / 4
     rows = [jnp.broadcast_to(y, (2, *y.shape)) for y in (RSTD, COS, SIN)]

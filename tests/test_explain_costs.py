@@ -98,6 +98,7 @@ def test_times_of_record(name):
     assert max(xla.values()) < 1.05 and statistics.median(xla.values()) > 0.9, xla
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", explained.DEVICES)
 def test_the_step_of_record(name):
     """Traced as a scan, in a second: its products and what it keeps are those of the unrolled step."""

@@ -201,6 +201,7 @@ def test_entry_that_another_user_may_have_written_is_not_used(cache, capfd, spoi
     assert not more
 
 
+@pytest.mark.slow
 def test_pipe_in_an_entrys_place_is_not_waited_for(tmp_path):
     code = f"""
         from coda_jax import ffi

@@ -119,6 +119,7 @@ def of_parts(a, parts, bias):
     return coda.gemm(a, parts, bias, epilogue=apart)
 
 
+@pytest.mark.slow
 def test_several_right_hand_sides():
     check(of_parts(A, PARTS, OF_PARTS), plain_parts(A, PARTS, OF_PARTS))
     check(coda.gemm(A, PARTS), A @ jnp.concatenate(PARTS, axis=1))

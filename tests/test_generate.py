@@ -264,6 +264,7 @@ def test_the_tokens_that_may_be_drawn(top_k, top_p):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.6}], ids=str)
+@pytest.mark.slow
 def test_first_tokens_have_the_model_s_distribution(options):
     """Of 4000 draws at temperature 2, each token's share is within five standard deviations."""
     model, count, temperature = llama(num_hidden_layers=1), 4000, 2.0

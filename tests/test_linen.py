@@ -74,6 +74,7 @@ class Block(nn.Module):
         return layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized, residual=True)
 
 
+@pytest.mark.slow
 def test_streams_between_linen_modules():
     """They are the block of the nnx modules: the same values and gradients, from as many products."""
     x = normal(0, 2, 5, 16)

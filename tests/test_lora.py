@@ -81,6 +81,7 @@ def test_the_model_is_what_its_merged_kernels_are(name):
             np.testing.assert_allclose(found[*path, kind][...], x, rtol=2e-3, atol=2e-6, err_msg=str((*path, kind)))
 
 
+@pytest.mark.slow
 def test_an_adapted_attention_by_the_tolerance_rule():
     module = layers.Attention(32, 4, num_kv_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
     layers.add_lora(module, 8, rngs=nnx.Rngs(2))
@@ -110,6 +111,7 @@ def cuda_products(model, wrt):
     return text.count("custom_call @coda"), explained.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::coda_jax.FallbackWarning")
 def test_frozen_kernels_have_no_gradient_products():
     """Four kernels a layer; the first layer's two dx, of a frozen embedding, are dropped too."""

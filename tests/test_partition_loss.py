@@ -136,6 +136,7 @@ def test_a_cut_vocabulary(kind, data, transpose_w, traced):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.slow
 @pytest.mark.parametrize("candidates", [False, True])
 def test_log_probabilities_over_a_cut_vocabulary(candidates, kind):
     """Tokens and vocabulary cut, a mask that leaves one device nothing and another everything, a low-rank delta."""

@@ -160,17 +160,11 @@ def check_model(name, scheme, region, folder, monkeypatch):
     return collections.Counter(selection.reason for _, _, selection in records), calls, others
 
 
-FAST = {
-    ("llama", "FSDP and tensor parallel", "automatic"),
-    ("scan", "tensor parallel", "explicit"),
-    ("qwen3", "sequence parallel", "partly manual"),
-}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme", "region"),
     [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id="-".join(case))
+        pytest.param(*case, id="-".join(case))
         for case in itertools.product(PRODUCTS, SCHEMES, REGIONS)
         # A stream whose type says that T is cut stays so, and so do queries, which attention cannot take.
         if case[1:] != ("sequence parallel", "explicit")

@@ -53,6 +53,7 @@ def trained(model, loss, data, steps, rate=3e-2):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_log_probabilities_of_a_model(tied):
     """Those of its logits, with an adapted head, packed sequences and candidates; within segments by default."""

@@ -59,6 +59,7 @@ def test_checkpoints_are_the_same():
     np.testing.assert_array_equal(again.layers[1].mlp.up.kernel[...], mlp.up.kernel[1])
 
 
+@pytest.mark.slow
 def test_gpt2():
     """Its checkpoints have the three packed, which a model that has them apart refuses to be read from."""
     config = layers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2)

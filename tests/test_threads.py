@@ -58,6 +58,7 @@ def products(scale):
     return jax.tree.leaves(values), text
 
 
+@pytest.mark.slow
 def test_products_are_those_of_one_thread():
     """Of equal and of different functions."""
     want = [products(scale) for scale in range(4)]

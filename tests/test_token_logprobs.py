@@ -74,6 +74,7 @@ def test_large_and_peaked_logits():
     np.testing.assert_allclose(far[1], np.log(131), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_labels_and_temperatures_out_of_range():
     """NaN of the token, in value and gradient, and of no other; 0 where the label is ignored."""
     x, _, w, *_, labels, _ = arguments(F32, 24, lead=(20,), width=8)

@@ -192,6 +192,7 @@ def test_without_a_gpu():
         coda.tune(product, A, B)
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_programs_that_are_measured():
     """One launch a set of arguments, or a pair of sets, cut as asked, whatever the caller's table, aliases and
