@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, *others: jax.Array | None) -> Rows:
-        """Of x, beside other arrays, which may lie over a mesh where x does not."""
+        """The rows of x; the mesh is that of the first of x and the other arrays that explicit mesh axes cut."""
         cut = [y for y in (x, *others) if y is not None and any(explicit_cuts(y))]
         return cls(x.shape[:-1], explicit_cuts(x)[:-1], jax.typeof(cut[0]).sharding.mesh if cut else None)
 

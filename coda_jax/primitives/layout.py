@@ -1,4 +1,4 @@
-"""Where the arrays of a product meet over explicit mesh axes: what JAX's types would leave open, or say twice."""
+"""A product's arrays meet over explicit mesh axes: they are moved where JAX's types leave open how, or contradict."""
 
 from __future__ import annotations
 
@@ -114,9 +114,8 @@ def _with_columns(
     """b with its columns cut so, unless they are but for axes that cut the rows: over these it is gathered anyway."""
     if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.cuts] == [*wanted]:
         return b
-    cuts = [*explicit_cuts(b)]
     taken = {axis for axes in wanted for axis in axes}
-    cuts = [tuple(axis for axis in axes if axis not in taken) for axes in cuts]  # of K
+    cuts = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K
     cuts[columns.first : columns.first + len(wanted)] = wanted
     sharding = explicit_sharding(b)
     return placed(b, NamedSharding(sharding.mesh, _spec(cuts)))

@@ -105,7 +105,7 @@ def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Arra
 
 
 def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ...]:
-    """Those of the mesh axes that cut all of these sizes evenly, the major one first."""
+    """The mesh axes that together cut all of these sizes evenly, the major one first."""
     of_axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     fit: tuple[str, ...] = ()
     for axis in axes:

@@ -22,7 +22,7 @@ _FULL = ("full_attention", "attention")
 _ROPE = ("rope_scaling", "rope_parameters")
 # Settings of how parameters were stored, which are not those of what is written.
 _OF_FORMER_FILES = ("quantization_config", "compression_config", "transformers_weights")
-# Of the origin: settings that were ignored, which are written again and not read.
+# The origin keeps ignored settings by this name: they are written again and not read.
 _IGNORED = f"ignored of {CONFIG}"
 # Settings that not all kinds of models have, or not in one sense.
 _OF_A_KIND = ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -87,7 +87,7 @@ def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = N
 
 
 def _origin(given: Mapping[str, Any], read: Mapping[str, Any], family: Family) -> str:
-    """What stays with a model of a file: the settings that are read, and those ignored that no field of ours says."""
+    """A model keeps these of a file: the settings that are read, and ignored ones that no field of ours says."""
     # Parts of a dictionary that are ignored stand where they stood.
     origin = with_settings(None, CONFIG, {**read, **{name: given[name] for name in _ROPE if name in read}})
     ours = {*(family.known.read - {"auto_map", "partial_rotary_factor"}), *family.aliases}
