@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
 from coda_jax.epilogue import Epilogue, trace
+from coda_jax.lowering import kernel
+from coda_jax.lowering.launch import problem_of
 from coda_jax.operators.feed_forward import activated, activation_backward, gated
 from coda_jax.operators.norm_products import norm_backward, weight_backward
-from coda_jax.primitives import kernel
-from coda_jax.primitives.lowering import problem_of
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 from coda_jax.tiles.config import GemmConfig
 from coda_jax.tools.tune import random_array

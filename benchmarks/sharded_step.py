@@ -34,7 +34,7 @@ from benchmarks import plain_llama, results, timing
 from benchmarks.beside import by_class, kernels, overlap
 from benchmarks.train_step import check, compile_all, kernel_class
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
-from coda_jax.primitives import kernel, lowering
+from coda_jax.lowering import kernel, launch
 from coda_jax.tiles.constants import YIELD_NANOSECONDS
 from flax_layers import LlamaConfig, sharding
 
@@ -134,7 +134,7 @@ def yielding(nanoseconds: int) -> contextlib.AbstractContextManager[Any]:
 
 def silent() -> contextlib.AbstractContextManager[Any]:
     """Products that are compiled inside do not tell XLA's scheduler how long they take."""
-    return mock.patch.object(lowering, "expected_nanoseconds", lambda *_: None)
+    return mock.patch.object(launch, "expected_nanoseconds", lambda *_: None)
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, burst: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ except ImportError:
 
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import logsumexp as logsumexp
+from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
 from coda_jax.operators import gated as gated

@@ -1,7 +1,8 @@
 """For libraries of layers: what `flax_layers` is made with beside the operators."""
 
 from coda_jax.epilogue.call_site import hide as hide_frames
-from coda_jax.epilogue.equations import bind as bind_equation
+from coda_jax.jaxprs.bind import bind as bind_equation
+from coda_jax.jaxprs.hoist import hoist as hoist
 from coda_jax.operators.feed_forward import add_residual as add_residual
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
 from coda_jax.operators.head_arguments import int32_labels as int32_labels
@@ -9,7 +10,11 @@ from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
+from coda_jax.primitives.fallbacks import noted as noted
 from coda_jax.primitives.layout import spec_of_sum as spec_of_sum
+from coda_jax.primitives.matrices import halves_apart as halves_apart
+from coda_jax.primitives.matrices import halves_joined as halves_joined
+from coda_jax.primitives.matrices import in_heads as in_heads
 from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts
@@ -19,10 +24,6 @@ from coda_jax.primitives.mesh_types import placed_alike as placed_alike
 from coda_jax.primitives.mesh_types import vary as vary
 from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
-from coda_jax.primitives.notes import noted as noted
-from coda_jax.primitives.shapes import halves_apart as halves_apart
-from coda_jax.primitives.shapes import halves_joined as halves_joined
-from coda_jax.primitives.shapes import in_heads as in_heads
 
 __all__ = [
     "add_residual",
@@ -36,6 +37,7 @@ __all__ = [
     "halves_apart",
     "halves_joined",
     "hide_frames",
+    "hoist",
     "in_heads",
     "int32_labels",
     "noted",

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import sharded_step
 from benchmarks.sharded_step import COLLECTIVES
-from coda_jax.primitives import lowering, row_shards
+from coda_jax.lowering import cuda, row_function, select
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
 
 
@@ -112,17 +112,17 @@ def partitioned_on_cpus():
 
     def tiles(*arguments, spec, strict, anywhere=False, yields=False, key=None):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
-        selection = lowering.select_part(arguments, spec, anywhere=anywhere, key=key)
+        selection = select.select_part(arguments, spec, anywhere=anywhere, key=key)
         records.append((spec, types, selection))
         if selection.reason is not None and (strict or spec.implementation == "cuda"):
-            lowering.report(spec, selection.reason, strict=strict)
+            select.report(spec, selection.reason, strict=strict)
         return xla_tiles(*arguments, spec=spec)
 
     def lower(ctx, *arguments, spec):
-        return lowering._lower(ctx, *arguments, spec=spec, tiles=tiles)
+        return cuda._lower(ctx, *arguments, spec=spec, tiles=tiles)
 
     jax.clear_caches()
-    rules = dict.fromkeys(PRIMITIVES, lower) | {row_shards.row_shards_p: row_shards.lower}
+    rules = dict.fromkeys(PRIMITIVES, lower) | {row_function.row_shards_p: row_function.lower}
     for primitive, rule in rules.items():
         mlir.register_lowering(primitive, rule, platform="cpu")
     try:

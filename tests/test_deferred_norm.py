@@ -15,7 +15,7 @@ from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
-from coda_jax.primitives import notes
+from coda_jax.primitives import fallbacks
 from tests.chain_cases import EPS, compare, mlp_arguments, normal, plain_mlp, rms_norm
 from tests.gemm_cases import assert_close
 
@@ -156,7 +156,7 @@ def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
     if name == "gate_up":
         base = layers.Linear(32, 96, rngs=nnx.Rngs(0))
     setattr(getattr(module, parent), name, Wrapped(base))
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(fallbacks, "_reported", set())
 
     def call(x):
         return module(x)
@@ -179,16 +179,16 @@ def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
 
 def test_a_note_is_an_identity():
     def f(x):
-        return notes.noted(x, "here", "a reason").sum()
+        return fallbacks.noted(x, "here", "a reason").sum()
 
     x = normal(3, 4, 8)
     assert_close(jax.jit(jax.grad(f))(x), jnp.ones_like(x), rtol=0)
-    assert_close(jax.vmap(lambda x: notes.noted(x, "here", "a reason"))(x), x, rtol=0)
+    assert_close(jax.vmap(lambda x: fallbacks.noted(x, "here", "a reason"))(x), x, rtol=0)
     with jax.disable_jit():
-        assert_close(notes.noted(x, "here", "a reason"), x, rtol=0)
+        assert_close(fallbacks.noted(x, "here", "a reason"), x, rtol=0)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     summed = jax.shard_map(
-        lambda x: jax.lax.psum(notes.noted(x, "here", "a reason"), "data"),
+        lambda x: jax.lax.psum(fallbacks.noted(x, "here", "a reason"), "data"),
         mesh=mesh,
         in_specs=jax.P("data"),
         out_specs=jax.P(),

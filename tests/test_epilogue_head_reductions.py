@@ -8,7 +8,7 @@ import pytest
 import coda_jax as coda
 from coda_jax.epilogue import Kind, NotTileLocalError, emit, evaluate, trace
 from coda_jax.epilogue.trace import _WIDEST_HEAD
-from coda_jax.primitives.addressing import unsupported_reason
+from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 from coda_jax.tiles.config import TILES
 from tests.host_execution import HostPrograms

@@ -8,7 +8,7 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax.epilogue import NotTileLocalError, evaluate, trace
-from coda_jax.primitives import lowering as gemm_cuda
+from coda_jax.lowering import cuda, select
 from tests.host_execution import HostPrograms
 from tests.nvrtc import needs_nvrtc
 from tests.test_epilogue_heads import angles, turned, turned_by_whole_tables, turned_neighbours, turned_pairs
@@ -149,7 +149,8 @@ def test_vmap():
 @needs_nvrtc
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_batch_shares_its_tables_in_one_product(batched, monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_machine_reason", lambda: None)
+    for module in (cuda, select):
+        monkeypatch.setattr(module, "machine_reason", lambda: None)
     table = jax.ShapeDtypeStruct((2, 8, 16) if batched else (8, 16), jnp.float32)
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 24, 64), (64, 96)))
 
@@ -213,7 +214,8 @@ def test_symbolic_rows_that_may_be_no_multiple():
 
 @needs_nvrtc
 def test_qkv_projection_passes_its_tables_as_they_are(monkeypatch):
-    monkeypatch.setattr(gemm_cuda, "_machine_reason", lambda: None)
+    for module in (cuda, select):
+        monkeypatch.setattr(module, "machine_reason", lambda: None)
     shapes = ((2, 24, 64), (2, 24), (64,), (64, 96), (24, 16), (24, 16))
     dtypes = (jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 2, *[jnp.float32] * 2)
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]

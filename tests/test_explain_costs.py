@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 from benchmarks.lab import explained
+from coda_jax.jaxprs.walk import equations_of
+from coda_jax.lowering.launch import problem_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.lowering import problem_of
 from coda_jax.tiles import table
-from coda_jax.tools.walk import equations_of
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "explain.md"
 ROWS = 2 * 2 * 8192  # bytes of a column of an activation of the step

@@ -11,8 +11,8 @@ from flax import nnx
 
 import coda_jax as coda
 from coda_jax import ffi
-from coda_jax.primitives import lowering as gemm_cuda
-from coda_jax.primitives import notes
+from coda_jax.lowering import select
+from coda_jax.primitives import fallbacks
 from flax_layers import GatedMLP
 from tests.gemm_cases import residual_sumsq, swiglu
 from tests.nvrtc import needs_nvrtc
@@ -30,8 +30,8 @@ def no_gpu(monkeypatch):
             raise RuntimeError("no cuda backend")
         return jax.local_devices()
 
-    monkeypatch.setattr(gemm_cuda.jax, "devices", devices)
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(select.jax, "devices", devices)
+    monkeypatch.setattr(fallbacks, "_reported", set())
 
 
 def typed(*shapes, dtype=jnp.bfloat16):
@@ -270,7 +270,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("multiply, types, reason", FALLBACKS.values(), ids=FALLBACKS)
 def test_fallback_is_said_once(multiply, types, reason, monkeypatch):
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(fallbacks, "_reported", set())
 
     def twice(a, b):
         return multiply(a, b), multiply(-a, b)
@@ -314,7 +314,7 @@ def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
         in_flax: in_flax,
         chain: chain,
     }.items():
-        monkeypatch.setattr(notes, "_reported", set())
+        monkeypatch.setattr(fallbacks, "_reported", set())
         traced = jax.jit(f).trace(*typed((M, K), (K, N), dtype=jnp.float32))
         with pytest.warns(coda.FallbackWarning) as caught:
             traced.lower(lowering_platforms=("cuda",))
@@ -335,7 +335,7 @@ def test_other_gpus_take_the_xla_form(monkeypatch):
     class Device:
         compute_capability = "8.0"
 
-    monkeypatch.setattr(gemm_cuda.jax, "devices", lambda platform=None: [Device()])
+    monkeypatch.setattr(select.jax, "devices", lambda platform=None: [Device()])
     with pytest.warns(coda.FallbackWarning, match=r"compute capability 8\.0; the kernel needs 9\.0"):
         lowered = text(coda.gemm, *typed((M, K), (K, N)))
     assert not calls(lowered)
@@ -349,8 +349,8 @@ class Hopper:
 
 
 def test_a_hopper_gpu_without_nvrtc_takes_the_xla_form(monkeypatch):
-    monkeypatch.setattr(gemm_cuda.ffi, "unavailable_reason", lambda: NO_NVRTC)
-    monkeypatch.setattr(gemm_cuda.jax, "devices", lambda platform=None: [Hopper()])
+    monkeypatch.setattr(select.ffi, "unavailable_reason", lambda: NO_NVRTC)
+    monkeypatch.setattr(select.jax, "devices", lambda platform=None: [Hopper()])
     with pytest.warns(coda.FallbackWarning, match="NVRTC was not found"):
         lowered = text(
             lambda a, b: coda.gemm(a, b), *typed((M, K), (K, 2 * N))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import kernel, lowering, row_shards
+from coda_jax.lowering import cuda, kernel, launch, row_function
 from coda_jax.tiles.config import TILES
 from coda_jax.tiles.constants import NUM_SMS
 from coda_jax.tiles.traffic import CLAIMS_BYTES
@@ -223,7 +223,7 @@ def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
 
     text = made(split_k=False)
     assert "claims = false" in text and "flags = -1 " in text and "yield_k_blocks = 0 " in text
-    monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
+    monkeypatch.setattr(cuda, "_is_of_several", lambda ctx: True)
     text = made(split_k=False)
     assert "claims = true" in text and "flags = 5 " in text and "yield_k_blocks = 0 " not in text
     text = made(split_k=True)
@@ -237,8 +237,8 @@ def kernel_of(program, tile):
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 512), (512, 4096))]
     config = coda.GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=False)
     multiply = functools.partial(coda.gemm, epilogue=PROGRAMS[program].epilogue, config=config)
-    ((_, spec),) = row_shards._products(jax.make_jaxpr(multiply)(*types, *operands).jaxpr)
-    config = lowering.problem_of([*types, *operands], spec).config(config, None)
+    ((_, spec),) = row_function.products_of(jax.make_jaxpr(multiply)(*types, *operands).jaxpr)
+    config = launch.problem_of([*types, *operands], spec).config(config, None)
     return kernel.lower([*types, *operands], spec, config, yields=True), config
 
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 import flax_layers as layers
+from coda_jax.jaxprs.hoist import hoist
 from flax_layers import sharding
 from flax_layers.decoding.generate import candidates
-from flax_layers.decoding.hoist import hoist
 
 CONFIG = layers.LlamaConfig(
     vocab_size=40,

@@ -126,7 +126,7 @@ def test_labels_and_symbols_are_no_difference():
 
 
 SWAPPED = """
-from coda_jax.primitives import kernel
+from coda_jax.lowering import kernel
 original = kernel._pointers
 def swapped(*arguments):
     pointers = original(*arguments)

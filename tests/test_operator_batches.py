@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.tools.walk import equations_of
 from tests.chain_cases import normal
 from tests.gemm_cases import assert_close, jit
 

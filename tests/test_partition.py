@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.primitives import plans
-from coda_jax.primitives.partitioned import BARE
+from coda_jax.lowering import record
+from coda_jax.lowering.on_devices import BARE
 from tests.gemm_cases import assert_close, total
 from tests.partitioned import collectives, mesh_of, partitioned_on_cpus, run
 from tests.requirements import RECORD
@@ -318,12 +318,12 @@ def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():
 
 
 def test_plans_on_record_are_bounded():
-    for i in range(plans.PRODUCTS + 10):
-        for j in range(plans.PARTS + 2):
-            plans.record(f"test {i}", plans.Part(str(j), None, None, ""))
-    kept = [plans.recorded(f"test {i}") for i in (0, plans.PRODUCTS + 9)]
-    assert kept[0] == [] and [part.factors for part in kept[1]] == [str(j + 2) for j in range(plans.PARTS)]
-    assert len(plans._found) == plans.PRODUCTS
+    for i in range(record.PRODUCTS + 10):
+        for j in range(record.PARTS + 2):
+            record.record(f"test {i}", record.Part(str(j), None, None, ""))
+    kept = [record.recorded(f"test {i}") for i in (0, record.PRODUCTS + 9)]
+    assert kept[0] == [] and [part.factors for part in kept[1]] == [str(j + 2) for j in range(record.PARTS)]
+    assert len(record._found) == record.PRODUCTS
 
 
 SHARDINGS = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("model", "data")])
@@ -354,7 +354,7 @@ CACHE = """
 import sys, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import coda_jax as coda
-from coda_jax.primitives import plans
+from coda_jax.lowering import record
 from tests.partitioned import partitioned_on_cpus
 for option, value in (("jax_compilation_cache_dir", sys.argv[1]), ("jax_persistent_cache_min_compile_time_secs", 0),
                       ("jax_persistent_cache_min_entry_size_bytes", -1),

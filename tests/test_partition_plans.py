@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.epilogue import ReductionOp
-from coda_jax.primitives import row_shards
-from coda_jax.primitives.partition import axes_of, plan, units
-from coda_jax.primitives.partitioned import across, wire_dtype
-from coda_jax.primitives.plans import key_of
+from coda_jax.lowering import row_function
+from coda_jax.lowering.mesh_plan import axes_of, plan, units
+from coda_jax.lowering.on_devices import across, wire_dtype
+from coda_jax.lowering.record import key_of
 from coda_jax.tiles import table
 
 P = PartitionSpec
@@ -27,7 +27,7 @@ SIZES = {"x": 2, "y": 4}
 def spec_of(function, *shapes, dtype=jnp.float32):
     """The spec of the only product in a function of arrays of these shapes, and the shapes of its arguments."""
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-    ((types, spec),) = row_shards._products(jaxpr.jaxpr)
+    ((types, spec),) = row_function.products_of(jaxpr.jaxpr)
     return spec, [x.shape for x in types]
 
 

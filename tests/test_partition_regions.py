@@ -11,7 +11,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.primitives import notes
+from coda_jax.primitives import fallbacks
 from tests.gemm_cases import assert_close
 from tests.nvrtc import needs_nvrtc
 from tests.partitioned import collectives, partitioned_on_cpus
@@ -152,7 +152,7 @@ def in_shard_map(axes):
 @needs_nvrtc
 @pytest.mark.parametrize(("manual", "named"), [((), "data, model"), (("data",), "model")], ids=str)
 def test_a_mesh_without_devices(manual, named, monkeypatch):
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(fallbacks, "_reported", set())
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
     types = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -167,7 +167,7 @@ def test_a_mesh_without_devices(manual, named, monkeypatch):
 
 @needs_nvrtc
 def test_without_shardy(monkeypatch):
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(fallbacks, "_reported", set())
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO,) * 2)
     jax.config.update("jax_use_shardy_partitioner", False)

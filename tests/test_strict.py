@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
-from coda_jax.primitives import notes
+from coda_jax.primitives import fallbacks
 from tests.nvrtc import needs_nvrtc
 from tests.partitioned import partitioned_on_cpus
 
@@ -25,7 +25,7 @@ REASON = "takes its XLA form: .*float32"
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(notes, "_reported", set())
+    monkeypatch.setattr(fallbacks, "_reported", set())
 
 
 def lower(function, *arguments):
@@ -72,7 +72,7 @@ def test_backward_passes_are_strict_too():
 
 def test_a_lost_chain_raises():
     def function(x):
-        return notes.noted(x, "here", "a reason").sum()
+        return fallbacks.noted(x, "here", "a reason").sum()
 
     with coda.strict():
         jax.jit(function).lower(A)
@@ -84,12 +84,12 @@ def test_a_lost_chain_outside_jit(monkeypatch):
     """On arrays that lie on a GPU."""
     x = jnp.ones(3)
     with coda.strict():
-        notes.noted(x, "here", "a reason")
+        fallbacks.noted(x, "here", "a reason")
     monkeypatch.setattr(type(x), "devices", lambda _: [types.SimpleNamespace(platform="gpu")])
     with pytest.warns(coda.FallbackWarning, match="here: a reason"):
-        notes.noted(x, "here", "a reason")
+        fallbacks.noted(x, "here", "a reason")
     with coda.strict(), pytest.raises(coda.FallbackError):
-        notes.noted(x, "here", "a reason")
+        fallbacks.noted(x, "here", "a reason")
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_loss_whose_rows_xla_cuts(as_on_a_gpu):
 def test_the_environment_variable(monkeypatch):
     code = """
 import jax, coda_jax as coda
-from coda_jax.primitives.notes import noted
+from coda_jax.primitives.fallbacks import noted
 lower = lambda: jax.jit(lambda x: noted(x, "here", "a reason")).trace(1.0).lower(lowering_platforms=("cuda",))
 with coda.strict(False):
     lower()
@@ -176,7 +176,7 @@ lower()
     assert run.returncode == 1 and "FallbackError: <string>:4: here: a reason (strict mode" in run.stderr
     for setting in ("", "0"):
         monkeypatch.setenv("CODA_JAX_STRICT", setting)
-        assert not notes._strict_by_default()
+        assert not fallbacks._strict_by_default()
     monkeypatch.setenv("CODA_JAX_STRICT", "yes")
     with pytest.raises(ValueError, match="CODA_JAX_STRICT='yes'; it must be 0 or 1"):
-        notes._strict_by_default()
+        fallbacks._strict_by_default()

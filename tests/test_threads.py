@@ -16,7 +16,7 @@ from flax import nnx
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax.epilogue.call_site import CallSite
-from coda_jax.primitives import notes
+from coda_jax.primitives import fallbacks
 from coda_jax.tiles import table
 from flax_layers.checkpoints import load_hf_folder, save_hf_folder
 from tests.tiny_models import LLAMA
@@ -95,11 +95,11 @@ class Slow(set):
 
 def test_threads_are_warned_once(monkeypatch):
     said = []
-    for module in (notes, table):
+    for module in (fallbacks, table):
         monkeypatch.setattr(module, "_reported", Slow())
     monkeypatch.setattr(warnings, "warn_explicit", lambda *arguments: said.append(arguments))
     monkeypatch.setattr(warnings, "warn", lambda *arguments, **_: said.append(arguments))
-    at_one_time(*[lambda: notes.warn_once("message", "reason", CallSite("a.py", 1), strict=False)] * THREADS)
+    at_one_time(*[lambda: fallbacks.warn_once("message", "reason", CallSite("a.py", 1), strict=False)] * THREADS)
     at_one_time(*[lambda: table._warn("message")] * THREADS)
     assert len(said) == 2
 
@@ -135,7 +135,7 @@ def test_strict_mode_is_a_thread_s_own(enabled):
 
     def other():
         begin.wait()
-        found = notes.is_strict()
+        found = fallbacks.is_strict()
         begin.wait()
         return found
 
@@ -144,5 +144,5 @@ def test_strict_mode_is_a_thread_s_own(enabled):
         with coda.strict(enabled):
             begin.wait()
             begin.wait()
-            assert notes.is_strict() == enabled
+            assert fallbacks.is_strict() == enabled
         assert found.result() is False

@@ -118,10 +118,10 @@ import sys, jax, jax.numpy as jnp
 address, index, is_late = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "late"
 jax.distributed.initialize(address, 2, index)
 import coda_jax as coda
-from coda_jax.primitives import lowering
+from coda_jax.lowering import select
 from coda_jax.tiles import agreement
 from tests.tuned import DEVICE, cuts
-lowering.attached_device = lambda: DEVICE
+select.attached_device = lambda: DEVICE
 jax.devices()  # which all processes ask for together
 client = jax._src.distributed.global_state.client
 if is_late:

@@ -37,6 +37,7 @@ import coda_jax as coda
 from benchmarks import programs, results, timing
 from benchmarks.lab import tile_losses
 from benchmarks.lab.tile_losses import Shape
+from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, coda_gemm_p
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
@@ -44,7 +45,6 @@ from coda_jax.tiles.choose import candidates
 from coda_jax.tiles.config import GemmConfig, KernelConfig
 from coda_jax.tiles.constants import by_time, constants_for
 from coda_jax.tools import tune
-from coda_jax.tools.walk import equations_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,9 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.equations import bind
 from coda_jax.epilogue.rounding import round_to
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite"})
-CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,33 +92,23 @@ class Flat:
         return atom if isinstance(atom, Literal) else self.avals[atom]
 
 
-def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Open jaxpr and constants of an open or closed jaxpr, before and after JAX merged the two types."""
-    consts = getattr(jaxpr, "consts", ())
-    return getattr(jaxpr, "jaxpr", jaxpr), consts
-
-
-def _callee(params: dict[str, Any]) -> Any:
-    return next(params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in params)
-
-
 def _inlined(eqn: Any) -> Any:
     """The jaxpr that a call equation calls."""
-    callee = _callee(eqn.params)
+    called = callee(eqn)
     # From 0.12 on JAX makes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a kernel's
     # exp does not have.
-    operations = [inner.primitive.name for inner in _parts(callee)[0].eqns]
+    operations = [inner.primitive.name for inner in opened(called)[0].eqns]
     of_floats = eqn.invars and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
-    if "bitcast_convert_type" in operations and of_floats and str(callee) == _erf_derivative(eqn.invars[0].aval):
+    if "bitcast_convert_type" in operations and of_floats and str(called) == _erf_derivative(eqn.invars[0].aval):
         return jax.make_jaxpr(lambda x: lax.exp(-(x * x)))(eqn.invars[0].aval)
-    return callee
+    return called
 
 
 def _erf_derivative(aval: Any) -> str:
     """The function that JAX calls in the derivative of erf, as text."""
     derivative = jax.make_jaxpr(lambda x: jax.jvp(lax.erf, (x,), (x,))[1])(aval)
     calls = [eqn for eqn in derivative.jaxpr.eqns if eqn.primitive.name in CUSTOM_DERIVATIVES]
-    return str(_callee(calls[0].params)) if calls else ""
+    return str(callee(calls[0])) if calls else ""
 
 
 def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool) -> Flat:
@@ -138,7 +126,7 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
         return flat.constants[index]
 
     def inline(jaxpr: Any, arguments: Sequence[Atom], call: Any = None) -> list[Atom]:
-        body, consts = _parts(jaxpr)
+        body, consts = opened(jaxpr)
         names: dict[Any, Atom] = dict(zip(body.constvars, map(constant, consts), strict=True))
         names.update(zip(body.invars, arguments, strict=True))
 
@@ -244,7 +232,7 @@ def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     closed_over = equation.params.get("num_consts", 0) if equation.name != "custom_jvp_call" else 0
     inputs = [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]
     constants = Constants()
-    body = flatten(_callee(equation.params), constants, inline_custom_derivatives=False)
+    body = flatten(callee(equation), constants, inline_custom_derivatives=False)
     if not any(elementwise.is_rounded(aval.dtype) for aval in body.avals):
         return bind(equation.primitive, inputs, equation.params)
 

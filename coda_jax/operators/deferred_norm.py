@@ -12,7 +12,7 @@ from jax import lax
 
 from coda_jax.operators import pytree
 from coda_jax.operators.stream import NotAnArray, Stream
-from coda_jax.primitives.arguments import check_floats
+from coda_jax.primitives.dtypes import check_floats
 from coda_jax.primitives.mesh_types import explicit_cuts, placed
 from coda_jax.primitives.reverse_mode import differentiable
 

@@ -23,7 +23,7 @@ from coda_jax.operators.norm_products import (
     with_rows_of,
 )
 from coda_jax.operators.stream import Stream, array, separate_residual
-from coda_jax.primitives.arguments import joined_halves, resolve_dtype
+from coda_jax.primitives.dtypes import joined_halves, resolve_dtype
 from coda_jax.primitives.mesh_types import constrained
 
 MLP_NAME = "mlpwi"  # MaxText's

@@ -17,7 +17,7 @@ from coda_jax.operators.loss_head import LossHead
 from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.projection import norm_projection
 from coda_jax.operators.token_chunks import columns_of
-from coda_jax.primitives.arguments import check_floats, resolve_dtype
+from coda_jax.primitives.dtypes import check_floats, resolve_dtype
 
 LowRank = tuple[jax.Array, jax.Array]  # A (D, r), B (r, V)
 

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.primitives.matrices import Group, flat, reshaped
 from coda_jax.primitives.mesh_types import explicit_cuts, placed
-from coda_jax.primitives.shapes import Group, flat, reshaped
 
 
 class Rows(NamedTuple):

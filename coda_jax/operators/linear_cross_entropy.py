@@ -20,7 +20,7 @@ from coda_jax.operators.head_arguments import (
 )
 from coda_jax.operators.head_arrays import Statistics
 from coda_jax.operators.loss_statistics import statistics, weighted_sum
-from coda_jax.primitives.arguments import check_floats
+from coda_jax.primitives.dtypes import check_floats
 
 _NAME = "linear_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")

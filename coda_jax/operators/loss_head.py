@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import ReductionOp, logsumexp
+from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
 from coda_jax.operators.logit_curve import LogitCurve
@@ -38,7 +39,6 @@ from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.gemm_primitive import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
-from coda_jax.primitives.partitioned import across
 
 
 @dataclasses.dataclass(frozen=True)

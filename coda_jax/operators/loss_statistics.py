@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
-from coda_jax.primitives.row_shards import Result, on_row_shards
 
 Value = Callable[..., jax.Array]  # of each token's statistics and coefficients, elementwise
 

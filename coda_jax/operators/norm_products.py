@@ -41,8 +41,8 @@ from jax import lax
 
 from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
+from coda_jax.primitives.derivative import Options, Parts, product
 from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, placed_alike
-from coda_jax.primitives.product import Options, Parts, product
 
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:

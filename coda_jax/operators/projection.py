@@ -29,9 +29,9 @@ from coda_jax.operators.norm_products import (
     with_rows_of,
 )
 from coda_jax.operators.stream import Stream, array
-from coda_jax.primitives.arguments import check_floats, resolve_dtype
+from coda_jax.primitives.derivative import Parts
+from coda_jax.primitives.dtypes import check_floats, resolve_dtype
 from coda_jax.primitives.mesh_types import constrained
-from coda_jax.primitives.product import Parts
 
 PROJECTION_NAME = "norm_projection"
 

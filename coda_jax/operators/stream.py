@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from coda_jax.operators import pytree
-from coda_jax.primitives.notes import noted
+from coda_jax.primitives.fallbacks import noted
 
 
 class NotAnArray:

@@ -19,7 +19,7 @@ from coda_jax.operators.head_arguments import (
     known_labels,
 )
 from coda_jax.operators.loss_statistics import statistics
-from coda_jax.primitives.arguments import check_dtype
+from coda_jax.primitives.dtypes import check_dtype
 
 _NAME = "token_logprobs"
 

@@ -1,6 +1,6 @@
-"""The product with an epilogue: the function, its derivative, the JAX primitive, and its lowering to the kernel."""
+"""What a product with an epilogue means: the function, its derivative, the JAX primitive and its XLA form."""
 
+from coda_jax.primitives.fallbacks import FallbackError as FallbackError
+from coda_jax.primitives.fallbacks import FallbackWarning as FallbackWarning
+from coda_jax.primitives.fallbacks import strict as strict
 from coda_jax.primitives.gemm import gemm as gemm
-from coda_jax.primitives.notes import FallbackError as FallbackError
-from coda_jax.primitives.notes import FallbackWarning as FallbackWarning
-from coda_jax.primitives.notes import strict as strict

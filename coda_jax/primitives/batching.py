@@ -15,8 +15,8 @@ from coda_jax.epilogue import Axis, Kind, Operand
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
+from coda_jax.primitives.matrices import argument_parts
 from coda_jax.primitives.mesh_types import explicit_cuts
-from coda_jax.primitives.shapes import argument_parts
 from coda_jax.primitives.spec import GemmSpec
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from coda_jax.epilogue import Epilogue, Kind, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
-from coda_jax.primitives.arguments import FLOATS, check_dtype
+from coda_jax.primitives.derivative import Options, product
+from coda_jax.primitives.dtypes import FLOATS, check_dtype
 from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
-from coda_jax.primitives.product import Options, product
 from coda_jax.tiles.config import GemmConfig
 
 

@@ -15,8 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
-from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
-from coda_jax.primitives.shapes import (
+from coda_jax.primitives.matrices import (
     FactorAxes,
     argument_parts,
     flat_arguments,
@@ -29,6 +28,7 @@ from coda_jax.primitives.shapes import (
     shaped_outputs,
     shaped_results,
 )
+from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))

@@ -78,7 +78,7 @@ class GemmSpec(CallOptions):
     """A product with its epilogue. Equal ones make the same program of the same types of arrays.
 
     The arguments of the primitive are a, b and the epilogue's operands in this order, each one array or its parts;
-    shapes.py knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
+    matrices.py knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
 
     Attributes:
       program: the epilogue's.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from coda_jax.primitives.addressing import unaligned_rows
-from coda_jax.primitives.shapes import flat_spec, flat_types
+from coda_jax.lowering.addressing import unaligned_rows
+from coda_jax.primitives.matrices import flat_spec, flat_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue import types_of
+from coda_jax.lowering.launch import problem_of
+from coda_jax.lowering.on_devices import BARE, part_of_types
 from coda_jax.primitives.gemm_primitive import xla_form
-from coda_jax.primitives.lowering import problem_of
-from coda_jax.primitives.partitioned import BARE, part_of_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.chips import COPIED, chip_of
 from coda_jax.tiles.config import KernelConfig

@@ -10,20 +10,20 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.primitives import lowering
+from coda_jax.jaxprs.graph import graphs_of
+from coda_jax.jaxprs.walk import equations_in, jaxpr_of
+from coda_jax.lowering.kernel import readable_source
+from coda_jax.lowering.launch import problem_of
+from coda_jax.lowering.select import Selection, select
+from coda_jax.primitives.fallbacks import coda_note_p
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.kernel import readable_source
-from coda_jax.primitives.lowering import problem_of, select
-from coda_jax.primitives.notes import coda_note_p
-from coda_jax.primitives.shapes import flat_types
-from coda_jax.tiles.table import as_if_attached
+from coda_jax.primitives.matrices import flat_types
+from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
 from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
-from coda_jax.tools.graph import graphs_of
 from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
-from coda_jax.tools.walk import equations_in, jaxpr_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ def explain(
     if named is not None and platform == "cpu":
         raise ValueError(f"{platform=} with {device=}; a device is a GPU")
     platform = platform or ("cuda" if named else jax.default_backend())
-    told = named or lowering.attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
+    told = named or attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
     products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
     remedies: dict[str, str] = {}
     jaxpr = jaxpr_of(function, *args, **kwargs)
@@ -268,7 +268,7 @@ def _product(
     try:
         choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
-        choice = lowering.Selection(str(error))
+        choice = Selection(str(error))
     part = part_of(avals, spec) if choice.over else (avals, spec)
     types, of_types = part or (avals, spec)
     cost = cost_of(types, of_types, choice.config, device) if part else None

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from coda_jax.tools.graph import LOOPS, Array, Graph, Operation
-from coda_jax.tools.walk import inner_jaxprs
+from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
+from coda_jax.jaxprs.walk import inner_jaxprs
 
 _PRODUCTS = {"coda_gemm", "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 _COLLECTIVES = {

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax import ffi
+from coda_jax.jaxprs.walk import equations_of
+from coda_jax.lowering.launch import problem_of
+from coda_jax.lowering.select import CAPABILITY, select
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, coda_gemm_p
-from coda_jax.primitives.lowering import CAPABILITY, problem_of, select
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles import table as tile_table
 from coda_jax.tiles.choose import candidates
@@ -27,7 +29,6 @@ from coda_jax.tiles.config import GemmConfig, KernelConfig
 from coda_jax.tiles.constants import Constants, constants_in_use
 from coda_jax.tiles.cost_model import GemmShape, best_first, relative_power
 from coda_jax.tiles.table import Problem
-from coda_jax.tools.walk import equations_of
 
 _NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
 _SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
+from coda_jax.jaxprs.walk import equations_of
+from coda_jax.lowering.launch import problem_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.lowering import problem_of
 from coda_jax.tiles.table import config_for, expected_nanoseconds
-from coda_jax.tools.walk import equations_of
 
 
 def layer(

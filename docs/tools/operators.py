@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
+from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.tools.walk import equations_of
 
 # Sizes to trace with. All differ, so that a number in a shape says which size it is.
 SIZES = {

@@ -14,9 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike
 
-from coda_jax.extend import vary, varying_axes
+from coda_jax.extend import hoist, vary, varying_axes
 from flax_layers.decoding.generate_arguments import NO_TOKEN, check_arguments, check_tokens, static_arguments
-from flax_layers.decoding.hoist import hoist
 
 
 class Decoder(Protocol):

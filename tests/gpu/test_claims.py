@@ -6,7 +6,7 @@ import pytest
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.primitives import kernel, lowering
+from coda_jax.lowering import cuda, kernel
 from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 from tests.gpu.test_repeats import CASES, LARGE, _arguments, _differing
@@ -50,6 +50,6 @@ def test_batched(b_is_shared, monkeypatch):
         return jax.jit(jax.vmap(one, in_axes=(0, None if b_is_shared else 0)))
 
     want = product()(a, b)
-    monkeypatch.setattr(lowering, "_is_of_several", lambda ctx: True)
+    monkeypatch.setattr(cuda, "_is_of_several", lambda ctx: True)
     claiming = product()
     assert sum(_differing([want], [claiming(a, b)]) for _ in range(REPEATS)) == 0

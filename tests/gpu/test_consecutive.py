@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.primitives import kernel
+from coda_jax.lowering import kernel
 from tests.gpu.poisoned import inline_headers
 
 # One and a half tiles of 128 x 128 a multiprocessor: half of them begin the next product while the others still work.

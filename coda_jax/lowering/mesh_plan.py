@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from coda_jax.epilogue import Program
-from coda_jax.primitives.shapes import Groups, argument_groups, argument_parts, product_parts, result_groups
+from coda_jax.primitives.matrices import Groups, argument_groups, argument_parts, product_parts, result_groups
 from coda_jax.primitives.spec import GemmSpec
 
 Axes = tuple[str, ...]

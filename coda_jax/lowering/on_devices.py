@@ -25,11 +25,8 @@ from jax.sharding import NamedSharding
 
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
-from coda_jax.primitives.addressing import unsupported_reason
-from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
-from coda_jax.primitives.mesh_types import explicit_axes
-from coda_jax.primitives.notes import is_strict
-from coda_jax.primitives.partition import (
+from coda_jax.lowering.addressing import unsupported_reason
+from coda_jax.lowering.mesh_plan import (
     Axes,
     Dims,
     Plan,
@@ -41,8 +38,10 @@ from coda_jax.primitives.partition import (
     result_dims,
     units,
 )
-from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
-from coda_jax.primitives.shapes import (
+from coda_jax.lowering.xla_partitioner import Laid, Split, call_that_is_split
+from coda_jax.primitives.fallbacks import is_strict
+from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
+from coda_jax.primitives.matrices import (
     FactorAxes,
     argument_groups,
     argument_parts,
@@ -53,6 +52,7 @@ from coda_jax.primitives.shapes import (
     reductions_of,
     result_groups,
 )
+from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 

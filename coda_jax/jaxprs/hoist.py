@@ -8,17 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.extend import bind_equation
-
-# Their equations are seen through: name -> parameter with the jaxpr.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 
 
 def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
@@ -81,12 +72,10 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> 
 def _run(equations: Sequence[core.JaxprEqn], environment: dict[Any, Any]) -> None:
     for equation in equations:
         values = [_read(environment, v) for v in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner: Any = equation.params[_CALLS[equation.primitive.name]]
-            open_jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, core.ClosedJaxpr) else (inner, ())
-            outputs: Sequence[Any] = _evaluate(open_jaxpr, consts, values)
+        if equation.primitive.name in CALLS | CUSTOM_DERIVATIVES:
+            outputs: Sequence[Any] = _evaluate(*opened(callee(equation)), values)
         else:
-            outputs = bind_equation(equation.primitive, values, equation.params)
+            outputs = bind(equation.primitive, values, equation.params)
         environment.update(zip(equation.outvars, outputs, strict=True))
 
 

@@ -21,14 +21,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
+from coda_jax.jaxprs.walk import equations
+from coda_jax.lowering.mesh_plan import Axes, axes_of
+from coda_jax.lowering.on_devices import digest_of
+from coda_jax.lowering.record import key_of
+from coda_jax.lowering.select import report, route_of, select_part
+from coda_jax.lowering.xla_partitioner import Laid, Split, call_that_is_split, devices_of
+from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.lowering import devices_of, report, route_of, select_part
 from coda_jax.primitives.mesh_types import may_be_automatic
-from coda_jax.primitives.notes import is_strict
-from coda_jax.primitives.partition import Axes, axes_of
-from coda_jax.primitives.partitioned import digest_of
-from coda_jax.primitives.partitioner import Laid, Split, call_that_is_split
-from coda_jax.primitives.plans import key_of
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
@@ -158,7 +159,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
 
 def _record(whole: Any, part: Any) -> None:
     """Puts on record what a device multiplies: its function has the products of the whole one, in their order."""
-    products, of_part = _products(whole.jaxpr), _products(part.jaxpr)
+    products, of_part = products_of(whole.jaxpr), products_of(part.jaxpr)
     if len(products) == len(of_part):  # else it is another function of a part, and nothing is known
         for (avals, spec), (avals_of_part, spec_of_part) in zip(products, of_part, strict=True):
             select_part(avals_of_part, spec_of_part, key=key_of(avals, spec))
@@ -166,21 +167,15 @@ def _record(whole: Any, part: Any) -> None:
 
 def _refuse_fallbacks(part: Any) -> None:
     """Raises what the lowering of a device's part would in strict mode."""
-    for avals, spec in _products(part.jaxpr):
+    for avals, spec in products_of(part.jaxpr):
         if spec.implementation == "auto" and (reason := select_part(avals, spec).reason) is not None:
             report(spec, reason, strict=True)
 
 
-def _products(jaxpr: Any) -> list[tuple[list[Any], GemmSpec]]:
-    """Types of the arguments and the spec of each."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive in PRIMITIVES:
-            found.append(([v.aval for v in equation.invars], equation.params["spec"]))
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                found += _products(getattr(inner, "jaxpr", inner))
-    return found
+def products_of(jaxpr: jex_core.Jaxpr) -> list[tuple[list[Any], GemmSpec]]:
+    """Types of the arguments and the spec of each product."""
+    found = (equation for equation, _ in equations(jaxpr) if equation.primitive in PRIMITIVES)
+    return [([v.aval for v in equation.invars], equation.params["spec"]) for equation in found]
 
 
 def _axes_of(

@@ -29,7 +29,7 @@ def equations_of(
 
 def equations_in(jaxpr: core.Jaxpr, arguments: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
     """The same of a jaxpr with these arguments."""
-    found = list(_equations(jaxpr, 1))
+    found = list(equations(jaxpr))
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
     shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
     sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
@@ -48,9 +48,9 @@ def executions(equation: core.JaxprEqn) -> int:
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 
-def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
+def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
     """All equations, those of nested jaxprs too, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
         for inner in inner_jaxprs(equation):
-            yield from _equations(inner, times * executions(equation))
+            yield from equations(inner, times * executions(equation))

@@ -16,10 +16,7 @@ from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types
 from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.layout import laid_out
-from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
-from coda_jax.primitives.pullback import Pullback
-from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
-from coda_jax.primitives.shapes import (
+from coda_jax.primitives.matrices import (
     WHOLE,
     FactorAxes,
     Group,
@@ -35,6 +32,9 @@ from coda_jax.primitives.shapes import (
     shaped,
     shaped_parts,
 )
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.primitives.pullback import Pullback
+from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.spec import ArrayAxes, CallOptions, GemmSpec
 
 PREACTIVATION_NAME = "coda_preactivation"

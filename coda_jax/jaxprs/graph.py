@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.tools.walk import executions, inner_jaxprs
+from coda_jax.jaxprs.walk import executions, inner_jaxprs
 
 # The result is the argument: seen otherwise, or with a meaning that XLA drops.
 _SAME = {

@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from coda_jax.primitives.partition import Axes, axes_of
+from coda_jax.lowering.mesh_plan import Axes, axes_of
 
 WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
 
@@ -60,6 +60,13 @@ def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
     if mesh is not None:
         return isinstance(mesh, Mesh) and not mesh.empty
     return getattr(context, "device_assignment", None) is not None
+
+
+def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
+    """On how many devices XLA partitions what is lowered, if its types are on no mesh; whether these are known."""
+    context = ctx.module_context.axis_context
+    # In a region where all axes are manual, as a shard_map is, nothing is partitioned any more; or the types say it.
+    return getattr(context, "num_devices", 1), known_devices(ctx)
 
 
 def call_that_is_split(

@@ -1,0 +1,1 @@
+"""Jaxprs: walked, bound again, seen as graphs, split at what a loop repeats."""

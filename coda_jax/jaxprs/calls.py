@@ -1,0 +1,21 @@
+"""Equations that call a function whose jaxpr they have: they are the same as that jaxpr's equations in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call", "remat", "remat2", "checkpoint", "composite"})
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def callee(equation: Any) -> Any:
+    """The jaxpr that a call's equation has, closed or open."""
+    return next(equation.params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in equation.params)
+
+
+def opened(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """An open jaxpr and its constants, from an open or a closed one, before and after JAX merged the two types."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

@@ -1,0 +1,74 @@
+"""The rule by which JAX lowers a product for CUDA: on one device the kernel, on several what each of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+
+from coda_jax.lowering.launch import kernel_tiles
+from coda_jax.lowering.on_devices import lower_automatic, lower_explicit
+from coda_jax.lowering.record import key_of
+from coda_jax.lowering.select import machine_reason, report, route_of, select_part
+from coda_jax.lowering.xla_partitioner import WAY_OUT, devices_of, with_own_attributes
+from coda_jax.primitives.fallbacks import is_strict
+from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, xla_tiles
+from coda_jax.primitives.spec import GemmSpec
+
+
+def tiles(
+    *arguments: jax.Array,
+    spec: GemmSpec,
+    strict: bool,
+    anywhere: bool = False,
+    yields: bool = False,
+    key: str | None = None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
+    selection = select_part(arguments, spec, anywhere=anywhere, key=key)
+    if selection.config is not None:
+        kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
+        return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)
+    report(spec, selection.reason, strict=strict)
+    return xla_tiles(*arguments, spec=spec)
+
+
+def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program runs on several devices, so that there may be collectives beside its kernels."""
+    context: Any = ctx.module_context.axis_context
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in]  # type: ignore[attr-defined]
+    sizes = [mesh.size for mesh in (*meshes, getattr(context, "mesh", None)) if mesh is not None]
+    return max(getattr(context, "num_devices", 1), *sizes) > 1
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:
+    anywhere = ctx.module_context.lowering_parameters.for_export
+    num_devices, has_devices = devices_of(ctx)
+    route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
+    if route.is_automatic and not has_devices and route.reason is None:
+        reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {WAY_OUT}"
+        route = dataclasses.replace(route, reason=reason)
+    why_not = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
+    if why_not is not None:
+        report(spec, why_not, strict=is_strict())
+        return lower_xla(ctx, *arguments, spec=spec)
+    # Now: XLA's partitioner calls back later, and on threads of its own.
+    tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
+    if route.over:
+        if route.is_automatic:
+            tiles = functools.partial(tiles, key=key_of(ctx.avals_in, spec))
+        lower = lower_automatic if route.is_automatic else lower_explicit
+        return lower(ctx, *arguments, spec=spec, tiles=tiles)
+
+    def whole(*arguments: jax.Array) -> list[jax.Array]:
+        stores, reductions = tiles(*arguments, spec=spec)
+        return outputs_of([*stores, *reductions], arguments, spec)
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
+
+
+for _primitive in PRIMITIVES:
+    mlir.register_lowering(_primitive, _lower, platform="cuda")

@@ -1,0 +1,128 @@
+"""The kernel's custom call: a batch that is more rows, the call's latency for XLA, and the finish over its tiles."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from coda_jax import ffi
+from coda_jax.epilogue import Axis, Kind, Operand
+from coda_jax.lowering import kernel
+from coda_jax.primitives.gemm_primitive import split_results
+from coda_jax.primitives.matrices import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
+from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.config import KernelConfig
+from coda_jax.tiles.cost_model import GemmShape
+from coda_jax.tiles.table import Problem, attached_device, expected_nanoseconds
+
+
+def kernel_tiles(
+    *arguments: jax.Array, spec: GemmSpec, config: KernelConfig, yields: bool = False
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The custom call: the program's stores and reductions; `yields` as in `kernel.lower`."""
+    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), flat_spec(spec), config, yields)
+    return split_results(shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec), spec)
+
+
+def _matrix_tiles(
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The same of matrices and vectors."""
+    if not _folds(spec):
+        return _launch(arguments, spec, config, yields)
+    batch, rows = spec.batch(arguments), arguments[0].shape[1]
+    stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config, yields)
+    stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
+    return stores, [x.reshape(batch, rows) for x in reductions]
+
+
+def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
+    """The product that the lowering launches for arguments of these types."""
+    types, spec = flat_types(avals, spec), flat_spec(spec)
+    if _folds(spec):
+        types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
+        spec = spec.unbatched()
+    a, b, _ = spec.split(types)
+    m, n, k = spec.sizes(a, b)
+    batch = spec.batch(types)
+    shape = GemmShape(m, n, k, 1 if batch is None else batch, spec.transpose_b)
+    return Problem(shape, spec.program, a.dtype, spec.store_dtypes, spec.transpose_a, spec.batched)
+
+
+def _folds(spec: GemmSpec) -> bool:
+    """Whether a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
+    a_batched, b_batched, flags = spec.split(spec.batched)
+    return (
+        a_batched
+        and not b_batched
+        and not spec.transpose_a
+        and all(reduction.axis is Axis.ROW for reduction in spec.program.reductions)
+        and not any(node.op == "row" for node in spec.program.nodes)
+        and all(
+            flag if operand.kind is Kind.TILE else _has_rows(operand) or not flag
+            for operand, flag in zip(spec.program.operands, flags, strict=True)
+        )
+    )
+
+
+def _has_rows(operand: Operand) -> bool:
+    """Whether it has a row for each of the product."""
+    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.ROPE_TABLE) and not operand.period
+
+
+def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """The arguments with a's batch as rows."""
+    a, b, operands = spec.split(arguments)
+    batch, rows, k = a.shape
+    flat = [_fold(x, operand, batch, rows) for x, operand in zip(operands, spec.program.operands, strict=True)]
+    return [a.reshape(batch * rows, k), b, *flat]
+
+
+def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
+    if not _has_rows(operand):
+        return x  # a table's rows repeat in the batch as they do in one product
+    columns = x.shape[-1]
+    if x.ndim == 2:  # a column vector that the batch shares
+        x = jnp.broadcast_to(x, (batch, rows, columns))
+    return x.reshape(batch * rows, columns)
+
+
+def _launch(
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
+    program = spec.program
+    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments], spec, config, yields=yields)
+    ffi.compile_async(lowered.call.source, spec.name)
+    position = {store.output: i for i, store in enumerate(program.stores)}
+    aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
+    taken = 0 if len(lowered.results) == 1 else len(program.stores) + len(program.reductions)
+    with _latency(arguments, spec, config, taken):
+        results = ffi.gemm_call(arguments, lowered.results, lowered.call, input_output_aliases=aliases)
+    # The custom call's results are typed as varying over no mesh axis.
+    results = vary(varying_axes(*arguments), *results)
+    stores, partials = results[: len(program.stores)], results[len(program.stores) :]
+    over_tiles = zip(program.reductions, partials, strict=False)  # the kernel's own come last
+    return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]
+
+
+def _latency(
+    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, taken: int
+) -> contextlib.AbstractContextManager[Any]:
+    """Tells XLA's scheduler how long a call takes, which knows no custom call: what runs beside it starts in time.
+
+    Args:
+      taken: how many operations take one of several results each. XLA gives these what is said of the call, and counts
+        it again: each says its share.
+    """
+    expected = expected_nanoseconds(problem_of(arguments, spec), config, attached_device())
+    if expected is None:
+        return contextlib.nullcontext()
+    return set_xla_metadata(latency_metadata=expected // (1 + taken))

@@ -1,0 +1,169 @@
+"""What a product is lowered to on a GPU, and why: the kernel with one of its tiles, or its XLA form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from coda_jax import ffi
+from coda_jax.lowering.addressing import unsupported_reason
+from coda_jax.lowering.launch import problem_of
+from coda_jax.lowering.on_devices import part_of_types
+from coda_jax.lowering.record import Part, key_of, record, recorded
+from coda_jax.lowering.xla_partitioner import WAY_OUT
+from coda_jax.primitives.fallbacks import warn_once
+from coda_jax.primitives.matrices import flat_spec, flat_types
+from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes
+from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.config import KernelConfig
+from coda_jax.tiles.table import attached_device, config_for, named_device
+
+CAPABILITY = "9.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What a product is lowered to on a GPU.
+
+    Attributes:
+      reason: why it takes the XLA form; None where it is the kernel.
+      config: of the kernel; None too where that is known only when XLA has partitioned the program.
+      origin: who says so, as `config_for`.
+      over: the mesh axes over which each device runs it on its own part.
+      parts: the factors of these parts, in every plan that is known; the rest is said of the last one.
+    """
+
+    reason: str | None = None
+    config: KernelConfig | None = None
+    origin: str = ""
+    over: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+
+def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
+    """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
+
+    Args:
+      avals: types of the arguments.
+      num_devices: how many XLA partitions the program over, if its types are on no mesh.
+      anywhere: whether it may run on other devices than those attached, so that no table of tiles has a say.
+
+    Raises:
+      ValueError: the user's config is none that a kernel of this product can have.
+    """
+    if spec.implementation == "xla":
+        return Selection("implementation='xla'")
+    if reason := machine_reason():
+        return Selection(reason)
+    route = route_of(avals, num_devices, for_export=anywhere)
+    if route.reason is not None:
+        return Selection(route.reason)
+    if route.over:
+        return _select_of_parts(avals, spec, route, anywhere)
+    if reason := unsupported_reason(flat_types(avals, spec), flat_spec(spec)):
+        return Selection(reason)
+    problem = problem_of(avals, spec)
+    try:
+        return Selection(None, *config_for(problem, spec.config, None if anywhere else attached_device()))
+    except ValueError as error:
+        if spec.config is None:
+            return Selection(str(error))
+        if reason := select(avals, spec.replace(config=None), num_devices, anywhere=anywhere).reason:
+            return Selection(reason)
+        raise
+
+
+def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
+    """What each device's part is lowered to, as the types say it, or what XLA asked about when it compiled it."""
+    if route.is_automatic:
+        plans = recorded(key_of(avals, spec))
+        if not plans:
+            return Selection(over=route.over)
+        *_, last = plans
+        reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
+        return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
+    parts, of_part = part_of_types(avals, spec)
+    selection = select(parts[: len(of_part.batched)], of_part, anywhere=anywhere)
+    return dataclasses.replace(selection, over=route.over, parts=(factors_of(parts, spec),))
+
+
+def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
+    """a @ b, of these types, as matrices."""
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
+    transposed = (spec.transpose_a, spec.transpose_b)
+    return " @ ".join(f"{x.str_short()}{'^T' if flag else ''}" for x, flag in zip(matrices, transposed, strict=True))
+
+
+def machine_reason() -> str | None:
+    if named_device() is not None:
+        return None
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:  # export and ahead-of-time compilation: the machine that runs it compiles the kernels
+        return None
+    other = {device.compute_capability for device in devices} - {CAPABILITY}
+    if other:
+        return f"the GPU has compute capability {min(other)}; the kernel needs {CAPABILITY} (Hopper)"
+    return ffi.unavailable_reason()
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a product comes to the devices.
+
+    Attributes:
+      over: the mesh axes over which it is split; none on one device, or where all axes are manual.
+      is_automatic: whether they are automatic, not explicit.
+      reason: why it cannot be split.
+    """
+
+    over: tuple[str, ...] = ()
+    is_automatic: bool = False
+    reason: str | None = None
+
+
+def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False) -> Route:
+    """How a product of arguments of these types comes to `num_devices` devices, if they are on no mesh."""
+    shardings = [aval.sharding for aval in avals]
+    over, automatic = partitioned_axes(*shardings), automatic_axes(*shardings)
+    on_no_mesh = all(sharding.mesh.empty for sharding in shardings)
+    if not over and not (on_no_mesh and num_devices > 1):
+        return Route()
+    if not automatic and not on_no_mesh:
+        return Route(over)
+    names = f"mesh axes {', '.join(over)}" if over else f"{num_devices} devices"
+    why = None
+    if for_export:
+        why = "an exported program cannot carry how a product is split over automatic ones"
+    elif not jax.config.jax_use_shardy_partitioner:
+        why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
+    reason = why and f"XLA partitions it over {names}, and {why}; {WAY_OUT}"
+    return Route(over or (f"{num_devices} devices",), True, reason)
+
+
+def select_part(
+    arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
+) -> Selection:
+    """What a product of arrays on one device is lowered to; put on record as a part of the product of this `key`."""
+    types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
+    selection = select(types, spec, anywhere=anywhere)
+    if key is not None:
+        record(key, Part(factors_of(types, spec), selection.reason, selection.config, selection.origin))
+    return selection
+
+
+def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
+    """Says why a product takes its XLA form.
+
+    Raises:
+      NotImplementedError: implementation="cuda".
+      FallbackError: strict, and the form was not asked for.
+    """
+    if spec.implementation == "cuda":
+        raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {reason}")
+    if spec.implementation == "auto":
+        message = f"takes its XLA form: {reason}"
+        warn_once(f"gemm '{spec.name}' {message}", message, spec.site, strict=strict)
