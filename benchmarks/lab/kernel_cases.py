@@ -17,7 +17,7 @@ from flax import nnx
 
 import coda_jax as coda
 from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
-from flax_layers import GPT2, GPT2Config, Llama, LlamaConfig
+from flax_layers import GPT2, GPT2Config, Llama, LlamaConfig, add_lora
 
 DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 # Every tile, whole and with split-K, beside many rows; and those of few rows, which share nothing.
@@ -142,28 +142,41 @@ def _models() -> Iterator[tuple[str, Case]]:
         ("Llama with GeGLU and biases", functools.partial(Llama, gemma_gate), True),
         ("Qwen3", functools.partial(Llama, qwen3), True),
         ("GPT-2", functools.partial(GPT2, GPT2Config(n_layer=2)), True),
+        ("Llama in float16", functools.partial(Llama, llama), True),
+        ("Llama with LoRA", functools.partial(_with_lora, llama), True),
         ("a tiny Llama", functools.partial(Llama, tiny), False),
     ):
         size = (2, 64) if "tiny" in name else (4, 1024)
+        dtype = jnp.float16 if "float16" in name else jnp.bfloat16
         for forward in (True, False):
-            for param_dtype in (jnp.bfloat16, jnp.float32) if name == "Llama" else (jnp.bfloat16,):
-                case = _step(model, size, forward, param_dtype)
-                every = every_tile and not forward and param_dtype == jnp.bfloat16
+            for param_dtype in (dtype, jnp.float32) if name == "Llama" else (dtype,):
+                case = _step(model, size, forward, dtype, param_dtype)
+                every = every_tile and not forward and param_dtype == dtype
                 yield (
                     f"{name}, {'forward' if forward else 'backward'}, {jnp.dtype(param_dtype).name} parameters",
                     dataclasses.replace(case, every_tile=every, is_small="tiny" in name and not forward),
                 )
 
 
-def _step(model: Callable[..., Any], size: tuple[int, int], forward: bool, param_dtype: Any) -> Case:
-    make = functools.partial(model, dtype=jnp.bfloat16, param_dtype=param_dtype)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+def _with_lora(config: LlamaConfig, **options: Any) -> Llama:
+    model = Llama(config, **options)
+    add_lora(model, 16, rngs=options["rngs"])
+    return model
 
-    def logits(params: Any, tokens: jax.Array) -> Any:
-        return nnx.merge(graphdef, params)(tokens)
 
-    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-        return nnx.merge(graphdef, params).loss(tokens, labels)
+def _step(model: Callable[..., Any], size: tuple[int, int], forward: bool, dtype: Any, param_dtype: Any) -> Case:
+    """A model's logits, or its loss and the gradients of what is trained: adapters where it has some."""
+    make = functools.partial(model, dtype=dtype, param_dtype=param_dtype)
+    shapes = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    is_adapted = bool(nnx.state(shapes, nnx.LoRAParam))
+    graphdef, trained, rest = nnx.split(shapes, nnx.LoRAParam if is_adapted else nnx.Param, ...)
+
+    def logits(trained: Any, rest: Any, tokens: jax.Array) -> Any:
+        return nnx.merge(graphdef, trained, rest)(tokens)
+
+    def loss(trained: Any, rest: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        return nnx.merge(graphdef, trained, rest).loss(tokens, labels)
 
     tokens = array(size, jnp.int32)
-    return Case(logits, (params, tokens)) if forward else Case(jax.value_and_grad(loss), (params, tokens, tokens))
+    arguments = (trained, rest, tokens)
+    return Case(logits, arguments) if forward else Case(jax.value_and_grad(loss), (*arguments, tokens))
