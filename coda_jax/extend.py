@@ -10,11 +10,11 @@ from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual
+from coda_jax.primitives.columns import halves_apart as halves_apart
+from coda_jax.primitives.columns import halves_joined as halves_joined
+from coda_jax.primitives.columns import in_heads as in_heads
 from coda_jax.primitives.fallbacks import noted as noted
 from coda_jax.primitives.layout import spec_of_sum as spec_of_sum
-from coda_jax.primitives.matrices import halves_apart as halves_apart
-from coda_jax.primitives.matrices import halves_joined as halves_joined
-from coda_jax.primitives.matrices import in_heads as in_heads
 from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
 from coda_jax.primitives.mesh_types import explicit_cuts as explicit_cuts

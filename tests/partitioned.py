@@ -112,7 +112,7 @@ def partitioned_on_cpus():
 
     def tiles(*arguments, spec, strict, anywhere=False, yields=False, key=None):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
-        selection = select.select_part(arguments, spec, anywhere=anywhere, key=key)
+        selection = select.select_shard(arguments, spec, anywhere=anywhere, key=key)
         records.append((spec, types, selection))
         if selection.reason is not None and (strict or spec.implementation == "cuda"):
             select.report(spec, selection.reason, strict=strict)

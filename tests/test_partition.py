@@ -319,11 +319,11 @@ def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():
 
 def test_plans_on_record_are_bounded():
     for i in range(record.PRODUCTS + 10):
-        for j in range(record.PARTS + 2):
-            record.record(f"test {i}", record.Part(str(j), None, None, ""))
+        for j in range(record.PLANS + 2):
+            record.record(f"test {i}", record.Shard(str(j), None, None, ""))
     kept = [record.recorded(f"test {i}") for i in (0, record.PRODUCTS + 9)]
-    assert kept[0] == [] and [part.factors for part in kept[1]] == [str(j + 2) for j in range(record.PARTS)]
-    assert len(record._found) == record.PRODUCTS
+    assert kept[0] == [] and [part.factors for part in kept[1]] == [str(j + 2) for j in range(record.PLANS)]
+    assert len(record._plans) == record.PRODUCTS
 
 
 SHARDINGS = st.sampled_from([(), ("data",), ("model",), ("data", "model"), ("model", "data")])

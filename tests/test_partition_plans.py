@@ -14,14 +14,17 @@ import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.epilogue import ReductionOp
 from coda_jax.lowering import row_function
-from coda_jax.lowering.mesh_plan import axes_of, plan, units
+from coda_jax.lowering.mesh_plan import mesh_axes_of, plan, units
 from coda_jax.lowering.on_devices import across, wire_dtype
 from coda_jax.lowering.record import key_of
+from coda_jax.primitives.axes import BATCH, Dimension, ProductAxis
 from coda_jax.tiles import table
 
 P = PartitionSpec
 M, K, N = 16, 8, 24
 SIZES = {"x": 2, "y": 4}
+M0, M1, M2 = (ProductAxis(Dimension.M, i) for i in range(3))
+(N0, N1), K0 = (ProductAxis(Dimension.N, i) for i in range(2)), ProductAxis(Dimension.K)
 
 
 def spec_of(function, *shapes, dtype=jnp.float32):
@@ -32,8 +35,8 @@ def spec_of(function, *shapes, dtype=jnp.float32):
 
 
 def planned(spec, shapes, arguments, results):
-    cuts = [axes_of(of_one, len(shape)) for of_one, shape in zip(arguments, shapes, strict=True)]
-    asked = [axes_of(of_one, 2) for of_one in results]
+    cuts = [mesh_axes_of(of_one, len(shape)) for of_one, shape in zip(arguments, shapes, strict=True)]
+    asked = [mesh_axes_of(of_one, 2) for of_one in results]
     return plan(spec, shapes, cuts, asked, SIZES)
 
 
@@ -83,39 +86,39 @@ def test_moves(name):
     made = planned(spec, shapes, given, [asked])
     *got, of_result = *made.argument_specs(spec, (2, 2)), *made.result_specs(spec)
     for found, want in zip((*got, of_result), (*factors, result), strict=True):
-        assert axes_of(found, 2) == axes_of(want, 2), (found, want)
-    assert made.over("k") == MOVES[name][2]
+        assert mesh_axes_of(found, 2) == mesh_axes_of(want, 2), (found, want)
+    assert made.over(Dimension.K) == MOVES[name][2]
 
 
 @pytest.mark.parametrize(
     ("shapes", "specs", "asked", "cuts"),
     [
-        (((6, 8), (8, 24)), (P(("x", "y")), P()), P(), {"m0": ("x",)}),  # 6 / 2 rows, which 4 does not divide
-        (((6, 8), (8, 24)), (P(("y", "x")), P()), P(), {"m0": ("x",)}),
-        (((6, 8), (8, 24)), (P(None, "y"), P("y")), P("y"), {"k0": ("y",)}),  # a sum that cannot be scattered
+        (((6, 8), (8, 24)), (P(("x", "y")), P()), P(), {M0: ("x",)}),  # 6 / 2 rows, which 4 does not divide
+        (((6, 8), (8, 24)), (P(("y", "x")), P()), P(), {M0: ("x",)}),
+        (((6, 8), (8, 24)), (P(None, "y"), P("y")), P("y"), {K0: ("y",)}),  # a sum that cannot be scattered
         (((16, 6), (6, 24)), (P(None, "y"), P("y")), P(), {}),
-        (((16, 8), (8, 4)), (P(None, "y"), P("y")), P(None, ("x", "y")), {"k0": ("y",), "n0": ("x",)}),
-        (((2, 8, 8), (8, 24)), (P("x", "y"), P()), P("x", "y"), {"m0": ("x",), "m1": ("y",)}),
-        (((16, 8), (8, 2, 12)), (P(), P(None, "x", "y")), P(), {"n0": ("x",), "n1": ("y",)}),
+        (((16, 8), (8, 4)), (P(None, "y"), P("y")), P(None, ("x", "y")), {K0: ("y",), N0: ("x",)}),
+        (((2, 8, 8), (8, 24)), (P("x", "y"), P()), P("x", "y"), {M0: ("x",), M1: ("y",)}),
+        (((16, 8), (8, 2, 12)), (P(), P(None, "x", "y")), P(), {N0: ("x",), N1: ("y",)}),
     ],
     ids=str,
 )
 def test_parts_are_whole(shapes, specs, asked, cuts):
     spec, shapes = spec_of(coda.gemm, *shapes)
     rank = sum(map(len, shapes)) - 2
-    given = [axes_of(of_one, len(shape)) for of_one, shape in zip(specs, shapes, strict=True)]
-    made = plan(spec, shapes, given, [axes_of(asked, rank)], SIZES)
-    assert {dim: axes for dim, axes in made.cuts.items() if axes} == cuts
+    given = [mesh_axes_of(of_one, len(shape)) for of_one, shape in zip(specs, shapes, strict=True)]
+    made = plan(spec, shapes, given, [mesh_axes_of(asked, rank)], SIZES)
+    assert {dim: axes for dim, axes in made.shards.items() if axes} == cuts
     assert not any(made.scatters.values())
 
 
 def test_operands_say_how_columns_lie():
     """Where neither factors nor results do; and not against them."""
     spec, shapes = spec_of(lambda a, b, row: coda.gemm(a, b, row, epilogue=jnp.add), (M, K), (K, N), (N,))
-    assert planned(spec, shapes, (P("x"), P(), P("y")), (P(),)).over("n") == ("y",)
-    assert planned(spec, shapes, (P("x"), P(), P("y")), (P("x"),)).over("n") == ("y",)
-    assert planned(spec, shapes, (P("x"), P(), P("y")), (P(("x", "y")),)).over("n") == ()
-    assert planned(spec, shapes, (P(), P(None, "x"), P("y")), (P(),)).over("n") == ("x",)
+    assert planned(spec, shapes, (P("x"), P(), P("y")), (P(),)).over(Dimension.N) == ("y",)
+    assert planned(spec, shapes, (P("x"), P(), P("y")), (P("x"),)).over(Dimension.N) == ("y",)
+    assert planned(spec, shapes, (P("x"), P(), P("y")), (P(("x", "y")),)).over(Dimension.N) == ()
+    assert planned(spec, shapes, (P(), P(None, "x"), P("y")), (P(),)).over(Dimension.N) == ("x",)
 
 
 def rotated(acc):
@@ -125,7 +128,7 @@ def rotated(acc):
 
 @pytest.mark.parametrize(
     ("rows", "found"),
-    [((24,), {"m0": 6}), ((4, 6), {"m0": 1, "m1": 0}), ((2, 2, 6), {"m0": 1, "m1": 0, "m2": 0})],
+    [((24,), {M0: 6}), ((4, 6), {M0: 1, M1: 0}), ((2, 2, 6), {M0: 1, M1: 0, M2: 0})],
     ids=str,
 )
 def test_units_are_whole_heads_and_whole_tables(rows, found):
@@ -136,8 +139,8 @@ def test_units_are_whole_heads_and_whole_tables(rows, found):
         return (heads * jnp.tile(table, (acc.shape[0] // 6, 1))[:, None, :]).reshape(acc.shape)
 
     spec, _ = spec_of(lambda a, b, table: coda.gemm(a, b, table, epilogue=epilogue), (*rows, K), (K, N), (6, 8))
-    sizes = {"k0": K, "n0": N} | {f"m{i}": size for i, size in enumerate(rows)}
-    assert units(spec, sizes) == {"batch": 1, "k0": 1, "n0": 8} | found
+    sizes = {K0: K, N0: N} | {ProductAxis(Dimension.M, i): size for i, size in enumerate(rows)}
+    assert units(spec, sizes) == {BATCH: 1, K0: 1, N0: 8} | found
 
 
 # ---- in which dtype sums over devices are

@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from coda_jax.lowering.launch import kernel_tiles
 from coda_jax.lowering.on_devices import lower_automatic, lower_explicit
 from coda_jax.lowering.record import key_of
-from coda_jax.lowering.select import machine_reason, report, route_of, select_part
+from coda_jax.lowering.select import machine_reason, report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import WAY_OUT, devices_of, with_own_attributes
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, xla_tiles
@@ -28,7 +28,7 @@ def tiles(
     key: str | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
-    selection = select_part(arguments, spec, anywhere=anywhere, key=key)
+    selection = select_shard(arguments, spec, anywhere=anywhere, key=key)
     if selection.config is not None:
         kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
         return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)

@@ -14,8 +14,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Kind, Operand
 from coda_jax.lowering import kernel
-from coda_jax.primitives.gemm_primitive import split_results
-from coda_jax.primitives.matrices import FactorAxes, flat_arguments, flat_spec, flat_types, shaped_results
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -27,8 +25,10 @@ def kernel_tiles(
     *arguments: jax.Array, spec: GemmSpec, config: KernelConfig, yields: bool = False
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The custom call: the program's stores and reductions; `yields` as in `kernel.lower`."""
-    stores, reductions = _matrix_tiles(flat_arguments(arguments, spec), flat_spec(spec), config, yields)
-    return split_results(shaped_results([*stores, *reductions], FactorAxes.of(arguments, spec), spec), spec)
+    matrices = spec.matrices
+    stores, reductions = _matrix_tiles(matrices.flatten(arguments), matrices.spec_of_matrices, config, yields)
+    results = matrices.unflatten_results([*stores, *reductions], matrices.factor_sizes(arguments))
+    return matrices.split_results(results)
 
 
 def _matrix_tiles(
@@ -45,7 +45,7 @@ def _matrix_tiles(
 
 def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     """The product that the lowering launches for arguments of these types."""
-    types, spec = flat_types(avals, spec), flat_spec(spec)
+    types, spec = spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices
     if _folds(spec):
         types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
         spec = spec.unbatched()

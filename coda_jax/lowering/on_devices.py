@@ -1,8 +1,8 @@
-"""Lowers a product that is split over the devices of a mesh: each runs the kernel on its own part.
+"""Lowers a product that is sharded over the devices of a mesh: each runs the kernel on its own shards.
 
-Over explicit axes the types say how arrays lie: a `jax.shard_map` of the lowering's own, planned from them. Over
-automatic axes only XLA knows, after its partitioner has decided: a `custom_partitioning`, which tells the partitioner
-by a rule which dimensions go together, and is called back with what it decided. Both follow the same plan.
+Over explicit axes the types say how arrays are sharded: a `jax.shard_map` of the lowering's own, planned from them.
+Over automatic axes only XLA knows, after its partitioner has decided: a `custom_partitioning`, which tells the
+partitioner by a rule which axes go together, and is called back with what it decided. Both follow the same plan.
 """
 
 from __future__ import annotations
@@ -26,120 +26,100 @@ from jax.sharding import NamedSharding
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
 from coda_jax.lowering.addressing import unsupported_reason
-from coda_jax.lowering.mesh_plan import (
-    Axes,
-    Dims,
-    Plan,
-    argument_dims,
-    axes_of,
-    dimension_sizes,
-    plan,
-    product_dims,
-    result_dims,
-    units,
-)
-from coda_jax.lowering.xla_partitioner import Laid, Split, call_that_is_split
+from coda_jax.lowering.mesh_plan import MeshAxes, Plan, axis_sizes, mesh_axes_of, plan, units
+from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
+from coda_jax.primitives.axes import Dimension, MatrixAxes, ProductAxes, ProductAxis
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
-from coda_jax.primitives.matrices import (
-    FactorAxes,
-    argument_groups,
-    argument_parts,
-    flat_spec,
-    flat_types,
-    num_stored,
-    product_parts,
-    reductions_of,
-    result_groups,
-)
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
-# (*arguments, spec=) -> stores and reductions, of whole arrays or of a device's parts
+# (*arguments, spec=) -> stores and reductions, of unsharded arrays or of a device's shards
 Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
 
 BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
-    """Stores and finished reductions of a device's part, in a region where the plan's mesh axes are manual."""
-    over = {Axis.ROW: plan.over("n"), Axis.COLUMN: plan.over("m")}
-    if not plan.over("k"):
+    """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
+    over = {Axis.ROW: plan.over(Dimension.N), Axis.COLUMN: plan.over(Dimension.M)}
+    summed = plan.over(Dimension.K)
+    if not summed:
         stores, reductions = _of_product(arguments, spec, tiles)
     elif sums_results(arguments, spec, plan):
         stores, reductions = _of_product(arguments, spec, tiles)
-        stores = [lax.psum(x, plan.over("k")) for x in stores]
-        over = {axis: (*axes, *plan.over("k")) for axis, axes in over.items()}
+        stores = [lax.psum(x, summed) for x in stores]
+        over = {axis: (*names, *summed) for axis, names in over.items()}
     else:
         stores, reductions = _of_sum(arguments, spec, plan, tiles)
-    each = zip(reductions_of(spec), reductions, strict=True)
+    each = zip(spec.matrices.reduction_of_result, reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
 
 def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
-    """Whether a device runs the whole epilogue on its part of k, and the results are summed over the devices.
+    """Whether a device runs the whole epilogue on its k slice, and the results are summed over the devices.
 
     It may where the epilogue is linear in acc, the results have the dtype in which products are summed and are no
-    larger than these, all devices keep the whole sum, and the part can be a kernel: as of a weight's gradient with a
-    norm's scale, under data parallelism.
+    larger than these, all devices keep the whole sum, and the device's product can be a kernel: as of a weight's
+    gradient with a norm's scale, under data parallelism.
 
     Args:
-      arguments: the device's parts, or their types.
+      arguments: the device's shards, or their types.
     """
-    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(argument_parts(spec)[0])]))
-    keeps_whole = not any(plan.scatters.values())
-    if not (keeps_whole and is_linear(spec.program) and all(x == dtype for x in spec.store_dtypes)):
+    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(spec.matrices.a)]))
+    keeps_all = not any(plan.scatters.values())
+    if not (keeps_all and is_linear(spec.program) and all(x == dtype for x in spec.store_dtypes)):
         return False
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
-    part = _part(types, spec)
-    if unsupported_reason(flat_types(types, part), flat_spec(part)) is not None:
+    shard = _shard(types, spec)
+    if unsupported_reason(shard.matrices.flat_types(types), shard.matrices.spec_of_matrices) is not None:
         return False
     stores, accs = (
-        jax.eval_shape(functools.partial(xla_tiles, spec=of_one), *types[: len(of_one.batched)])[0]
-        for of_one in (part, bare(spec, types))
+        jax.eval_shape(functools.partial(xla_tiles, spec=x), *types[: len(x.batched)])[0]
+        for x in (shard, bare(spec, types))
     )
     return sum(x.size for x in stores) <= sum(x.size for x in accs)
 
 
-def _part(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
-    """The product, with its epilogue, of these parts."""
-    return _narrowed(spec, sum(FactorAxes.of(arguments, spec).parts)).replace(out_sharding=None)
+def _shard(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
+    """The product, with its epilogue, of these shards."""
+    return _narrowed(spec, sum(spec.matrices.factor_sizes(arguments).pieces)).replace(out_sharding=None)
 
 
 def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
-    return tiles(*arguments, spec=_part(arguments, spec))
+    return tiles(*arguments, spec=_shard(arguments, spec))
 
 
 def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
-    """The epilogue of the products' sum over the devices, by XLA, on the part of it that this device keeps."""
-    of_a, of_b = map(len, argument_parts(spec)[:2])
-    factors, operands = arguments[: of_a + of_b], arguments[of_a + of_b :]
+    """The epilogue of the products' sum over the devices, by XLA, on the shard of it that this device keeps."""
+    matrices = spec.matrices
+    factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
     (accs, _) = tiles(*factors, spec=bare(spec, factors))
-    summed = [_summed(acc, dims, plan) for acc, dims in zip(accs, product_dims(spec), strict=True)]
+    summed = [_summed(acc, axes, plan) for acc, axes in zip(accs, matrices.acc_axes, strict=True)]
     return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
 
 
-def _summed(acc: jax.Array, dims: Dims, plan: Plan) -> jax.Array:
-    scattered: Axes = ()
-    for i, dim in enumerate(dims):
-        if axes := plan.scatters.get(dim or "", ()):
-            acc = lax.psum_scatter(acc, axes, scatter_dimension=acc.ndim - len(dims) + i, tiled=True)
-            scattered += axes
-    rest = tuple(axis for axis in plan.over("k") if axis not in scattered)
+def _summed(acc: jax.Array, axes: ProductAxes, plan: Plan) -> jax.Array:
+    scattered: MeshAxes = ()
+    for i, axis in enumerate(axes):
+        if axis and (names := plan.scatters.get(axis, ())):
+            acc = lax.psum_scatter(acc, names, scatter_dimension=acc.ndim - len(axes) + i, tiled=True)
+            scattered += names
+    rest = tuple(name for name in plan.over(Dimension.K) if name not in scattered)
     return lax.psum(acc, rest) if rest else acc
 
 
 def _narrowed(spec: GemmSpec, columns: int) -> GemmSpec:
-    """The product of a part of the columns, of each of the arrays that N is joined of the same share."""
+    """The product of a shard of the columns, which has the same share of each piece of N."""
     program = spec.program
-    if spec.axes.joined != "n" or not program.columns or program.columns == columns:
+    if spec.axes.joined is not Dimension.N or not program.columns or program.columns == columns:
         return spec
-    parts = program.columns // columns
+    shards = program.columns // columns
 
     def narrow(store: TileStore) -> TileStore:
         first, end = store.slice or (0, 0)
-        return dataclasses.replace(store, slice=(first // parts, end // parts) if store.slice else None)
+        return dataclasses.replace(store, slice=(first // shards, end // shards) if store.slice else None)
 
     stores = tuple(map(narrow, program.stores))
     return spec.replace(program=dataclasses.replace(program, columns=columns, stores=stores))
@@ -147,13 +127,13 @@ def _narrowed(spec: GemmSpec, columns: int) -> GemmSpec:
 
 def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
     """The product alone of the factors among `arguments`, in the dtype in which it is summed."""
-    of_a, of_b = map(len, argument_parts(spec)[:2])
-    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[of_a]))
-    columns = product_parts(spec)[0][1].axes
+    matrices = spec.matrices
+    dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(matrices.a)]))
+    columns = matrices.acc[0][1].rank
     return spec.replace(
         program=BARE,
         out_dtypes=(dtype,),
-        batched=spec.batched[: of_a + of_b],
+        batched=spec.batched[: matrices.num_factors],
         axes=spec.axes._replace(n=columns, halves=False),
         config=None,
         input_output_aliases=(),
@@ -165,13 +145,13 @@ def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
     """The dtype in which products are summed over devices, as Megatron does: bfloat16 where all results are.
 
     float32 where a result is, as a gradient of float32 parameters; where the product has no tiles; and for float16,
-    which a part of a sum may overflow though the sum does not.
+    which a partial sum may overflow though the sum does not.
     """
     is_short = dtype == jnp.bfloat16 and spec.store_dtypes and all(x == dtype for x in spec.store_dtypes)
     return np.dtype(dtype if is_short else np.float32)
 
 
-def across(op: ReductionOp, x: jax.Array, axes: Axes) -> jax.Array:
+def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
     """A reduction finished over mesh axes."""
     if not axes:
         return x
@@ -213,63 +193,65 @@ def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpe
 
 
 def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmSpec) -> Plan:
-    """The plan for arrays whose types say how they lie over explicit axes."""
+    """The plan for arrays whose types say how they are sharded over explicit axes."""
     mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
     explicit = explicit_axes(mesh)
 
-    def cut(aval: Any) -> list[Axes]:
-        entries = axes_of(aval.sharding.spec, aval.ndim)
-        return [tuple(axis for axis in axes if axis in explicit) for axes in entries]
+    def mesh_axes(aval: Any) -> list[MeshAxes]:
+        entries = mesh_axes_of(aval.sharding.spec, aval.ndim)
+        return [tuple(name for name in names if name in explicit) for names in entries]
 
-    dims, stores = result_dims(spec), spec.program.stores
-    results: list[list[Axes]] = [[()] * len(of_one) for of_one in dims]
-    if num_stored(spec) == len(stores):  # else some are joined, of parts that no type names
-        results[: len(stores)] = [cut(avals_out[store.output]) for store in stores]
+    matrices, stores = spec.matrices, spec.program.stores
+    results: list[list[MeshAxes]] = [[()] * len(axes) for axes in matrices.result_axes]
+    if matrices.num_stores == len(stores):  # else some have several pieces, which no type names
+        results[: len(stores)] = [mesh_axes(avals_out[store.output]) for store in stores]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return plan(spec, [aval.shape for aval in avals_in], [cut(aval) for aval in avals_in], results, sizes)
+    return plan(spec, [aval.shape for aval in avals_in], list(map(mesh_axes, avals_in)), results, sizes)
 
 
-def parts_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
-    """Types of the arguments' parts on a device; of the factors those of the product, before it is summed."""
+def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
+    """Types of the arguments' shards on a device; of the factors those of the product, before it is summed."""
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
-    parts = []
+    shards = []
     for aval, of_aval in zip(avals, specs, strict=True):
-        cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of(of_aval, aval.ndim)]
-        shape = tuple(size // cut for size, cut in zip(aval.shape, cuts, strict=True))
-        parts.append(jax.core.ShapedArray(shape, aval.dtype))
-    return parts
+        counts = [math.prod(sizes[name] for name in names) for names in mesh_axes_of(of_aval, aval.ndim)]
+        shape = tuple(size // count for size, count in zip(aval.shape, counts, strict=True))
+        shards.append(jax.core.ShapedArray(shape, aval.dtype))
+    return shards
 
 
-def part_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
-    """Types of the arguments' parts on a device, as those of the whole say over explicit axes; what it multiplies.
+def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
+    """Types of the arguments' shards on a device, as their types say over explicit axes; and what it multiplies.
 
-    Where the epilogue is of a sum over devices that is the product of the factors alone, the first of the parts.
+    Where the epilogue is of a sum over devices that is the product of the factors alone, the first of the shards.
     """
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     with jax.sharding.use_abstract_mesh(mesh):
         made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
-    parts = parts_of(avals, spec, made)
-    is_whole = not made.over("k") or sums_results(parts, spec, made)
-    return parts, spec if is_whole else bare(spec, parts)
+    shards = shards_of(avals, spec, made)
+    has_epilogue = not made.over(Dimension.K) or sums_results(shards, spec, made)
+    return shards, spec if has_epilogue else bare(spec, shards)
 
 
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
-    """A call that XLA's partitioner asks how it is split."""
+    """A call of which XLA's partitioner asks how it is sharded."""
 
-    def unsplit(*arguments: jax.Array) -> list[jax.Array]:
+    def unsharded(*arguments: jax.Array) -> list[jax.Array]:
         stores, reductions = xla_tiles(*arguments, spec=spec)
         return [*stores, *reductions]
 
-    def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
+    def partition(
+        arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
+    ) -> Partition:
         shapes = [x.shape for x in arguments]
-        made = plan(spec, shapes, [x.cuts for x in arguments], [x.cuts for x in results], sizes)
-        each = functools.partial(on_each_device, spec=spec, plan=made, tiles=tiles)
-        return Split(made.argument_specs(spec, [len(shape) for shape in shapes]), made.result_specs(spec), each)
+        planned = plan(spec, shapes, [x.mesh_axes for x in arguments], [x.mesh_axes for x in results], sizes)
+        each = functools.partial(on_each_device, spec=spec, plan=planned, tiles=tiles)
+        return Partition(planned.argument_specs(spec, list(map(len, shapes))), planned.result_specs(spec), each)
 
     avals: Sequence[Any] = ctx.avals_in
-    call = call_that_is_split(ctx, unsplit, split, sharding_rule(spec, [aval.shape for aval in avals]))
+    call = partitioned_call(ctx, unsharded, partition, sharding_rule(spec, [aval.shape for aval in avals]))
 
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         # The persistent cache's key holds shapes and rule, but not what the callback will put in the call's place.
@@ -282,37 +264,43 @@ def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSp
 
 def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardingRule:
     """Which axes of the arguments and the results go together, for Shardy's propagation."""
-    dims = argument_dims(spec, [len(shape) for shape in shapes])
-    unit_of = units(spec, dimension_sizes(dims, shapes))
-    whole: list[str] = []  # the factors that are never cut, in the order in which Shardy meets them
+    matrices, joined = spec.matrices, spec.axes.joined
+    argument_axes = matrices.argument_axes([len(shape) for shape in shapes])
+    unit_of = units(spec, axis_sizes(argument_axes, shapes))
+    replicated: list[str] = []  # the factors that are never sharded, in the order in which Shardy meets them
     sizes: dict[str, Any] = {}
 
-    def factors(dims: Dims, shape: Sequence[int] | None, part: int) -> ArrayMapping:
+    def factors(axes: ProductAxes, shape: Sequence[int] | None, piece: int) -> ArrayMapping:
         mapping: list[Any] = []
-        for i, dim in enumerate(dims):
-            unit = unit_of[dim] if dim else 0
-            if dim and dim[0] == spec.axes.joined:  # parts have sizes of their own
-                dim = f"{dim}_{part}"
-            if dim and unit == 1:
-                mapping.append(dim)
-            elif dim and unit:
-                if f"{dim}_unit" not in sizes:
+        for i, axis in enumerate(axes):
+            unit = unit_of[axis] if axis else 0
+            # Pieces have sizes of their own.
+            name = f"{axis}_{piece}" if axis and axis.dimension is joined else str(axis)
+            if unit == 1:
+                mapping.append(name)
+            elif unit:
+                if f"{name}_unit" not in sizes:
                     assert shape is not None
-                    sizes[dim], sizes[f"{dim}_unit"] = shape[i] // unit, unit
-                    whole.append(f"{dim}_unit")
-                mapping.append(CompoundFactor(dim, f"{dim}_unit"))
+                    sizes[name], sizes[f"{name}_unit"] = shape[i] // unit, unit
+                    replicated.append(f"{name}_unit")
+                mapping.append(CompoundFactor(name, f"{name}_unit"))
             else:
-                whole.append(f"whole_{len(whole)}")
-                mapping.append(whole[-1])
+                replicated.append(f"replicated_{len(replicated)}")
+                mapping.append(replicated[-1])
         return ArrayMapping(*mapping)
 
-    of_arguments = [max((group.part for group in groups), default=0) for groups in argument_groups(spec)]
-    of_results = [max((group.part for group in groups), default=0) for groups in result_groups(spec)]
-    arguments = tuple(factors(*of_one) for of_one in zip(dims, shapes, of_arguments, strict=True))
-    results = tuple(factors(of_one, None, part) for of_one, part in zip(result_dims(spec), of_results, strict=True))
-    parts = [f"_{i}" for i in range(spec.axes.parts)] if spec.axes.joined == "k" else [""]
-    summed = tuple(f"k{i}{part}" for i in range(spec.axes.k) for part in parts)
-    return SdyShardingRule(arguments, results, reduction_factors=summed, need_replication_factors=tuple(whole), **sizes)
+    def piece(axes: MatrixAxes) -> int:
+        return max((axis.piece for axis in axes), default=0)
+
+    each = zip(argument_axes, shapes, map(piece, matrices.arguments), strict=True)
+    arguments = tuple(factors(*x) for x in each)
+    each_result = zip(matrices.result_axes, map(piece, matrices.results), strict=True)
+    results = tuple(factors(axes, None, of_piece) for axes, of_piece in each_result)
+    pieces = [f"_{i}" for i in range(spec.axes.pieces)] if joined is Dimension.K else [""]
+    summed = tuple(f"{ProductAxis(Dimension.K, i)}{suffix}" for i in range(spec.axes.k) for suffix in pieces)
+    return SdyShardingRule(
+        arguments, results, reduction_factors=summed, need_replication_factors=tuple(replicated), **sizes
+    )
 
 
 def _digest(spec: GemmSpec) -> str:

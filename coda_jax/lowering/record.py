@@ -1,8 +1,8 @@
 """What was planned for products of programs that are lowered or compiled already, for `coda.explain`.
 
-How arrays lie on automatic mesh axes is known only while XLA compiles. What each device multiplies then is put on
-record here, by what names a product in any trace of the same function. A record has names and sizes alone, and there
-are so many at most: the oldest go.
+How arrays are sharded over automatic mesh axes is known only while XLA compiles. What each device multiplies then is
+put on record here, by what names a product in any trace of the same function. A record has names and sizes alone, and
+there are so many at most: the oldest go.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 
-PRODUCTS, PARTS = 4096, 4  # on record at most; plans of each
+PRODUCTS, PLANS = 4096, 4  # on record at most; plans of each
 
 
-class Part(NamedTuple):
+class Shard(NamedTuple):
     """What a device multiplies of a product.
 
     Attributes:
-      factors: types of its parts of a and b.
+      factors: types of its shards of a and b.
       reason: why it takes the XLA form; None where it is the kernel.
       config, origin: of the kernel, as in `Selection`.
     """
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 _lock = threading.Lock()  # XLA may ask in several threads
-_found: collections.OrderedDict[str, list[Part]] = collections.OrderedDict()
+_plans: collections.OrderedDict[str, list[Shard]] = collections.OrderedDict()
 
 
 def key_of(avals: Sequence[Any], spec: GemmSpec) -> str:
@@ -44,16 +44,16 @@ def key_of(avals: Sequence[Any], spec: GemmSpec) -> str:
     return hashlib.sha256(f"{spec}\n{types}".encode()).hexdigest()
 
 
-def record(key: str, part: Part) -> None:
+def record(key: str, shard: Shard) -> None:
     """Remembers how the product was planned; the last plan stands last."""
     with _lock:
-        parts = [of_one for of_one in _found.pop(key, []) if of_one != part]
-        _found[key] = [*parts, part][-PARTS:]
-        while len(_found) > PRODUCTS:
-            _found.popitem(last=False)
+        others = [plan for plan in _plans.pop(key, []) if plan != shard]
+        _plans[key] = [*others, shard][-PLANS:]
+        while len(_plans) > PRODUCTS:
+            _plans.popitem(last=False)
 
 
-def recorded(key: str) -> list[Part]:
+def recorded(key: str) -> list[Shard]:
     """The plans of a product so far; none where no program with it has been partitioned."""
     with _lock:
-        return list(_found.get(key, []))
+        return list(_plans.get(key, []))

@@ -1,6 +1,6 @@
-"""Functions of rows that XLA's partitioner splits as a whole: each device runs them on its own rows.
+"""Functions of rows that XLA's partitioner shards as one call: each device runs them on its own rows.
 
-A loop over chunks of rows would otherwise be split chunk by chunk, with collectives in every step.
+A loop over chunks of rows would otherwise be sharded chunk by chunk, with collectives in every step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations
-from coda_jax.lowering.mesh_plan import Axes, axes_of
+from coda_jax.lowering.mesh_plan import MeshAxes, mesh_axes_of
 from coda_jax.lowering.on_devices import digest_of
 from coda_jax.lowering.record import key_of
-from coda_jax.lowering.select import report, route_of, select_part
-from coda_jax.lowering.xla_partitioner import Laid, Split, call_that_is_split, devices_of
+from coda_jax.lowering.select import report, route_of, select_shard
+from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, devices_of, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.mesh_types import may_be_automatic
@@ -39,19 +39,19 @@ dispatch.prim_requires_devices_during_lowering.add(row_shards_p)
 
 
 class Result(NamedTuple):
-    """What a function of rows gives, beside an array with a row for each of its arguments' rows.
+    """A result of a function of rows: an array with a row for each of its arguments' rows, unless it is a sum.
 
     Attributes:
-      is_sum: whether it is a sum over the rows instead.
-      columns: its axis that is cut where the columns are; -1: none.
-      is_part: whether a device that has some of the columns gives a part of a sum over these.
-      moved_as: the dtype in which the devices' parts of a sum over the rows are added; None for its own.
+      is_sum: whether it is a sum over the rows.
+      columns: its axis that is sharded where the columns are; -1: none.
+      is_partial: whether a device that has a shard of the columns gives a partial sum over these.
+      sent_as: the dtype in which the devices' partial sums over the rows are added; None for its own.
     """
 
     is_sum: bool = False
     columns: int = -1
-    is_part: bool = False
-    moved_as: Any = None
+    is_partial: bool = False
+    sent_as: Any = None
 
 
 def on_row_shards(
@@ -60,94 +60,96 @@ def on_row_shards(
     rows: Sequence[Any],
     columns: Sequence[Any],
     results: Sequence[Result],
-    of_part: Callable[[Axes, int], Callable[..., Any]],
+    of_shard: Callable[[MeshAxes, int], Callable[..., Any]],
 ) -> list[jax.Array]:
     """f(*arguments), its results flat, which on automatic mesh axes each device computes of its own rows.
 
-    Mesh axes that do not cut the rows may cut columns: an axis of some arguments that have no rows.
+    Mesh axes that do not shard the rows may shard columns: an axis of some arguments that have no rows.
 
     Args:
-      f: a function that closes over no array. It may be called on a part of the rows.
+      f: a function that closes over no array. It may be called on some of the rows.
       *arguments: pytrees of arrays.
-      rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are whole on
-        each device, but for their columns.
+      rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are
+        replicated on each device, but for their columns.
       columns: for each argument a prefix of it: the axis of the columns, or -1.
       results: what each is.
-      of_part: gives f for a part of the columns: of the mesh axes that cut them, and the number of parts.
+      of_shard: gives f for a shard of the columns, from the mesh axes that shard them and the number of shards.
     """
     leaves, tree = jax.tree.flatten(arguments)
     unflatten: Callable[..., Any] = tree.unflatten  # type: ignore[attr-defined]
     if not may_be_automatic(*leaves):
         return jax.tree.leaves(f(*arguments))
-    flags, axes = (jax.tree.leaves(jax.tree.broadcast(tuple(of), arguments)) for of in (rows, columns))
+    flags, axes = (jax.tree.leaves(jax.tree.broadcast(tuple(x), arguments)) for x in (rows, columns))
 
-    def flat(*leaves: jax.Array, cut: tuple[Axes, int] | None = None) -> list[jax.Array]:
-        return jax.tree.leaves((of_part(*cut) if cut else f)(*unflatten(leaves)))
+    def flat(*leaves: jax.Array, columns: tuple[MeshAxes, int] | None = None) -> list[jax.Array]:
+        return jax.tree.leaves((of_shard(*columns) if columns else f)(*unflatten(leaves)))
 
     # The jaxpr is the function of all rows: what one device runs, and what readers of the program see.
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     places = Places(tuple(flags), tuple(axes), tuple(results))
-    made: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
-    return made
+    outputs: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
+    return outputs
 
 
 class Places(NamedTuple):
-    """Of flat arguments which have the rows, and the axes of their columns; and what each result is."""
+    """For each flat argument whether its first axis is the rows, and which axis is the columns; each result's kind."""
 
     rows: tuple[bool, ...]
     columns: tuple[int, ...]
     results: tuple[Result, ...]
 
 
-def _whole(*leaves: jax.Array, jaxpr: jex_core.ClosedJaxpr, **_: Any) -> list[jax.Array]:
+def _unsharded(*leaves: jax.Array, jaxpr: jex_core.ClosedJaxpr, **_: Any) -> list[jax.Array]:
     results: list[jax.Array] = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
     return results
 
 
 def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
-    def whole(*leaves: jax.Array) -> list[jax.Array]:
-        return _whole(*leaves, **params)
+    def unsharded(*leaves: jax.Array) -> list[jax.Array]:
+        return _unsharded(*leaves, **params)
 
     f: Callable[..., list[jax.Array]] = params["f"]
     avals: Sequence[Any] = ctx.avals_in
     num_devices, has_devices = devices_of(ctx)
     route = route_of(avals, num_devices, for_export=ctx.module_context.lowering_parameters.for_export)
     if not route.is_automatic or route.reason is not None or not has_devices:
-        return mlir.lower_fun(whole, multiple_results=True)(ctx, *leaves)
+        return mlir.lower_fun(unsharded, multiple_results=True)(ctx, *leaves)
     places: Places = params["places"]
     strict = is_strict()  # now: XLA's partitioner calls back later, and on threads of its own
 
-    def split(arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]) -> Split:
+    def partition(
+        arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
+    ) -> Partition:
         rows, columns = _axes_of(places, arguments, results, sizes)
         of_arguments = [
             PartitionSpec(rows or None) if has_rows else _with_columns(axis, columns)
             for has_rows, axis in zip(places.rows, places.columns, strict=True)
         ]
         of_results = [
-            _scattered(x, rows, sizes, of_one.columns, columns) if of_one.is_sum else PartitionSpec(rows or None)
-            for x, of_one in zip(results, places.results, strict=True)
+            _scattered(x, rows, sizes, result.columns, columns) if result.is_sum else PartitionSpec(rows or None)
+            for x, result in zip(results, places.results, strict=True)
         ]
-        cut = (columns, math.prod(sizes[name] for name in columns)) if columns else None
+        of_columns = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            jaxpr = jax.make_jaxpr(functools.partial(f, cut=cut))(*leaves)
+            jaxpr = jax.make_jaxpr(functools.partial(f, columns=of_columns))(*leaves)
             _record(params["jaxpr"], jaxpr)
             if strict:
                 _refuse_fallbacks(jaxpr)
-            made = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
-            moved = _as_moved(made, places.results) if rows else made
-            found = []
-            for x, part, of_one, spec in zip(moved, made, places.results, of_results, strict=True):
-                if of_one.is_sum:
+            outputs = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
+            sent = _as_sent(outputs, places.results) if rows else outputs
+            summed = []
+            for x, output, result, spec in zip(sent, outputs, places.results, of_results, strict=True):
+                if result.is_sum:
                     x = _summed(x, rows, spec)
-                found.append((lax.psum(x, columns) if of_one.is_part and columns else x).astype(part.dtype))
-            return found
+                summed.append((lax.psum(x, columns) if result.is_partial and columns else x).astype(output.dtype))
+            return summed
 
-        return Split(of_arguments, of_results, each)
+        return Partition(of_arguments, of_results, each)
 
     avals_out: Sequence[Any] = ctx.avals_out
     rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], places)
-    call = call_that_is_split(ctx, whole, split, rule)
+    call = partitioned_call(ctx, unsharded, partition, rule)
 
     def marked(*leaves: jax.Array) -> list[jax.Array]:
         program = re.sub("0x[0-9a-f]+", "", str(params["jaxpr"]))  # without addresses
@@ -157,18 +159,18 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     return mlir.lower_fun(marked, multiple_results=True)(ctx, *leaves)
 
 
-def _record(whole: Any, part: Any) -> None:
-    """Puts on record what a device multiplies: its function has the products of the whole one, in their order."""
-    products, of_part = products_of(whole.jaxpr), products_of(part.jaxpr)
-    if len(products) == len(of_part):  # else it is another function of a part, and nothing is known
-        for (avals, spec), (avals_of_part, spec_of_part) in zip(products, of_part, strict=True):
-            select_part(avals_of_part, spec_of_part, key=key_of(avals, spec))
+def _record(unsharded: Any, shard: Any) -> None:
+    """Puts on record what a device multiplies: its function has the products of the unsharded one, in their order."""
+    products, of_shard = products_of(unsharded.jaxpr), products_of(shard.jaxpr)
+    if len(products) == len(of_shard):  # else a shard has another function, and nothing is known
+        for (avals, spec), (avals_of_shard, spec_of_shard) in zip(products, of_shard, strict=True):
+            select_shard(avals_of_shard, spec_of_shard, key=key_of(avals, spec))
 
 
-def _refuse_fallbacks(part: Any) -> None:
-    """Raises what the lowering of a device's part would in strict mode."""
-    for avals, spec in products_of(part.jaxpr):
-        if spec.implementation == "auto" and (reason := select_part(avals, spec).reason) is not None:
+def _refuse_fallbacks(shard: Any) -> None:
+    """Raises what the lowering of a device's function would in strict mode."""
+    for avals, spec in products_of(shard.jaxpr):
+        if spec.implementation == "auto" and (reason := select_shard(avals, spec).reason) is not None:
             report(spec, reason, strict=True)
 
 
@@ -179,60 +181,62 @@ def products_of(jaxpr: jex_core.Jaxpr) -> list[tuple[list[Any], GemmSpec]]:
 
 
 def _axes_of(
-    places: Places, arguments: Sequence[Laid], results: Sequence[Laid], sizes: Mapping[str, int]
-) -> tuple[Axes, Axes]:
-    """The mesh axes that cut the rows, of the first array that has them cut; and those that cut the columns."""
+    places: Places, arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
+) -> tuple[MeshAxes, MeshAxes]:
+    """The mesh axes that shard the rows, of the first array that has them sharded; and those of the columns."""
     with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
-    with_rows += [x for x, of_one in zip(results, places.results, strict=True) if not of_one.is_sum]
-    rows = next((axes for x in with_rows if (axes := _dividing(x.cuts[0], x.shape[0], sizes))), ())
-    whole, axis = next((x, axis) for x, axis in zip(arguments, places.columns, strict=True) if axis >= 0)
-    others = tuple(name for name in whole.cuts[axis] if name not in rows)
-    return rows, _dividing(others, whole.shape[axis], sizes)
+    with_rows += [x for x, result in zip(results, places.results, strict=True) if not result.is_sum]
+    rows = next((axes for x in with_rows if (axes := _dividing(x.mesh_axes[0], x.shape[0], sizes))), ())
+    with_columns, axis = next((x, axis) for x, axis in zip(arguments, places.columns, strict=True) if axis >= 0)
+    others = tuple(name for name in with_columns.mesh_axes[axis] if name not in rows)
+    return rows, _dividing(others, with_columns.shape[axis], sizes)
 
 
-def _with_columns(axis: int, columns: Axes) -> PartitionSpec:
+def _with_columns(axis: int, columns: MeshAxes) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, columns or None) if axis >= 0 else PartitionSpec()
 
 
-def _dividing(axes: Axes, size: int, sizes: Mapping[str, int]) -> Axes:
-    """Those of the axes that cut this size evenly."""
-    fit: Axes = ()
+def _dividing(axes: MeshAxes, size: int, sizes: Mapping[str, int]) -> MeshAxes:
+    """Those of the mesh axes that divide this size evenly."""
+    fit: MeshAxes = ()
     for axis in axes:
         if size % math.prod(sizes[name] for name in (*fit, axis)) == 0:
             fit += (axis,)
     return fit
 
 
-def _scattered(x: Laid, axes: Axes, sizes: Mapping[str, int], column_axis: int, columns: Axes) -> PartitionSpec:
-    """How a sum over `axes` lies: cut by those of them that are to cut it, and its columns by theirs."""
-    wanted = [tuple(axis for axis in of_one if axis in axes) for of_one in x.cuts]
-    cuts = [_dividing(cut, size, sizes) for cut, size in zip(wanted, x.shape, strict=True)]
+def _scattered(
+    x: ShardedArray, axes: MeshAxes, sizes: Mapping[str, int], column_axis: int, columns: MeshAxes
+) -> PartitionSpec:
+    """The sharding of a sum over `axes`: by those of them that are asked for, and its columns by theirs."""
+    asked = [tuple(name for name in names if name in axes) for names in x.mesh_axes]
+    entries = [_dividing(names, size, sizes) for names, size in zip(asked, x.shape, strict=True)]
     if columns and column_axis >= 0:
-        cuts[column_axis] = columns
-    return PartitionSpec(*(cut or None for cut in cuts))
+        entries[column_axis] = columns
+    return PartitionSpec(*(names or None for names in entries))
 
 
-def _as_moved(made: Sequence[jax.Array], results: Sequence[Result]) -> Sequence[jax.Array]:
-    """In the dtypes in which they move, before anything goes on: a sum in its own would live beside what follows."""
+def _as_sent(outputs: Sequence[jax.Array], results: Sequence[Result]) -> Sequence[jax.Array]:
+    """The dtypes in which they are sent, before anything goes on: a sum in its own would live beside what follows."""
     cast = [
-        x if of_one.moved_as is None else x.astype(of_one.moved_as) for x, of_one in zip(made, results, strict=True)
+        x if result.sent_as is None else x.astype(result.sent_as) for x, result in zip(outputs, results, strict=True)
     ]
-    are_same = all(x.dtype == part.dtype for x, part in zip(cast, made, strict=True))
-    return made if are_same else lax.optimization_barrier(cast)
+    are_same = all(x.dtype == output.dtype for x, output in zip(cast, outputs, strict=True))
+    return outputs if are_same else lax.optimization_barrier(cast)
 
 
-def _summed(x: jax.Array, axes: Axes, spec: PartitionSpec) -> jax.Array:
-    kept = [tuple(axis for axis in of_one if axis in axes) for of_one in axes_of(spec, x.ndim)]
-    for dimension, of_one in enumerate(kept):
-        if of_one:
-            x = lax.psum_scatter(x, of_one, scatter_dimension=dimension, tiled=True)
-    rest = tuple(axis for axis in axes if not any(axis in of_one for of_one in kept))
+def _summed(x: jax.Array, axes: MeshAxes, spec: PartitionSpec) -> jax.Array:
+    kept = [tuple(name for name in names if name in axes) for names in mesh_axes_of(spec, x.ndim)]
+    for dimension, names in enumerate(kept):
+        if names:
+            x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+    rest = tuple(name for name in axes if not any(name in names for names in kept))
     return lax.psum(x, rest) if rest else x
 
 
 def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> SdyShardingRule:
-    """The rows go together, and so do the columns; what else arrays have stays whole; a sum may lie as is wanted."""
-    whole: list[str] = []
+    """The rows go together, and so do the columns; other axes are replicated; a sum may be sharded as is asked."""
+    replicated: list[str] = []
 
     def mapping(rank: int, has_rows: bool, column_axis: int = -1) -> ArrayMapping:
         names = ["rows"] * has_rows
@@ -240,8 +244,8 @@ def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> 
             if axis == column_axis:
                 names.append("columns")
             else:
-                whole.append(f"whole_{len(whole)}")
-                names.append(whole[-1])
+                replicated.append(f"replicated_{len(replicated)}")
+                names.append(replicated[-1])
         return ArrayMapping(*names)
 
     def free(i: int, rank: int, column_axis: int) -> ArrayMapping:
@@ -252,24 +256,24 @@ def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> 
 
     arguments = tuple(map(mapping, ranks, places.rows, places.columns))
     results = tuple(
-        free(i, rank, of_one.columns) if of_one.is_sum else mapping(rank, True)
-        for i, (rank, of_one) in enumerate(zip(result_ranks, places.results, strict=True))
+        free(i, rank, result.columns) if result.is_sum else mapping(rank, True)
+        for i, (rank, result) in enumerate(zip(result_ranks, places.results, strict=True))
     )
-    return SdyShardingRule(arguments, results, need_replication_factors=tuple(whole))
+    return SdyShardingRule(arguments, results, need_replication_factors=tuple(replicated))
 
 
-row_shards_p.def_impl(lambda *leaves, **params: jax.jit(functools.partial(_whole, **params))(*leaves))
+row_shards_p.def_impl(lambda *leaves, **params: jax.jit(functools.partial(_unsharded, **params))(*leaves))
 row_shards_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
 ad.primitive_jvps[row_shards_p] = lambda primals, tangents, **params: jax.jvp(
-    functools.partial(_whole, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents)
+    functools.partial(_unsharded, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents)
 )
 
 
 def _batch(leaves: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
-    results = jax.vmap(functools.partial(_whole, **params), in_axes=tuple(axes))(*leaves)
+    results = jax.vmap(functools.partial(_unsharded, **params), in_axes=tuple(axes))(*leaves)
     return results, [0] * len(results)
 
 
 batching.primitive_batchers[row_shards_p] = _batch
-mlir.register_lowering(row_shards_p, mlir.lower_fun(_whole, multiple_results=True))
+mlir.register_lowering(row_shards_p, mlir.lower_fun(_unsharded, multiple_results=True))
 mlir.register_lowering(row_shards_p, lower, platform="cuda")

@@ -11,11 +11,10 @@ import jax
 from coda_jax import ffi
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.lowering.launch import problem_of
-from coda_jax.lowering.on_devices import part_of_types
-from coda_jax.lowering.record import Part, key_of, record, recorded
+from coda_jax.lowering.on_devices import shard_of_types
+from coda_jax.lowering.record import Shard, key_of, record, recorded
 from coda_jax.lowering.xla_partitioner import WAY_OUT
 from coda_jax.primitives.fallbacks import warn_once
-from coda_jax.primitives.matrices import flat_spec, flat_types
 from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -32,15 +31,15 @@ class Selection:
       reason: why it takes the XLA form; None where it is the kernel.
       config: of the kernel; None too where that is known only when XLA has partitioned the program.
       origin: who says so, as `config_for`.
-      over: the mesh axes over which each device runs it on its own part.
-      parts: the factors of these parts, in every plan that is known; the rest is said of the last one.
+      over: the mesh axes over which each device runs it on its own shards.
+      shards: the factors that a device multiplies, in every plan that is known; the rest is said of the last one.
     """
 
     reason: str | None = None
     config: KernelConfig | None = None
     origin: str = ""
     over: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
 
 
 def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
@@ -62,8 +61,8 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
     if route.reason is not None:
         return Selection(route.reason)
     if route.over:
-        return _select_of_parts(avals, spec, route, anywhere)
-    if reason := unsupported_reason(flat_types(avals, spec), flat_spec(spec)):
+        return _select_of_shards(avals, spec, route, anywhere)
+    if reason := unsupported_reason(spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices):
         return Selection(reason)
     problem = problem_of(avals, spec)
     try:
@@ -76,8 +75,8 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
         raise
 
 
-def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
-    """What each device's part is lowered to, as the types say it, or what XLA asked about when it compiled it."""
+def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
+    """What each device's shards are lowered to, as the types say it, or what XLA asked about when it compiled it."""
     if route.is_automatic:
         plans = recorded(key_of(avals, spec))
         if not plans:
@@ -85,14 +84,14 @@ def _select_of_parts(avals: Sequence[Any], spec: GemmSpec, route: Route, anywher
         *_, last = plans
         reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
         return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
-    parts, of_part = part_of_types(avals, spec)
-    selection = select(parts[: len(of_part.batched)], of_part, anywhere=anywhere)
-    return dataclasses.replace(selection, over=route.over, parts=(factors_of(parts, spec),))
+    shards, of_shards = shard_of_types(avals, spec)
+    selection = select(shards[: len(of_shards.batched)], of_shards, anywhere=anywhere)
+    return dataclasses.replace(selection, over=route.over, shards=(factors_of(shards, spec),))
 
 
 def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
     """a @ b, of these types, as matrices."""
-    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in spec.matrices.flat_types(avals)[:2]]
     transposed = (spec.transpose_a, spec.transpose_b)
     return " @ ".join(f"{x.str_short()}{'^T' if flag else ''}" for x, flag in zip(matrices, transposed, strict=True))
 
@@ -115,9 +114,9 @@ class Route:
     """How a product comes to the devices.
 
     Attributes:
-      over: the mesh axes over which it is split; none on one device, or where all axes are manual.
+      over: the mesh axes over which it is sharded; none on one device, or where all axes are manual.
       is_automatic: whether they are automatic, not explicit.
-      reason: why it cannot be split.
+      reason: why it cannot be sharded.
     """
 
     over: tuple[str, ...] = ()
@@ -144,14 +143,14 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
     return Route(over or (f"{num_devices} devices",), True, reason)
 
 
-def select_part(
+def select_shard(
     arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
 ) -> Selection:
-    """What a product of arrays on one device is lowered to; put on record as a part of the product of this `key`."""
+    """What a product of arrays on one device is lowered to; put on record as a shard of the product of this `key`."""
     types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
     selection = select(types, spec, anywhere=anywhere)
     if key is not None:
-        record(key, Part(factors_of(types, spec), selection.reason, selection.config, selection.origin))
+        record(key, Shard(factors_of(types, spec), selection.reason, selection.config, selection.origin))
     return selection
 
 

@@ -1,8 +1,9 @@
-"""What XLA's partitioner asks about a call that it splits over automatic mesh axes, and what it is told.
+"""What XLA's partitioner asks about a call that it shards over automatic mesh axes, and what it is told.
 
-It asks once it has decided how arrays lie, in terms of devices alone; here these become names of mesh axes again. In a
-region where some axes are manual, as a shard_map over them makes, it speaks of the devices of one group: the mesh of
-the other axes. What runs on each device is written over the whole mesh, since its collectives name all devices.
+It asks once it has decided how arrays are sharded, in terms of devices alone; here these become names of mesh axes
+again. In a region where some axes are manual, as a shard_map over them makes, it speaks of the devices of one group:
+the mesh of the other axes. What runs on each device is written over the whole mesh, since its collectives name all
+devices.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from coda_jax.lowering.mesh_plan import Axes, axes_of
+from coda_jax.lowering.mesh_plan import MeshAxes, mesh_axes_of
 
 WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
 
 
-class Laid(NamedTuple):
-    """An array as it lies on the devices.
+class ShardedArray(NamedTuple):
+    """An array on the devices.
 
     Attributes:
-      shape: of the whole.
-      cuts: for each of its axes the mesh axes that cut it.
+      shape: unsharded.
+      mesh_axes: for each of its axes the mesh axes that shard it.
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[Axes, ...]
+    mesh_axes: tuple[MeshAxes, ...]
 
 
-class Split(NamedTuple):
-    """How a call is split.
+class Partition(NamedTuple):
+    """How a call is sharded.
 
     Attributes:
-      arguments, results: how they are to lie; the partitioner moves what lies otherwise.
-      each: what a device computes of its parts. All mesh axes are manual there.
+      arguments, results: their shardings; the partitioner moves what is sharded otherwise.
+      each: what a device computes of its shards. All mesh axes are manual there.
     """
 
     arguments: Sequence[PartitionSpec]
@@ -49,8 +50,8 @@ class Split(NamedTuple):
     each: Callable[..., list[jax.Array]]
 
 
-# (arguments, results, sizes of the mesh axes that may cut them) -> Split
-Splitter = Callable[[Sequence[Laid], Sequence[Laid], Mapping[str, int]], Split]
+# (arguments, results, sizes of the mesh axes that may shard them) -> Partition
+Partitioner = Callable[[Sequence[ShardedArray], Sequence[ShardedArray], Mapping[str, int]], Partition]
 
 
 def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
@@ -69,18 +70,22 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
     return getattr(context, "num_devices", 1), known_devices(ctx)
 
 
-def call_that_is_split(
-    ctx: mlir.LoweringRuleContext, whole: Callable[..., list[jax.Array]], split: Splitter, rule: SdyShardingRule
+def partitioned_call(
+    ctx: mlir.LoweringRuleContext,
+    unsharded: Callable[..., list[jax.Array]],
+    partition: Partitioner,
+    rule: SdyShardingRule,
 ) -> Callable[..., list[jax.Array]]:
-    """`whole`, which the partitioner asks `split` about.
+    """A function that the partitioner shards as `partition` says.
 
     Args:
+      unsharded: the function on one device.
       rule: which axes of its arguments and results go together, for the partitioner's propagation.
     """
     mesh, manual = _mesh_of(ctx)
-    # The partitioner numbers the devices of a group as the first result is laid over them, and does not say how. So
+    # The partitioner numbers the devices of a group as the first result is sharded over them, and does not say how. So
     # the first is a scalar, which every device has: by it they are numbered in the order of the mesh.
-    call = custom_partitioning(lambda *arguments: [jnp.float32(0), *whole(*arguments)])
+    call = custom_partitioning(lambda *arguments: [jnp.float32(0), *unsharded(*arguments)])
     factor_sizes: dict[str, Any] = rule.factor_sizes
     with_scalar = SdyShardingRule(
         rule.operand_mappings,
@@ -89,12 +94,12 @@ def call_that_is_split(
         need_replication_factors=rule.need_replication_factors,
         **factor_sizes,
     )
-    call.def_partition(_Partition(mesh, manual, split), sharding_rule=with_scalar, decode_shardings=False)
+    call.def_partition(_Callback(mesh, manual, partition), sharding_rule=with_scalar, decode_shardings=False)
     return lambda *arguments: call(*arguments)[1:]
 
 
 def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for a part of a split call: its operations keep their frontend attributes, as `latency_metadata`.
+    """`function`, as a device runs it in such a call: its operations keep frontend attributes, as `latency_metadata`.
 
     The partitioner gives each operation that it puts in the place of a call the attributes of that call, but not to
     what is inside of a loop; and after it XLA dissolves a loop of one iteration.
@@ -108,28 +113,28 @@ def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Partition:
-    """What the partitioner calls: which mesh axes it speaks of, how the call is split over them."""
+class _Callback:
+    """What the partitioner calls: which mesh axes it speaks of, how the call is sharded over them."""
 
     mesh: Mesh
     manual: frozenset[str]
-    split: Splitter
+    partition: Partitioner
 
     def __call__(self, _: Any, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         arrays = [*arguments, *results]
-        over, cuts = _read(self.mesh, self.manual, arrays)
-        laid = [Laid(tuple(x.shape), cut) for x, cut in zip(arrays, cuts, strict=True)]
+        over, mesh_axes = _read(self.mesh, self.manual, arrays)
+        sharded = [ShardedArray(tuple(x.shape), names) for x, names in zip(arrays, mesh_axes, strict=True)]
         group = AbstractMesh(*_sizes_and_names(over, self.manual))
-        made = self.split(laid[: len(arguments)], laid[len(arguments) + 1 :], dict(group.shape))
+        partition = self.partition(sharded[: len(arguments)], sharded[len(arguments) + 1 :], dict(group.shape))
 
-        def each(*parts: jax.Array) -> list[jax.Array]:
+        def each(*shards: jax.Array) -> list[jax.Array]:
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return [jnp.float32(0), *made.each(*parts)]
+                return [jnp.float32(0), *partition.each(*shards)]
 
         def placed(specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
             return [NamedSharding(group, spec) for spec in specs]
 
-        return over, each, placed([PartitionSpec(), *made.results]), tuple(placed(made.arguments))
+        return over, each, placed([PartitionSpec(), *partition.results]), tuple(placed(partition.arguments))
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
@@ -149,8 +154,8 @@ def _mesh_of(ctx: mlir.LoweringRuleContext) -> tuple[Mesh, frozenset[str]]:
     return Mesh(devices, ("devices",)), frozenset()  # arrays whose shardings name no mesh
 
 
-def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Mesh, list[tuple[Axes, ...]]]:
-    """The mesh whose axes say how all these arrays lie, and the axes that cut them.
+def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Mesh, list[tuple[MeshAxes, ...]]]:
+    """The mesh whose axes say how all these arrays are sharded, and the mesh axes of each.
 
     Raises:
       NotImplementedError: no mesh of these devices does.
@@ -158,22 +163,22 @@ def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Me
     for over in _meshes(mesh, manual):
         group = AbstractMesh(*_sizes_and_names(over, manual))
         try:
-            return over, [_cuts(x, group) for x in arrays]
-        # It needs parts of an axis. JAX asserts that an axis holds what cuts, where XLA cuts by a minor part of one.
+            return over, [_mesh_axes(x, group) for x in arrays]
+        # It needs a factor of a mesh axis. JAX asserts that an axis holds it, where XLA shards by a minor factor.
         except (AssertionError, KeyError, ValueError, StopIteration, NotImplementedError):
             continue
     shardings = ", ".join(str(x.sharding) for x in arrays)
     raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} lay arrays as {shardings}")
 
 
-def _cuts(x: Any, group: AbstractMesh) -> tuple[Axes, ...]:
+def _mesh_axes(x: Any, group: AbstractMesh) -> tuple[MeshAxes, ...]:
     rank = len(x.shape)
     (spec,) = parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(rank), group)
-    return axes_of(spec, rank)
+    return mesh_axes_of(spec, rank)
 
 
 def _meshes(mesh: Mesh, manual: frozenset[str]) -> Iterator[Mesh]:
-    """This one, and those where an axis is several, of a prime number of devices each: shardings may part an axis."""
+    """This one, and those where an axis is several, of a prime number of devices each: shardings may divide an axis."""
     yield mesh
     for descending in (False, True):
         names: list[str] = []

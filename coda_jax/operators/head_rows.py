@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.primitives.matrices import Group, flat, reshaped
-from coda_jax.primitives.mesh_types import explicit_cuts, placed
+from coda_jax.primitives.axes import UNSHARDED, Dimension, MatrixAxis, as_matrix
+from coda_jax.primitives.mesh_types import explicit_cuts, placed, reshaped
 
 
 class Rows(NamedTuple):
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     def flat(self, x: jax.Array) -> jax.Array:
         """x (..., *rest) as (M, *rest)."""
         rest = x.ndim - len(self.sizes)
-        return self._placed(flat(x, (Group("m", len(self.sizes)), *[Group("")] * rest)))
+        return self._placed(as_matrix(x, (MatrixAxis(Dimension.M, len(self.sizes)), *[UNSHARDED] * rest)))
 
     def norm(self, norm: DeferredNorm) -> DeferredNorm:
         """The norm of x as (M, D), its statistics as (M,), its scale and bias whole."""

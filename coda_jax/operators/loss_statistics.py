@@ -163,26 +163,26 @@ def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results
         rows=(_row_flags(tokens), False, *(True for _ in others)),
         columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
         results=of_results,
-        of_part=lambda *cut: of(head.of_part(*cut)),
+        of_shard=lambda *columns: of(head.of_part(*columns)),
     )
     return jax.tree.unflatten(structure, made)
 
 
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
-    """What each of the gradients is: of the tokens a device has a part of a sum where it has a part of W.
+    """What each of the gradients is. Where W is sharded, each device's token gradients are partial sums.
 
     Those of the kernel are float32, and move as bfloat16 where it is bfloat16, as the gradients of other weights do;
     not as float16, whose range a sum that is not yet divided by the number of tokens leaves.
     """
-    part: Any = Result(is_part=True)
+    partial_sum: Any = Result(is_partial=True)
     of_w, of_b = (
-        None if x is None else Result(True, axis, moved_as=x.dtype if x.dtype == jnp.bfloat16 else None)
+        None if x is None else Result(True, axis, sent_as=x.dtype if x.dtype == jnp.bfloat16 else None)
         for x, axis in zip(kernel, _vocabulary_axes(head, kernel), strict=True)
     )
-    dinner = None if tokens.inner is None else part
+    dinner = None if tokens.inner is None else partial_sum
     dkernel: Any = Kernel(of_w, of_b)  # type: ignore[arg-type]
-    dscale, dcap = (part if is_asked else None for is_asked in (head.scale_has_gradient, tokens.cap is not None))
-    return Tokens(part, dinner, dscale, dcap), dkernel
+    dscale, dcap = (partial_sum if is_asked else None for is_asked in (head.scale_has_gradient, tokens.cap is not None))
+    return Tokens(partial_sum, dinner, dscale, dcap), dkernel
 
 
 def _vocabulary_axes(head: LossHead, kernel: Kernel) -> tuple[Any, Any]:

@@ -14,9 +14,9 @@ from coda_jax.operators import norm_products
 from coda_jax.operators.chain import Chain, run_chain
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
+from coda_jax.primitives.columns import axes_of_heads, in_heads
 from coda_jax.primitives.derivative import Parts
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
-from coda_jax.primitives.matrices import axes_of_heads, in_heads
 from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, placed_alike, without_axes
 from coda_jax.tiles.choose import takes_heads
 

@@ -15,7 +15,6 @@ from coda_jax.epilogue import Axis, Kind, Operand
 from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
-from coda_jax.primitives.matrices import argument_parts
 from coda_jax.primitives.mesh_types import explicit_cuts
 from coda_jax.primitives.spec import GemmSpec
 
@@ -48,21 +47,23 @@ def _as_rows(
     arguments: Sequence[jax.Array], mapped: Sequence[bool], spec: GemmSpec
 ) -> tuple[list[jax.Array], GemmSpec] | None:
     """The arguments and the product of a batch of a with one b as one product of all rows; None where it is not one."""
-    program, parts = spec.program, argument_parts(spec)
+    program, matrices = spec.program, spec.matrices
     flags = iter(mapped)
-    of_a, of_b, *of_operands = ([next(flags) for _ in of_one] for of_one in parts)
+    of_a, of_b, *of_operands = (
+        [next(flags) for _ in pieces] for pieces in (matrices.a, matrices.b, *matrices.operands)
+    )
     if not all(of_a) or any(of_b) or not _has_rows_alone(spec) or explicit_cuts(arguments[0])[0]:
         return None
     size, *rows = arguments[0].shape[: 1 + spec.axes.m]
     is_row = same_size(math.prod(rows), 1)
     operands, made, rest = [], list(arguments[: 1 + len(of_b)]), iter(arguments[1 + len(of_b) :])
-    for operand, has_batch, of_one in zip(program.operands, of_operands, parts[2:], strict=True):
+    for operand, has_batch, pieces in zip(program.operands, of_operands, matrices.operands, strict=True):
         of_rows = _of_rows(operand, all(has_batch), is_row=is_row)
-        arrays = [next(rest) for _ in of_one]
+        arrays = [next(rest) for _ in pieces]
         if of_rows is None or any(has_batch) != all(has_batch):
             return None
         if of_rows.kind is not operand.kind:  # beside one row it has none of its own
-            axes = sum(group.axes for groups in of_one[:1] for group in groups)
+            axes = sum(axis.rank for axis in pieces[0])
             arrays = [x.reshape(size, *rows, *(x.shape[x.ndim - axes :] if axes else (1,))) for x in arrays]
         operands.append(of_rows)
         made += arrays
@@ -73,7 +74,7 @@ def _as_rows(
 def _has_rows_alone(spec: GemmSpec) -> bool:
     """Whether each row of a gives its results by itself, whatever its number and whatever rows stand beside it."""
     program, finishing = spec.program, spec.program.finishing
-    if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(argument_parts(spec)[0]) > 1:
+    if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(spec.matrices.a) > 1:
         return False
     if any(reduction.axis is not Axis.ROW for reduction in program.reductions) or finishing.equations:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,28 +15,26 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
 from coda_jax.epilogue.values import same_shape
+from coda_jax.primitives.axes import (
+    UNSHARDED,
+    Dimension,
+    FactorSizes,
+    MatrixAxes,
+    MatrixAxis,
+    Pieces,
+    as_array,
+    as_matrix,
+    as_pieces,
+    concatenated,
+    flat_rows,
+)
 from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
 from coda_jax.primitives.layout import laid_out
-from coda_jax.primitives.matrices import (
-    WHOLE,
-    FactorAxes,
-    Group,
-    Groups,
-    argument_groups,
-    argument_parts,
-    flat,
-    flat_operands,
-    flat_outputs,
-    flat_rows,
-    joined,
-    merged_sharding,
-    shaped,
-    shaped_parts,
-)
-from coda_jax.primitives.mesh_types import explicit_sharding, vary, varying_axes
+from coda_jax.primitives.matrices import ArrayAxes
+from coda_jax.primitives.mesh_types import explicit_sharding, merged_sharding, vary, varying_axes
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
-from coda_jax.primitives.spec import ArrayAxes, CallOptions, GemmSpec
+from coda_jax.primitives.spec import CallOptions, GemmSpec
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -106,7 +105,7 @@ def product(
     _check_halves(traced, arrays[1][0], options)
     axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
-        axes = axes._replace(joined="n" if of_n else "k", parts=len(arrays[1]))
+        axes = axes._replace(joined=Dimension.N if of_n else Dimension.K, pieces=len(arrays[1]))
     spec = GemmSpec.of(
         dataclasses.replace(options, out_sharding=_flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
@@ -114,7 +113,7 @@ def product(
         "gemm" if epilogue is None else traced.name,
         axes,
     )
-    spec = spec.replace(batched=(False,) * len(argument_groups(spec)))
+    spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
     return _differentiable(traced, acc, tuple(types), spec, options)(*_arguments(arrays, rows, spec)), traced
 
 
@@ -138,18 +137,18 @@ def _rows(a: jax.Array, options: Options) -> tuple[Any, ...]:
 
 def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec: GemmSpec) -> list[jax.Array]:
     """The primitive's arguments, with the axes that go with the factors'."""
-    factors = [x for of_one in arrays[:2] for x in of_one]
-    sizes, made = FactorAxes.of(factors, spec), list(factors)
-    for given, of_one in zip(arrays[2:], argument_parts(spec)[2:], strict=True):
+    arguments = [x for pieces in arrays[:2] for x in pieces]
+    sizes = spec.matrices.factor_sizes(arguments)
+    for operand, pieces in zip(arrays[2:], spec.matrices.operands, strict=True):
         # Beside one row a tile is a row vector, and has no rows of its own.
-        has_rows = any(group.of == "m" for group in of_one[0])
-        matrices = given if has_rows else [flat_rows(x, rows) for x in given]
-        if len(matrices) == len(of_one):
-            made += [shaped(x, groups, sizes) for x, groups in zip(matrices, of_one, strict=True)]
+        has_rows = any(axis.dimension is Dimension.M for axis in pieces[0])
+        matrices = operand if has_rows else [flat_rows(x, rows) for x in operand]
+        if len(matrices) == len(pieces):
+            arguments += [as_array(x, axes, sizes) for x, axes in zip(matrices, pieces, strict=True)]
         else:  # one array beside several, or several beside one
-            along_columns: list[Groups] = [(WHOLE,), (Group("n", 1, 1),)]
-            made += shaped_parts(joined(matrices, along_columns), of_one, sizes)
-    return made
+            along_columns: list[MatrixAxes] = [(UNSHARDED,), (MatrixAxis(Dimension.N, 1, 1),)]
+            arguments += as_pieces(concatenated(matrices, along_columns), pieces, sizes)
+    return arguments
 
 
 def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
@@ -167,14 +166,19 @@ def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
 
 def _flat_product(a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
     """acc (M, N)."""
-    m, n, k = Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes), Group("k", options.k_axes)
+    (m, n), k = _product_axes(a, b, options), MatrixAxis(Dimension.K, options.k_axes)
     return accumulate(
-        flat(a, (k, m) if options.transpose_a else (m, k)),
-        flat(b, (n, k) if options.transpose_b else (k, n)),
+        as_matrix(a, (k, m) if options.transpose_a else (m, k)),
+        as_matrix(b, (n, k) if options.transpose_b else (k, n)),
         transpose_a=options.transpose_a,
         transpose_b=options.transpose_b,
         out_sharding=_flat_sharding(a, b, options),
     )
+
+
+def _product_axes(a: jax.Array, b: jax.Array, options: Options) -> MatrixAxes:
+    """The axes of a @ b."""
+    return MatrixAxis(Dimension.M, a.ndim - options.k_axes), MatrixAxis(Dimension.N, b.ndim - options.k_axes)
 
 
 def _flat_sharding(a: jax.Array, b: jax.Array, options: Options) -> Any:
@@ -195,13 +199,12 @@ def _differentiable(
     def pullback(absent: frozenset[int] = frozenset()) -> Pullback:
         return Pullback.of(epilogue, acc, types, absent)
 
-    parts = argument_parts(spec)
-    of_a, of_factors = len(parts[0]), len(parts[0]) + len(parts[1])
+    matrices = spec.matrices
 
     def forward(*arguments: jax.Array) -> tuple[list[jax.Array], Any]:
         kept = None
         if pullback().needs_acc and options.residuals == "preactivation":
-            dtype = kept_dtype(compute_dtype(arguments[0], arguments[of_a]))
+            dtype = kept_dtype(compute_dtype(arguments[0], arguments[len(matrices.a)]))
             index = next((i for i in epilogue.program.acc_outputs() if spec.out_dtypes[i] == dtype), None)
             if index is None:
                 with_acc = epilogue.with_acc()
@@ -213,9 +216,9 @@ def _differentiable(
             kept = checkpoint_name(kept, PREACTIVATION_NAME)
         else:
             outputs = run(*arguments)
-        needs = [needed for needed, of_one in zip(pullback().needs, parts[2:], strict=True) for _ in of_one]
-        needed = [x for x, is_needed in zip(arguments[of_factors:], needs, strict=True) if is_needed]
-        return outputs, (arguments[:of_factors], kept, needed)
+        factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
+        needs = [needed for needed, pieces in zip(pullback().needs, matrices.operands, strict=True) for _ in pieces]
+        return outputs, (factors, kept, list(itertools.compress(operands, needs)))
 
     run = differentiable(
         f"gemm '{spec.name}'",
@@ -246,9 +249,9 @@ class _ProductBackward(Backward):
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         """A batch of a with one b: da is a product of all rows, db one that sums over them."""
-        parts = argument_parts(self.spec)
+        matrices = self.spec.matrices
         of_a, *of_b = batched[0][0]
-        if self.options.transpose_a or len(parts[0]) > 1 or not of_a or any(of_b):
+        if self.options.transpose_a or len(matrices.a) > 1 or not of_a or any(of_b):
             return None
         axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched)
         of_epilogue = jax.vmap(self._of_epilogue, in_axes=axes, axis_size=size)
@@ -257,41 +260,39 @@ class _ProductBackward(Backward):
             dacc, darguments = of_epilogue(kept, cotangents)
             return (*self._of_factors(kept[0], dacc), *darguments)
 
-        num_arguments = sum(map(len, parts[2:]))
-        return OfBatch(backward, kept, cotangents, [True, *[False] * len(of_b), *[True] * num_arguments])
+        num_operands = len(matrices.arguments) - matrices.num_factors
+        return OfBatch(backward, kept, cotangents, [True, *[False] * len(of_b), *[True] * num_operands])
 
     def _of_epilogue(self, kept: Any, cotangents: Sequence[Any]) -> tuple[jax.Array, list[jax.Array | None]]:
-        """The cotangents of acc, with all its axes, and of the arguments, or of their parts."""
-        (factors, kept_acc, needed), options, spec = kept, self.options, self.spec
-        parts = argument_parts(spec)
-        a, b = self._joined(factors)
+        """The cotangents of acc, with all its axes, and of the operands' arrays."""
+        (factors, kept_acc, needed), options, matrices = kept, self.options, self.spec.matrices
+        a, b = self._concatenated(factors)
         pullback = self.pullback(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        read = [of_one for of_one, is_needed in zip(parts[2:], self.pullback().needs, strict=True) if is_needed]
-        arguments = pullback.needed(self.pullback(), flat_operands(needed, [False] * len(needed), read))
-        cotangents = flat_outputs(cotangents, [len(x.shape) for x in self.epilogue.out_avals], spec)
-        of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
-        sizes = FactorAxes.of(factors, spec)
+        arguments = pullback.needed(self.pullback(), matrices.flatten_some(needed, self.pullback().needs))
+        cotangents = matrices.flatten_outputs(cotangents, [len(x.shape) for x in self.epilogue.out_avals])
+        product_axes, sizes = _product_axes(a, b, options), matrices.factor_sizes(factors)
         if pullback.needs_acc and kept_acc is None:
             dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
         else:
-            dacc, darguments = pullback(None if kept_acc is None else flat(kept_acc, of_product), arguments, cotangents)
-        dacc = shaped(dacc.astype(compute_dtype(a, b)), of_product, sizes)
-        each = zip(darguments, parts[2:], strict=True)
-        return dacc, [part for x, of_one in each for part in _parts_of(x, of_one, sizes)]
+            acc = None if kept_acc is None else as_matrix(kept_acc, product_axes)
+            dacc, darguments = pullback(acc, arguments, cotangents)
+        dacc = as_array(dacc.astype(compute_dtype(a, b)), product_axes, sizes)
+        each = zip(darguments, matrices.operands, strict=True)
+        return dacc, [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
     def _of_factors(self, factors: Sequence[jax.Array], dacc: jax.Array) -> list[jax.Array]:
-        """The cotangents of the factors, or of their parts."""
-        sizes, parts = FactorAxes.of(factors, self.spec), argument_parts(self.spec)
-        found = _factors(*self._joined(factors), dacc, self.options)
-        return [part for x, of_one in zip(found, parts, strict=False) for part in _parts_of(x, of_one, sizes)]
+        """The cotangents of the factors' arrays."""
+        matrices, cotangents = self.spec.matrices, _factors(*self._concatenated(factors), dacc, self.options)
+        sizes, each = matrices.factor_sizes(factors), zip(cotangents, (matrices.a, matrices.b), strict=True)
+        return [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
-    def _joined(self, factors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        of_a, of_b, *_ = argument_parts(self.spec)
-        return joined(factors[: len(of_a)], of_a), joined(factors[len(of_a) :], of_b)
+    def _concatenated(self, factors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        a, b = self.spec.matrices.a, self.spec.matrices.b
+        return concatenated(factors[: len(a)], a), concatenated(factors[len(a) :], b)
 
 
-def _parts_of(x: jax.Array | None, of_one: Sequence[Groups], sizes: FactorAxes) -> list[Any]:
-    return [None] * len(of_one) if x is None else list(shaped_parts(x, of_one, sizes))
+def _as_pieces(x: jax.Array | None, pieces: Pieces, sizes: FactorSizes) -> list[Any]:
+    return [None] * len(pieces) if x is None else list(as_pieces(x, pieces, sizes))
 
 
 def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
@@ -348,8 +349,7 @@ def _recomputed(
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
         flags, k_axes = (options.transpose_a, options.transpose_b), options.k_axes
         acc = _plain(a, b, kept_dtype(dtype), options, transpose_a=flags[0], transpose_b=flags[1], k_axes=k_axes)
-        of_product = (Group("m", a.ndim - options.k_axes), Group("n", b.ndim - options.k_axes))
-        return pullback(flat(acc, of_product), arguments, cotangents)
+        return pullback(as_matrix(acc, _product_axes(a, b, options)), arguments, cotangents)
 
     if not pullback.is_uniform:
         return at_rounded_product()

@@ -15,19 +15,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
-from coda_jax.primitives.matrices import (
-    FactorAxes,
-    argument_parts,
-    flat_arguments,
-    flat_operands,
-    flat_reductions,
-    flat_spec,
-    joined_results,
-    num_stored,
-    product_parts,
-    shaped_outputs,
-    shaped_results,
-)
+from coda_jax.primitives.axes import FactorSizes
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
@@ -87,43 +75,37 @@ def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The kernel's results, computed by XLA: the program's stores and reductions, or their parts."""
-    of_matrices = flat_spec(spec)
-    a, b, operands = of_matrices.split(flat_arguments(arguments, spec))
+    """The kernel's results, computed by XLA: the program's stores and reductions, or their pieces."""
+    matrices, of_matrices = spec.matrices, spec.matrices.spec_of_matrices
+    a, b, operands = of_matrices.split(matrices.flatten(arguments))
     flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
     multiply = functools.partial(
         accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
     )
     has_batch = flags_a or flags_b
     acc = jax.vmap(multiply, in_axes=(_axis(flags_a), _axis(flags_b)))(a, b) if has_batch else multiply(a, b)
-    return _tiles(acc, operands, FactorAxes.of(arguments, spec), spec)
+    return _tiles(acc, operands, matrices.factor_sizes(arguments), spec)
 
 
 def tiles_of(
     accs: Sequence[jax.Array], operands: Sequence[jax.Array], spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`xla_tiles` of an accumulator that is given, or of its parts.
+    """`xla_tiles` of an accumulator, or of its pieces.
 
     Args:
       accs, operands: with all their axes.
     """
-    of_factors = sum(map(len, argument_parts(spec)[:2]))
-    has_batch = any(spec.batched[:of_factors])
-    flags = [has_batch] * len(accs)
-    (acc,) = flat_operands(accs, flags, [product_parts(spec)])
-    return _tiles(
-        acc,
-        flat_operands(operands, spec.batched[of_factors:], argument_parts(spec)[2:]),
-        FactorAxes.of_product(accs, spec, has_batch=has_batch),
-        spec,
-    )
+    matrices = spec.matrices
+    has_batch = any(spec.batched[: matrices.num_factors])
+    acc, sizes = matrices.flatten_acc(accs, has_batch=has_batch), matrices.acc_sizes(accs, has_batch=has_batch)
+    return _tiles(acc, matrices.flatten_operands(operands), sizes, spec)
 
 
 def _tiles(
-    acc: jax.Array, operands: Sequence[jax.Array], factors: FactorAxes, spec: GemmSpec
+    acc: jax.Array, operands: Sequence[jax.Array], sizes: FactorSizes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`xla_tiles` of an accumulator and operands that are matrices and vectors; results have the factors' axes."""
-    of_matrices = flat_spec(spec)
+    """`xla_tiles` of an accumulator and operands that are matrices and vectors; results have these axes."""
+    of_matrices = spec.matrices.spec_of_matrices
     flags_a, flags_b, flags = of_matrices.split(of_matrices.batched)
 
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -133,31 +115,24 @@ def _tiles(
     batched = (flags_a or flags_b, *flags)
     function = jax.vmap(matrix, in_axes=tuple(map(_axis, batched))) if any(batched) else matrix
     stores, reductions = function(acc, *operands)
-    return split_results(shaped_results([*stores, *reductions], factors, spec), spec)
-
-
-def split_results(results: Sequence[jax.Array], spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The stores, or their parts, and the reductions'."""
-    count = num_stored(spec)
-    return list(results[:count]), list(results[count:])
+    return spec.matrices.split_results(spec.matrices.unflatten_results([*stores, *reductions], sizes))
 
 
 def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> list[jax.Array]:
-    """f's flat outputs from the stores and reductions, or their parts: XLA finishes the reductions here."""
-    program, of_matrices = spec.program, flat_spec(spec)
-    results = joined_results(results, spec)
+    """f's flat outputs from the stores and reductions, or their pieces: XLA finishes the reductions here."""
+    program, matrices = spec.program, spec.matrices
+    results = matrices.concatenated_results(results)
     outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}
     if program.finishing.outputs:
-        _, _, flags = of_matrices.split(of_matrices.batched)
+        _, _, flags = spec.split(matrices.spec_of_matrices.batched)
         function = functools.partial(finish, program)
         if any(spec.batched):
             (batch,) = {x.shape[0] for x in results} or {spec.batch(arguments)}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
-        of_factors = sum(map(len, argument_parts(spec)[:2]))
-        operands = flat_operands(arguments[of_factors:], spec.batched[of_factors:], argument_parts(spec)[2:])
-        outputs |= function(flat_reductions(results, spec), operands)
+        operands = matrices.flatten_operands(arguments[matrices.num_factors :])
+        outputs |= function(matrices.flat_reductions(results[len(program.stores) :]), operands)
     ordered = [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
-    return shaped_outputs(ordered, arguments, spec)
+    return matrices.unflatten_outputs(ordered, arguments)
 
 
 def _axis(flag: bool) -> int | None:

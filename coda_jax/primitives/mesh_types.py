@@ -171,3 +171,27 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """Names of a mesh's explicit axes."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind is AxisType.Explicit)
+
+
+def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
+    """Over explicit mesh axes, where so many axes of an array are merged to one each."""
+    entries = iter((*sharding.spec, *(None,) * (sum(counts) - len(sharding.spec))))
+    taken = [[next(entries) for _ in range(count)] for count in counts]
+    names = [[n for entry in of for n in (entry if isinstance(entry, tuple) else (entry,)) if n] for of in taken]
+    return jax.sharding.NamedSharding(sharding.mesh, jax.P(*(tuple(of) or None for of in names)))
+
+
+def reshaped(
+    x: jax.Array,
+    shape: Sequence[Any],
+    merged: Sequence[int] = (),
+    cuts: Sequence[tuple[str, ...]] = (),
+) -> jax.Array:
+    """x.reshape(shape); over explicit mesh axes cut as `cuts` says, or as so many merged axes were together."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return jax.lax.reshape(x, shape)
+    if merged:
+        return jax.lax.reshape(x, shape, out_sharding=merged_sharding(sharding, merged))
+    spec = jax.P(*(cut or None for cut in cuts))
+    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, spec))

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from coda_jax.epilogue import Program
 from coda_jax.epilogue.call_site import CallSite, call_site
+from coda_jax.primitives.matrices import ArrayAxes, Matrices
 from coda_jax.tiles.config import GemmConfig
 
 _T = TypeVar("_T")
-
-
-class ArrayAxes(NamedTuple):
-    """How the dimensions of a product lie in its arrays: M may be two axes (B, T), and N several arrays.
-
-    Attributes:
-      m, n, k: how many axes; n those of the columns of one half, where halves lie apart.
-      halves: arrays with all columns of an epilogue that works on halves have the halves apart, (..., 2, N / 2).
-      joined: "n" or "k" where that is made of several arrays, one behind the other: arrays that have it are as many.
-      parts: how many.
-    """
-
-    m: int = 1
-    n: int = 1
-    k: int = 1
-    halves: bool = False
-    joined: str = ""
-    parts: int = 1
-
-    @classmethod
-    def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
-        """From the numbers of the factors' axes; halves stay apart only for an epilogue that works on halves of N."""
-        halves = halves and program.halves.count == 2 and not program.halves.head
-        columns = b_rank - k_axes
-        return cls(a_rank - k_axes, columns - (halves and program.halves.of_acc == 2), k_axes, halves)
 
 
 class Sizes(NamedTuple):
@@ -75,10 +52,10 @@ class CallOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmSpec(CallOptions):
-    """A product with its epilogue. Equal ones make the same program of the same types of arrays.
+    """A product with its epilogue. Equal specs and equal argument types lower to the same program.
 
-    The arguments of the primitive are a, b and the epilogue's operands in this order, each one array or its parts;
-    matrices.py knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
+    The arguments of the primitive are a, b and the epilogue's operands in this order, each one array or its pieces;
+    `matrices` knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
 
     Attributes:
       program: the epilogue's.
@@ -123,6 +100,11 @@ class GemmSpec(CallOptions):
 
     def replace(self, **changes: Any) -> GemmSpec:
         return dataclasses.replace(self, **changes)
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        """How the arrays of the product make matrices."""
+        return Matrices.of(self)
 
     def split(self, arguments: Sequence[_T]) -> tuple[_T, _T, list[_T]]:
         """a, b and the operands; or what there is for each argument, as `batched`."""

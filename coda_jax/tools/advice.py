@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from coda_jax.lowering.addressing import unaligned_rows
-from coda_jax.primitives.matrices import flat_spec, flat_types
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
 
@@ -116,7 +115,7 @@ def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
 
 def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
     """Which of n and k, or m of a transposed a, should have which size."""
-    types, matrices = flat_types(avals, spec), flat_spec(spec)
+    types, matrices = spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices
     a, b, _ = matrices.split(types)
     sizes = matrices.sizes(a, b)
     units: dict[str, int] = {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from coda_jax.epilogue import types_of
 from coda_jax.lowering.launch import problem_of
-from coda_jax.lowering.on_devices import BARE, part_of_types
+from coda_jax.lowering.on_devices import BARE, shard_of_types
 from coda_jax.primitives.gemm_primitive import xla_form
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.chips import COPIED, chip_of
@@ -101,8 +101,8 @@ def part_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSp
         return None
     if all(aval.sharding.mesh.empty for aval in avals):
         return None
-    parts, of_part = part_of_types(avals, spec)
-    return parts[: len(of_part.batched)], of_part
+    shards, of_shards = shard_of_types(avals, spec)
+    return shards[: len(of_shards.batched)], of_shards
 
 
 def pass_us(moved: int, device: str | None) -> float | None:

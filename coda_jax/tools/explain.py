@@ -17,7 +17,6 @@ from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.select import Selection, select
 from coda_jax.primitives.fallbacks import coda_note_p
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.matrices import flat_types
 from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
@@ -256,7 +255,7 @@ def _product(
     """An equation's product, with times of this kind of device."""
     avals: list[Any] = [v.aval for v in equation.invars]
     spec = equation.params["spec"]
-    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in flat_types(avals, spec)[:2]]
+    matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in spec.matrices.flat_types(avals)[:2]]
     a, b = (
         f"{(aval if aval.ndim == matrix.ndim else matrix).str_short()}{'^T' if transposed else ''}"
         for aval, matrix, transposed in zip(avals, matrices, (spec.transpose_a, spec.transpose_b), strict=False)
@@ -275,7 +274,7 @@ def _product(
     if choice.reason is not None:
         remedy = remedy_of(types, of_types, choice.reason)
         return dataclasses.replace(product, reason=choice.reason, cost=cost, remedy=remedy)
-    parts = f" {' or '.join(choice.parts)}" if choice.parts else ""
+    parts = f" {' or '.join(choice.shards)}" if choice.shards else ""
     each = f", on each device's part{parts} over {', '.join(choice.over)}" if choice.over else ""
     if choice.config is None:
         tile = f"its tile chosen once XLA has partitioned the program{each}"
