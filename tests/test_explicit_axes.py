@@ -349,3 +349,22 @@ def test_tiles_beside_a_product_whose_sharding_is_said(residuals):
     assert [x.sharding.spec for x in got[0][1]] == [P(None, None, "tensor")] * 2
     assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(got[1], placed, strict=True))
     assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P("data", None, "tensor")], ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_hidden_activations_with_fewer_entries_than_axes(spec, packed):
+    """Entries that a PartitionSpec leaves out are None, also where the halves of a gate are an axis."""
+    x, w_down = jax.random.normal(jax.random.key(0), (4, 6, 8)), jax.random.normal(jax.random.key(1), (16, 8))
+    w_up = jax.random.normal(jax.random.key(2), (8, 2, 16))
+    w_up = w_up if packed else (w_up[:, 0], w_up[:, 1])
+
+    def loss(x, *weights, spec=None):
+        y = coda.gated_mlp(coda.rms_norm(x, jnp.ones(8)), *weights, dtype=jnp.float32, hidden_sharding=spec)
+        return jnp.sum(jnp.sin(y.x))
+
+    want = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, w_up, w_down)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(functools.partial(loss, spec=spec), argnums=(0, 1, 2)))(x, w_up, w_down)
+    jax.tree.map(functools.partial(assert_close, rtol=1e-5), got, want)

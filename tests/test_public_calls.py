@@ -85,6 +85,12 @@ def test_a_config_of_every_part():
     close(coda.gemm(X[0], UP, config=config), X[0] @ UP)
 
 
+def test_an_equation_bound_again():
+    (equation,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
+    (got,) = extend.bind_equation(equation.primitive, [X], equation.params)
+    close(got, jnp.sin(X))
+
+
 def test_a_norm_of_other_arrays():
     assert NORM.cotangent(x=X, scale=SCALE, bias=None).sumsq is None
 

@@ -60,8 +60,11 @@ def run_chain(name: str, chain: Chain, arguments: Sequence[Any], rows: Sequence[
 
 
 def row_spec(spec: jax.P | None, norm: DeferredNorm) -> jax.P | None:
-    """How a result lies, where `run_chain` makes one row of x (D,)."""
-    return jax.P(None, *spec) if spec is not None and norm.ndim == 1 else spec
+    """The sharding of a result (..., N), with an entry for each of its axes; `run_chain` makes one row of x (D,)."""
+    if spec is None:
+        return None
+    entries = (*[None] * (norm.ndim == 1), *spec)
+    return jax.P(*entries, *[None] * (max(norm.ndim, 2) - len(entries)))
 
 
 @dataclasses.dataclass(frozen=True)
