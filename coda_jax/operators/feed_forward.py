@@ -77,8 +77,7 @@ def activation_backward(
     t, sums = cotangents(
         dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: t.astype(dtype).astype(jnp.float32)
     )
-    # With all of a LayerNorm's sums, the order of the stores decides what 128 x 192 spills: 2060 bytes, not 2256.
-    return (t, hidden, sums) if column_sums is None else (hidden, t, sums)
+    return t, hidden, sums
 
 
 def add_residual(acc: jax.Array, residual: jax.Array | None = None, bias: jax.Array | None = None) -> jax.Array:
@@ -162,7 +161,7 @@ class _FeedForward(Chain):
         beside_dz = (*of_rows, *of_columns)
         present = Sums.structure(*beside_dz)
         options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
-        first, second, *sums = multiply(
+        t, hidden, *sums = multiply(
             with_rows_of(dout, self.hidden_sharding),
             down.astype(self.dtype) if cast is None else cast,
             u,
@@ -173,7 +172,7 @@ class _FeedForward(Chain):
             transpose_b=True,
             halves=of_z.w.ndim == 3,
         )
-        t, hidden = map(self._lies, (first, second) if of_z.column_sums is None else (second, first))
+        t, hidden = self._lies(t), self._lies(hidden)
         (ddown,) = multiply(
             hidden,
             dout,
