@@ -11,9 +11,9 @@ def bind(primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any
 
     Primitives that hold functions, as shard_map and custom_jvp_call do, have jaxprs for them in their equations.
     """
-    given = primitive.get_bind_params(params)
+    own = primitive.get_bind_params(params)
     functions: Sequence[Any] = ()
-    if isinstance(given, tuple):  # some releases return the functions apart
-        functions, given = given
-    outputs = primitive.bind(*functions, *inputs, **given)
+    if isinstance(own, tuple):  # some releases return the functions apart
+        functions, own = own
+    outputs = primitive.bind(*functions, *inputs, **own)
     return outputs if primitive.multiple_results else [outputs]

@@ -93,13 +93,13 @@ class Graph:
 
 def graphs_of(jaxpr: core.Jaxpr) -> list[Graph]:
     """The function's graph first, then those of the bodies of its loops."""
-    found: list[Graph] = []
-    _Inliner(found, 1, is_body=False, is_backward=False).graph(jaxpr)
-    return found
+    graphs: list[Graph] = []
+    _Inliner(graphs, 1, is_body=False, is_backward=False).graph(jaxpr)
+    return graphs
 
 
 class _Context(NamedTuple):
-    """What an inlined function has of the equation that calls it."""
+    """The properties that an inlined function has of the equation that calls it."""
 
     is_backward: bool
     is_attention: bool
@@ -108,10 +108,10 @@ class _Context(NamedTuple):
 class _Inliner:
     """Makes one graph, and those of the loops in it."""
 
-    def __init__(self, found: list[Graph], times: int, *, is_body: bool, is_backward: bool):
-        self._found, self._context = found, _Context(is_backward, False)
+    def __init__(self, graphs: list[Graph], times: int, *, is_body: bool, is_backward: bool):
+        self._graphs, self._context = graphs, _Context(is_backward, False)
         self._graph = Graph([], [], times, is_body)
-        found.append(self._graph)
+        graphs.append(self._graph)
         self._of_attention: dict[int, bool] = {}
 
     def graph(self, jaxpr: core.Jaxpr, arguments: Sequence[Array] | None = None, results: int | None = None) -> None:
@@ -183,7 +183,7 @@ class _Inliner:
                     inner.is_of_attention = outer.is_of_attention
                     inner.is_constant = outer.is_constant and i < len(arguments) - carried - stacked
             times = self._graph.times * executions(loop.equation)
-            of_body = _Inliner(self._found, times, is_body=True, is_backward=loop.is_backward)
+            of_body = _Inliner(self._graphs, times, is_body=True, is_backward=loop.is_backward)
             of_body.graph(body, arguments, carried)
             if scanned is not None:
                 outputs = _as_inside(outputs, of_body._graph.results)
@@ -202,7 +202,7 @@ class _Inliner:
 
 
 def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
-    """Whether an equation does to its arguments what this does; a shard_map does to their parts."""
+    """True if an equation does to its arguments what this jaxpr does; a shard_map does so to their shards."""
     if len(inner.invars) != len(equation.invars):
         return False
     shapes = [[getattr(x.aval, "shape", ()) for x in atoms] for atoms in (equation.invars, inner.invars)]
@@ -210,7 +210,7 @@ def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
 
 
 def _carried(scan: core.JaxprEqn) -> int:
-    """How many of a scan's results it carries from step to step: those that are not stacked."""
+    """The number of a scan's results that it carries from step to step: those that are not stacked."""
     (body,) = inner_jaxprs(scan)
     pairs = zip(scan.outvars, body.outvars, strict=True)
     return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
@@ -226,7 +226,7 @@ def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array
 
 
 def _moves_nothing(equation: core.JaxprEqn) -> bool:
-    """Whether a cast, a broadcast or a transposition is to what is there, but for axes of one element."""
+    """True if a cast, a broadcast or a transposition changes nothing but axes of one element."""
     if equation.primitive.name not in ("convert_element_type", "broadcast_in_dim", "transpose"):
         return False
     before: Any = equation.invars[0].aval

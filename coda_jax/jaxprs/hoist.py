@@ -1,4 +1,4 @@
-"""What a step of a loop computes from its invariant arguments alone, moved before the loop."""
+"""Hoisting: the values that a step of a loop computes from invariant arguments alone are made before the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products of a function, found in its jaxpr."""
+"""The equations of a function, those in loops and nested calls too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 
 
 def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Jaxpr:
-    """What function(*args, **kwargs) computes.
+    """The jaxpr of function(*args, **kwargs).
 
     Equations whose results nobody reads are not in it, as the gradients of frozen weights: jit drops them too.
     """
@@ -28,12 +28,12 @@ def equations_of(
 
 
 def equations_in(jaxpr: core.Jaxpr, arguments: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
-    """The same of a jaxpr with these arguments."""
-    found = list(equations(jaxpr))
+    """`equations_of` for a jaxpr with these arguments."""
+    every = list(equations(jaxpr))
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
-    shardings += [leaf for equation, _ in found for leaf in jax.tree.leaves(equation.params)]
+    shardings += [leaf for equation, _ in every for leaf in jax.tree.leaves(equation.params)]
     sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
-    return found, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
+    return every, max(1, jax.sharding.get_abstract_mesh().size, *sizes)
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -44,7 +44,7 @@ def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def executions(equation: core.JaxprEqn) -> int:
-    """How often what is inside an equation is executed: a scan's steps, else once."""
+    """The number of times that the inside of an equation is executed: a scan's steps, else once."""
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 

@@ -37,7 +37,7 @@ def tiles(
 
 
 def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the program runs on several devices, so that there may be collectives beside its kernels."""
+    """True if the program runs on several devices, so that there may be collectives beside its kernels."""
     context: Any = ctx.module_context.axis_context
     meshes = [aval.sharding.mesh for aval in ctx.avals_in]  # type: ignore[attr-defined]
     sizes = [mesh.size for mesh in (*meshes, getattr(context, "mesh", None)) if mesh is not None]
@@ -63,11 +63,11 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arguments, spec=spec, tiles=tiles)
 
-    def whole(*arguments: jax.Array) -> list[jax.Array]:
+    def on_one_device(*arguments: jax.Array) -> list[jax.Array]:
         stores, reductions = tiles(*arguments, spec=spec)
         return outputs_of([*stores, *reductions], arguments, spec)
 
-    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
+    return mlir.lower_fun(on_one_device, multiple_results=True)(ctx, *arguments)
 
 
 for _primitive in PRIMITIVES:

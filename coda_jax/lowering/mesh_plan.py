@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def units(spec: GemmSpec, sizes: Mapping[ProductAxis, int]) -> dict[ProductAxis, int]:
-    """What a shard of each axis must be a multiple of; 0 where it may not be sharded.
+    """For each axis the number of which a shard must have a multiple; 0 where it may not be sharded.
 
     Args:
       sizes: of the product's axes.
@@ -73,14 +73,14 @@ def units(spec: GemmSpec, sizes: Mapping[ProductAxis, int]) -> dict[ProductAxis,
 
 
 def row_unit(program: Program) -> int:
-    """What a shard's rows must be a multiple of; 0 where M may not be sharded at all."""
+    """The number of which a shard's rows must be a multiple; 0 where M may not be sharded at all."""
     if any(node.op == "row" for node in program.nodes):
         return 0
     return math.lcm(1, *(operand.period for operand in program.operands if operand.period))
 
 
 def _column_unit(spec: GemmSpec) -> int:
-    """What a shard's columns must be a multiple of; 0 where N may not be sharded at all.
+    """The number of which a shard's columns must be a multiple; 0 where N may not be sharded at all.
 
     Halves of N are far from each other, and so are slices: no shard of N has the same share of each, but where halves
     have an axis of their own, or slices are the pieces of N.

@@ -58,7 +58,7 @@ def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Til
 
 
 def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
-    """Whether a device runs the whole epilogue on its k slice, and the results are summed over the devices.
+    """True if a device runs all of the epilogue on its k slice, and the results are summed over the devices.
 
     It may where the epilogue is linear in acc, the results have the dtype in which products are summed and are no
     larger than these, all devices keep the whole sum, and the device's product can be a kernel: as of a weight's
@@ -173,20 +173,21 @@ def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpe
     avals_in: Sequence[Any] = ctx.avals_in
     mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
     names = explicit_axes(mesh)
-    made = plan_of_types(avals_in, ctx.avals_out, spec)
-    in_specs = made.argument_specs(spec, [aval.ndim for aval in avals_in])
+    plan = plan_of_types(avals_in, ctx.avals_out, spec)
+    in_specs = plan.argument_specs(spec, [aval.ndim for aval in avals_in])
 
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         with jax.sharding.use_abstract_mesh(mesh):
             each = jax.shard_map(
-                functools.partial(on_each_device, spec=spec, plan=made, tiles=tiles),
+                functools.partial(on_each_device, spec=spec, plan=plan, tiles=tiles),
                 in_specs=in_specs,
-                out_specs=list(made.result_specs(spec)),
+                out_specs=list(plan.result_specs(spec)),
                 axis_names=set(names),
                 check_vma=False,
             )
-            moved = [jax.sharding.reshard(x, NamedSharding(mesh, p)) for x, p in zip(arguments, in_specs, strict=True)]
-            outputs = outputs_of(each(*moved), arguments, spec)
+            shardings = (NamedSharding(mesh, in_spec) for in_spec in in_specs)
+            resharded = map(jax.sharding.reshard, arguments, shardings)
+            outputs = outputs_of(each(*resharded), arguments, spec)
             return [jax.sharding.reshard(x, aval.sharding) for x, aval in zip(outputs, ctx.avals_out, strict=True)]
 
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
@@ -229,9 +230,9 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
     """
     mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
     with jax.sharding.use_abstract_mesh(mesh):
-        made = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
-    shards = shards_of(avals, spec, made)
-    has_epilogue = not made.over(Dimension.K) or sums_results(shards, spec, made)
+        plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
+    shards = shards_of(avals, spec, plan)
+    has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)
     return shards, spec if has_epilogue else bare(spec, shards)
 
 
@@ -263,7 +264,7 @@ def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSp
 
 
 def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardingRule:
-    """Which axes of the arguments and the results go together, for Shardy's propagation."""
+    """The rule that tells Shardy's propagation which axes of the arguments and the results go together."""
     matrices, joined = spec.matrices, spec.axes.joined
     argument_axes = matrices.argument_axes([len(shape) for shape in shapes])
     unit_of = units(spec, axis_sizes(argument_axes, shapes))
@@ -304,14 +305,14 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 
 
 def _digest(spec: GemmSpec) -> str:
-    """Names what a call computes on given arguments, whoever made it."""
+    """A name of what a call computes on its arguments."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
     # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
     # chosen by: else with the tiles of another table.
-    made = (is_strict(), ffi.headers_hash(), chosen_by())
-    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *made))
+    settings = (is_strict(), ffi.headers_hash(), chosen_by())
+    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *settings))
 
 
 def digest_of(*parts: Any) -> str:
-    """The same for the same text in every process."""
+    """A name that is the same for the same text in every process."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]

@@ -20,7 +20,7 @@ PRODUCTS, PLANS = 4096, 4  # on record at most; plans of each
 
 
 class Shard(NamedTuple):
-    """What a device multiplies of a product.
+    """The product that a device computes of a sharded one.
 
     Attributes:
       factors: types of its shards of a and b.

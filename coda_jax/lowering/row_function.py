@@ -176,8 +176,8 @@ def _refuse_fallbacks(shard: Any) -> None:
 
 def products_of(jaxpr: jex_core.Jaxpr) -> list[tuple[list[Any], GemmSpec]]:
     """Types of the arguments and the spec of each product."""
-    found = (equation for equation, _ in equations(jaxpr) if equation.primitive in PRIMITIVES)
-    return [([v.aval for v in equation.invars], equation.params["spec"]) for equation in found]
+    products = (equation for equation, _ in equations(jaxpr) if equation.primitive in PRIMITIVES)
+    return [([v.aval for v in equation.invars], equation.params["spec"]) for equation in products]
 
 
 def _axes_of(
@@ -197,7 +197,7 @@ def _with_columns(axis: int, columns: MeshAxes) -> PartitionSpec:
 
 
 def _dividing(axes: MeshAxes, size: int, sizes: Mapping[str, int]) -> MeshAxes:
-    """Those of the mesh axes that divide this size evenly."""
+    """The mesh axes of these that together divide this size evenly."""
     fit: MeshAxes = ()
     for axis in axes:
         if size % math.prod(sizes[name] for name in (*fit, axis)) == 0:

@@ -25,7 +25,7 @@ CAPABILITY = "9.0"
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What a product is lowered to on a GPU.
+    """The form that a product is lowered to on a GPU.
 
     Attributes:
       reason: why it takes the XLA form; None where it is the kernel.
@@ -43,7 +43,7 @@ class Selection:
 
 
 def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
-    """What this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
+    """The form that this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
 
     Args:
       avals: types of the arguments.
@@ -76,7 +76,7 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
 
 
 def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
-    """What each device's shards are lowered to, as the types say it, or what XLA asked about when it compiled it."""
+    """The form of each device's shards, as the types say it, or as XLA asked about it when it compiled the program."""
     if route.is_automatic:
         plans = recorded(key_of(avals, spec))
         if not plans:
@@ -111,7 +111,7 @@ def machine_reason() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How a product comes to the devices.
+    """The way in which a product comes to the devices.
 
     Attributes:
       over: the mesh axes over which it is sharded; none on one device, or where all axes are manual.
@@ -125,7 +125,7 @@ class Route:
 
 
 def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False) -> Route:
-    """How a product of arguments of these types comes to `num_devices` devices, if they are on no mesh."""
+    """The route of a product of arguments of these types to `num_devices` devices, if they are on no mesh."""
     shardings = [aval.sharding for aval in avals]
     over, automatic = partitioned_axes(*shardings), automatic_axes(*shardings)
     on_no_mesh = all(sharding.mesh.empty for sharding in shardings)
@@ -146,7 +146,7 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
 def select_shard(
     arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
 ) -> Selection:
-    """What a product of arrays on one device is lowered to; put on record as a shard of the product of this `key`."""
+    """The form of a product of arrays on one device; it is put on record as a shard of the product of this `key`."""
     types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
     selection = select(types, spec, anywhere=anywhere)
     if key is not None:

@@ -38,7 +38,7 @@ class ShardedArray(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How a call is sharded.
+    """The sharding of a call.
 
     Attributes:
       arguments, results: their shardings; the partitioner moves what is sharded otherwise.
@@ -55,7 +55,7 @@ Partitioner = Callable[[Sequence[ShardedArray], Sequence[ShardedArray], Mapping[
 
 
 def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the program that is lowered has devices; on an AbstractMesh it has none."""
+    """True if the program that is lowered has devices; on an AbstractMesh it has none."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is not None:
@@ -114,7 +114,7 @@ def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Callback:
-    """What the partitioner calls: which mesh axes it speaks of, how the call is sharded over them."""
+    """The callback of the partitioner: it reads which mesh axes are meant, and answers how the call is sharded."""
 
     mesh: Mesh
     manual: frozenset[str]
@@ -201,6 +201,6 @@ def _primes(size: int) -> Iterator[int]:
 
 
 def _sizes_and_names(mesh: Mesh, manual: frozenset[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Of the axes that are not manual."""
+    """Sizes and names of the axes that are not manual."""
     free = [(size, name) for name, size in mesh.shape.items() if name not in manual]
     return tuple(size for size, _ in free), tuple(name for _, name in free)

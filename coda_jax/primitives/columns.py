@@ -8,27 +8,27 @@ from coda_jax.primitives.mesh_types import cutting_evenly, explicit_cuts, reshap
 
 
 def axes_of_heads(x: jax.Array, head_dim: int) -> tuple[str, ...]:
-    """The explicit mesh axes that cut x (..., H Dh) in whole heads."""
+    """The explicit mesh axes that shard x (..., H Dh) into whole heads."""
     axes = explicit_cuts(x)[-1]
     return cutting_evenly(axes, jax.typeof(x).sharding.mesh, x.shape[-1] // head_dim) if axes else ()
 
 
 def in_heads(x: jax.Array, head_dim: int) -> jax.Array:
-    """x (..., H Dh) as (..., H, Dh); it is gathered over explicit mesh axes that do not cut it in whole heads."""
+    """x (..., H Dh) as (..., H, Dh); it is gathered over explicit mesh axes that do not shard it into whole heads."""
     kept = axes_of_heads(x, head_dim)
     x = without_axes(x, x.ndim - 1, frozenset(explicit_cuts(x)[-1]) - frozenset(kept))
     return reshaped(x, (*x.shape[:-1], x.shape[-1] // head_dim, head_dim), cuts=(*explicit_cuts(x), ()))
 
 
 def halves_joined(x: jax.Array) -> jax.Array:
-    """x (..., 2, F) as (..., 2F), whose columns the explicit mesh axes cut that cut F."""
+    """x (..., 2, F) as (..., 2F), its columns sharded over the explicit mesh axes of F."""
     *lead, _, features = explicit_cuts(x)
     x = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
     return reshaped(x, (*x.shape[:-2], 2 * x.shape[-1]), cuts=(*lead, features))
 
 
 def halves_apart(x: jax.Array) -> jax.Array:
-    """x (..., 2F) as (..., 2, F), whose F the explicit mesh axes cut that cut the columns, if they do so evenly."""
+    """x (..., 2F) as (..., 2, F), F sharded over the explicit mesh axes of the columns, if they divide it evenly."""
     *lead, columns = explicit_cuts(x)
     features = x.shape[-1] // 2
     kept = cutting_evenly(columns, jax.typeof(x).sharding.mesh, features) if columns else ()

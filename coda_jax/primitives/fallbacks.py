@@ -61,7 +61,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def is_strict() -> bool:
-    """Whether what is traced or lowered now, in this thread, must not fall back."""
+    """True if what is traced or lowered now, in this thread, must not fall back."""
     return bool(_strict.value)
 
 

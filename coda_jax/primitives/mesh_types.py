@@ -41,7 +41,7 @@ def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
 
 
 def may_be_automatic(*arrays: Any) -> bool:
-    """Whether XLA may partition what has these arrays' types: a mesh axis is automatic, or no mesh is known."""
+    """True if XLA may partition what has these arrays' types: a mesh axis is automatic, or no mesh is known."""
     meshes = [mesh for x in arrays if not (mesh := jax.typeof(x).sharding.mesh).empty]
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and get_concrete_mesh().empty:

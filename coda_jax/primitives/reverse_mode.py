@@ -42,7 +42,7 @@ class Backward:
         raise NotImplementedError
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
-        """How to do a batch, whose axis is the first of what `batched` flags; None: as JAX batches a function."""
+        """The rule for a batch, whose axis is the first of what `batched` flags; None: as JAX batches a function."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ def differentiable(
 
 
 def named_zero(name: str, arguments: Any) -> jax.Array:
-    """What refuses a forward mode of these arguments, by the operator's name."""
+    """The zero that refuses a forward mode of these arguments, by the operator's name."""
     zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=name)
     return zero
 
