@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from coda_jax.epilogue import Axis, Kind, Operand, Reduction, Width
+from coda_jax.epilogue import Along, Axis, Operand, Reduction, Width
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives.mesh_types import cutting_evenly, explicit_cuts, explicit_sharding, without_axes
 from coda_jax.primitives.spec import ArrayAxes, GemmSpec
@@ -64,17 +64,8 @@ def product_parts(spec: GemmSpec) -> list[Groups]:
 
 
 def _operand_groups(spec: GemmSpec, operand: Operand) -> Groups:
-    m = Group("m", spec.axes.m)
-    match operand.kind:
-        case Kind.ROW_VECTOR:
-            return (Group("n", _columns(spec, operand.width)),)
-        case Kind.COLUMN_VECTOR:
-            return (m, WHOLE)
-        case Kind.TILE:
-            return (m, Group("n", _columns(spec, operand.width)))
-        case Kind.ROPE_TABLE:
-            return (WHOLE if operand.period else m, WHOLE)
-    return ()  # scalars, and vectors of a head
+    groups = {Along.ROWS: Group("m", spec.axes.m), Along.COLUMNS: Group("n", _columns(spec, operand.width))}
+    return tuple(WHOLE if axis is None else groups[axis] for axis in operand.axes)
 
 
 def _result_parts(spec: GemmSpec) -> list[list[Groups]]:
