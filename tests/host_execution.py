@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program, Width, emit, finish
+from coda_jax.epilogue import Axis, Program, Width, emit, finish
 
 HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
@@ -224,7 +224,7 @@ class HostPrograms:
         for x, operand in zip(operands, program.operands, strict=True):
             assert x.dtype == operand.dtype
         tiles = [operands[i] for i in program.tile_operands]
-        others = [x for x, o in zip(operands, program.operands, strict=True) if o.kind is not Kind.TILE]
+        others = [x for x, o in zip(operands, program.operands, strict=True) if not o.kind.by_tensor_map]
         width = {width: program.halves.columns(width, columns) for width in Width}
         sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
         stores = [np.full((m, size), np.nan, np.float32) for size in sizes]

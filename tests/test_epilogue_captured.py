@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue import Kind, evaluate, trace
+from coda_jax.epilogue import evaluate, trace
+from coda_jax.epilogue.operand_kinds import COLUMN_VECTOR, ROW_VECTOR, TILE
 from tests.trace_cases import ACC, M, N, close, typed, values
 
 
@@ -64,7 +65,7 @@ def test_captured_kinds_and_dtypes():
     tile = np.ones((M, N), np.float16)
     epilogue, captured = trace(lambda acc: jnp.where(mask, acc * w, tile), ACC, ())
     kinds = {(o.kind, o.dtype.name) for o in epilogue.program.operands}
-    assert kinds == {(Kind.COLUMN_VECTOR, "bfloat16"), (Kind.ROW_VECTOR, "bool"), (Kind.TILE, "float16")}
+    assert kinds == {(COLUMN_VECTOR, "bfloat16"), (ROW_VECTOR, "bool"), (TILE, "float16")}
     assert len(captured) == 3
 
 

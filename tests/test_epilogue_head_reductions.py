@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Kind, NotTileLocalError, emit, evaluate, trace
+from coda_jax.epilogue import NotTileLocalError, emit, evaluate, trace
+from coda_jax.epilogue.operand_kinds import HEAD_VECTOR
 from coda_jax.epilogue.trace import _WIDEST_HEAD
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.primitives.spec import CallOptions, GemmSpec
@@ -148,9 +149,9 @@ def test_a_scale_of_heads_is_a_vector_of_a_head():
     for shape in ((DIM,), (1, DIM), (DIM // 2,)):
         f = by_halves if shape == (DIM // 2,) else rms_norm
         (epilogue, _) = trace(f, acc_of(4 * DIM), (jnp.ones(shape),))
-        assert [o.kind for o in epilogue.program.operands] == [Kind.HEAD_VECTOR]
+        assert [o.kind for o in epilogue.program.operands] == [HEAD_VECTOR]
     captured = trace(lambda acc: rms_norm(acc, SCALE), acc_of(4 * DIM), ())[0].program
-    assert [o.kind for o in captured.operands] == [Kind.HEAD_VECTOR]
+    assert [o.kind for o in captured.operands] == [HEAD_VECTOR]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Kind, NotTileLocalError, evaluate, trace
+from coda_jax.epilogue import NotTileLocalError, evaluate, trace
+from coda_jax.epilogue.operand_kinds import COLUMN_VECTOR, ROPE_TABLE
 from tests.host_execution import HostPrograms
 
 M = 5
@@ -225,7 +226,7 @@ def test_sections_of_equal_programs_share_their_code():
     n, f, operands = CASES["grouped"]
     program = trace(f, acc_of(n), operands)[0].program
     assert program.sections == ((0, 32), (32, 48), (48, 64))
-    assert [o.kind for o in program.operands] == [Kind.COLUMN_VECTOR, Kind.ROPE_TABLE, Kind.ROPE_TABLE]
+    assert [o.kind for o in program.operands] == [COLUMN_VECTOR, ROPE_TABLE, ROPE_TABLE]
     assert program == trace(qkv_by_heads(4, 2, 8), acc_of(n), operands)[0].program
 
 

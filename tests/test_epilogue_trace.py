@@ -1,5 +1,6 @@
 """Tracing: structural equality, and the meaning of axes when sizes coincide."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import Axis, Kind, NotTileLocalError, ReductionOp, Width, emit, evaluate, trace
+from coda_jax.epilogue import Axis, NotTileLocalError, ReductionOp, Width, emit, evaluate, trace
+from coda_jax.epilogue.operand import Columns
+from coda_jax.epilogue.operand_kinds import COLUMN_VECTOR, KINDS, ROW_VECTOR, SCALAR, TILE
 from tests.trace_cases import ACC, M, N, close, typed, values
 
 # ---- operands and axes
@@ -17,15 +20,18 @@ from tests.trace_cases import ACC, M, N, close, typed, values
 def test_operand_kinds():
     shapes = [(), (1,), (1, 1), (N,), (1, N), (M, 1), (M, N), (N // 2,), (1, N // 2), (M, N // 2)]
     epilogue, _ = trace(lambda acc, *x: acc[:, :4], ACC, [typed(*s) for s in shapes])
-    kinds = (
-        [Kind.SCALAR] * 3
-        + [Kind.ROW_VECTOR] * 2
-        + [Kind.COLUMN_VECTOR, Kind.TILE]
-        + [Kind.ROW_VECTOR] * 2
-        + [Kind.TILE]
-    )
+    kinds = [SCALAR] * 3 + [ROW_VECTOR] * 2 + [COLUMN_VECTOR, TILE] + [ROW_VECTOR] * 2 + [TILE]
     assert [o.kind for o in epilogue.program.operands] == kinds
     assert [o.width for o in epilogue.program.operands] == [Width.FULL] * 7 + [Width.HALF] * 3
+
+
+def test_a_shape_is_of_one_kind():
+    """Sizes that coincide included; of a head's columns and of the product's apart."""
+    for m, n in itertools.product((1, 2, 3, 4), repeat=2):
+        for shape in [(), *itertools.product((1, 2, 3, 4)), *itertools.product((1, 2, 3, 4), repeat=2)]:
+            fitting = [kind for kind in KINDS if kind.fits(shape, m, n)]
+            assert len({kind for kind in fitting if kind.columns is not Columns.OF_HEAD}) <= 1, (m, n, shape)
+            assert len({kind for kind in fitting if kind.columns is Columns.OF_HEAD}) <= 1, (m, n, shape)
 
 
 @pytest.mark.parametrize(("m", "n"), [(8, 8), (1, 8), (8, 1), (1, 1), (2, 2), (16, 8), (8, 16)])

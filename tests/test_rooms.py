@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from coda_jax.epilogue import operand, operand_kinds
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the ground up; each imports those below it.
 FLOORS = ("jaxprs", "epilogue", "tiles", "primitives", "lowering", "operators", "tools")
@@ -51,6 +53,29 @@ def test_layers_import_what_is_public():
         if (names := {n for n in imported(path) if n.startswith("coda_jax.") and n.split(".")[1] in {*FLOORS, "ffi"}})
     }
     assert inner == {}
+
+
+def names(path):
+    """All names, attributes and imported names in a file, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def test_a_kind_of_operand_is_named_in_its_own_file_alone():
+    """So that a new kind is a class there: all others ask it."""
+    own = pathlib.Path(operand_kinds.__file__)
+    kinds = {name for name, x in vars(operand_kinds).items() if isinstance(x, operand.OperandKind)}
+    kinds |= {type(kind).__name__ for kind in operand_kinds.KINDS}
+    assert len(kinds) == 2 * len(operand_kinds.KINDS)
+    assert {name for _, name in names(own)} >= kinds
+    others = [path for path in files("coda_jax", "flax_layers") if path != own]
+    matched = {f"{path}:{line}": name for path in others for line, name in names(path) if name in kinds}
+    assert matched == {}
 
 
 def test_no_file_is_long():

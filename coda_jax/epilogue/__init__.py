@@ -5,6 +5,8 @@ From a function to a kernel's epilogue, in order:
   flatten       makes one list of equations of the jaxpr, and hoists captured arrays; logsumexp recognises its pattern
   analysis      translates equations to nodes for one element, with the rules of axis_rules, column_rules, reductions
                 and elementwise; tags say what indexes each axis, values holds what is known of a value
+  operand       is an array beside acc, and what is asked of its kind; operand_kinds has all that is known of each kind,
+                for this room and those above it
   finishing     leaves to XLA what follows from finished reductions
   simplify      shortens the nodes; assemble numbers them and makes the program
   program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
@@ -22,9 +24,9 @@ from coda_jax.epilogue.halves import Halves as Halves
 from coda_jax.epilogue.halves import Width as Width
 from coda_jax.epilogue.linearity import is_linear as is_linear
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
+from coda_jax.epilogue.operand import Along as Along
+from coda_jax.epilogue.operand import Operand as Operand
 from coda_jax.epilogue.program import Axis as Axis
-from coda_jax.epilogue.program import Kind as Kind
-from coda_jax.epilogue.program import Operand as Operand
 from coda_jax.epilogue.program import Program as Program
 from coda_jax.epilogue.program import Reduction as Reduction
 from coda_jax.epilogue.program import ReductionOp as ReductionOp

@@ -24,16 +24,15 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.halves import Halves, Width
-from coda_jax.epilogue.program import Kind, Node, Operand, Reduction
+from coda_jax.epilogue.operand import Operand
+from coda_jax.epilogue.program import Node, Reduction
 from coda_jax.epilogue.values import (
     ALLOWED,
     BOTH_HALVES,
     BY_SLICES,
-    CHANNEL,
     COLUMN,
     COLUMNS,
     HALF,
-    HALF_CHANNEL,
     HINTS,
     INDEX,
     ROW,
@@ -124,25 +123,10 @@ class Analysis:
         return self.node("literal", (), dtype.name, value=value.item() if dtype.kind in "biu" else LiteralFloat(value))
 
     def operand(self, index: int, operand: Operand, aval: Any) -> Local:
-        dtype = operand.traced_dtype.name
-
-        def load(half: int) -> int:
-            return self.node("operand", (), dtype, index=index, half=half)
-
-        if operand.kind is Kind.SCALAR:
-            return Local((None,) * len(aval.shape), (load(0),), False)
-        if operand.kind is Kind.COLUMN_VECTOR:
-            return Local((ROW, None), (load(0),), False)
-        column: Tag = COLUMN if operand.width is Width.FULL else HALF
-        nodes = tuple(map(load, range(self.halves.of(operand.width))))
-        if operand.kind is Kind.ROPE_TABLE:
-            column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
-            return Local((TABLE_ROW if operand.period else ROW, column), nodes, True)
-        if operand.kind is Kind.HEAD_VECTOR:
-            column = CHANNEL if operand.width is Width.FULL else HALF_CHANNEL
-        if operand.kind is Kind.TILE:
-            return Local((ROW, column), nodes, True)
-        return Local((None, column) if len(aval.shape) == 2 else (column,), nodes, False)
+        kind, dtype = operand.kind, operand.traced_dtype.name
+        halves = range(self.halves.of(operand.width) if kind.has_columns else 1)
+        nodes = tuple(self.node("operand", (), dtype, index=index, half=half) for half in halves)
+        return Local(kind.tags(operand, len(aval.shape)), nodes, kind.is_tile)
 
     # --- equations
 

@@ -11,29 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
-from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program, Reduction, ReductionOp
+from coda_jax.epilogue.operand_kinds import KINDS
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, Reduction, ReductionOp
 from coda_jax.epilogue.user_names import is_usable
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
 # The lists of the struct, and the type of their entries; see cuda/epilogue_abi.cuh.
-_LISTS = {
-    "tile_load": "TileAccess",
-    "row_vector": "VectorAccess",
-    "column_vector": "VectorAccess",
-    "scalar": "VectorAccess",
-    "rope_table": "VectorAccess",
-    "head_vector": "VectorAccess",
+_LISTS = {kind.list_name: "TileAccess" if kind.by_tensor_map else "VectorAccess" for kind in KINDS} | {
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
-}
-_OVER_COLUMNS = ("tile_load", "row_vector", "rope_table", "head_vector", "column_reduction")
-_LOADS = {  # a list, and the member of an Element that has its values
-    Kind.TILE: ("tile_load", "tile"),
-    Kind.ROW_VECTOR: ("row_vector", "row_vector"),
-    Kind.COLUMN_VECTOR: ("column_vector", "column_vector"),
-    Kind.SCALAR: ("scalar", "scalar"),
-    Kind.ROPE_TABLE: ("rope_table", "rope_table"),
-    Kind.HEAD_VECTOR: ("head_vector", "head_vector"),
 }
 _COMBINE = {
     ReductionOp.SUM: "{} + {}",
@@ -74,7 +60,7 @@ class _Emitter:
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
         tiles = program.tile_operands
-        others = [i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
+        others = [i for i, operand in enumerate(program.operands) if not operand.kind.by_tensor_map]
         for index, batched in zip(range(len(program.operands)), batched_operands, strict=True):
             if index in tiles:
                 self.load(index, 2 + tiles.index(index), batched)
@@ -87,23 +73,22 @@ class _Emitter:
 
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
-        name, member = _LOADS[operand.kind]
-        is_over_columns = name in _OVER_COLUMNS
-        per_entry = self.entry_values if is_over_columns else 1
-        is_tile = operand.kind is Kind.TILE
+        kind, entries = operand.kind, self.lists[operand.kind.list_name]
+        per_entry = self.entry_values if kind.has_columns else 1
+        halves = self.program.halves.of(operand.width) if kind.has_columns and not kind.by_tensor_map else 1
         for half in self.program.loads(index):
             if half in self.program.loaded_runs(index):
                 fields = {
-                    "map" if is_tile else "pointer": position,
+                    "map" if kind.by_tensor_map else "pointer": position,
                     "half": 0 if per_entry > 1 else half,
-                    "halves": self.program.halves.of(operand.width) if is_over_columns and not is_tile else 1,
+                    "halves": halves,
                     "dtype": _dtype(operand.dtype),
                     "batched": bool(batched),
                     "period": operand.period,
                 }
-                self.lists[name].append(_entry(fields))
-            at = (len(self.lists[name]) - 1) * per_entry + (half if per_entry > 1 else 0)
-            self.places[index, half] = member, at
+                entries.append(_entry(fields))
+            at = (len(entries) - 1) * per_entry + (half if per_entry > 1 else 0)
+            self.places[index, half] = kind.word, at
 
     def value_names(self) -> dict[int, str]:
         """Names of the nodes that are no literals; in a reader's form operands have the user's names."""

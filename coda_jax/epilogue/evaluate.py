@@ -8,7 +8,8 @@ from jax import lax
 
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import run
-from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Kind, Node, Program, ReductionOp
+from coda_jax.epilogue.operand import Beside
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, ReductionOp
 
 
 def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
@@ -82,21 +83,16 @@ def _node(
     rows = acc.shape[0]
     match node.op:
         case "acc":
-            return _half(program, acc, node["half"], columns)
+            return program.halves.columns_of(acc, node["half"], columns)
         case "operand":
             operand = program.operands[node["index"]]
             x = operands[node["index"]].astype(operand.traced_dtype)
-            if operand.kind in (Kind.ROPE_TABLE, Kind.HEAD_VECTOR):
-                x = x.reshape(1, -1) if operand.kind is Kind.HEAD_VECTOR else x
-                return _over_heads(program, x, node["half"], operand.period, rows, columns)
-            shape = {Kind.SCALAR: (1, 1), Kind.ROW_VECTOR: (1, -1), Kind.COLUMN_VECTOR: (-1, 1), Kind.TILE: x.shape}
-            return _half(program, x.reshape(shape[operand.kind]), node["half"], columns)
+            return operand.kind.value(x, operand, node["half"], Beside(rows, columns, program.halves))
         case "row":
             return lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         case "column":
-            return _half(
-                program, lax.broadcasted_iota(jnp.int32, (1, columns * program.halves.count), 1), node["half"], columns
-            )
+            indices = lax.broadcasted_iota(jnp.int32, (1, columns * program.halves.count), 1)
+            return program.halves.columns_of(indices, node["half"], columns)
         case "literal":
             return jnp.full((1, 1), node["value"], node.dtype)
     if node.op in HEAD_REDUCTIONS:
@@ -107,25 +103,6 @@ def _node(
         return jnp.broadcast_to(total[:, :, None], heads[0].shape).reshape(rows, columns)
     inputs = jnp.broadcast_arrays(*(values[i] for i in node.inputs))
     return elementwise.apply(node.op, list(inputs), dict(node.attributes))
-
-
-def _half(program: Program, x: jax.Array, half: int, columns: int) -> jax.Array:
-    """The columns of one half, of an array that has both; else the array."""
-    if x.shape[1] <= columns:
-        return x
-    if program.halves.interleaved:
-        return x[:, half::2]
-    if program.halves.head:
-        return x.reshape(x.shape[0], -1, 2, program.halves.head // 2)[:, :, half].reshape(x.shape[0], columns)
-    return x[:, half * columns : (half + 1) * columns]
-
-
-def _over_heads(program: Program, x: jax.Array, half: int, period: int, rows: int, columns: int) -> jax.Array:
-    """A rope table or vector, one half of it, repeated for every head."""
-    size = program.halves.head // 2
-    if x.shape[1] > size:
-        x = x[:, half::2] if program.halves.interleaved else x[:, half * size : (half + 1) * size]
-    return jnp.tile(x, (rows // period if period else 1, columns // size))
 
 
 def _joined(program: Program, halves: Sequence[jax.Array]) -> jax.Array:

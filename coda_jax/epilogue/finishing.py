@@ -10,8 +10,8 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
-from coda_jax.epilogue.program import Axis, Finish, Kind, Reduction
-from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.epilogue.program import Axis, Finish, Reduction
+from coda_jax.epilogue.values import ROW, same_shape, same_size
 
 
 def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Finish, list[Reduction]]:
@@ -28,12 +28,7 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
     inputs: list[tuple[int, str, int]] = []
     rows: dict[Atom, frozenset[int]] = {}
     for variable, source, index in sources:
-        by_rows = (
-            analysis.reductions[index].axis is Axis.ROW
-            if source == "reduction"
-            else analysis.operands[index].kind is Kind.COLUMN_VECTOR
-        )
-        rows[variable] = frozenset([0] if by_rows else [])
+        rows[variable] = _row_axes_of_source(analysis, variable, source, index)
         numbers[variable] = len(numbers)
         inputs.append((numbers[variable], source, reductions.index(index) if source == "reduction" else index))
 
@@ -57,6 +52,14 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
     row_axes = tuple(tuple(sorted(rows.get(atom, ()))) for _, atom in outputs)
     finish = Finish(tuple(inputs), tuple(equations), finished, row_axes, "\n".join(lines))
     return finish, [analysis.reductions[index] for index in reductions]
+
+
+def _row_axes_of_source(analysis: Analysis, variable: int, source: str, index: int) -> frozenset[int]:
+    """The axes of a finished reduction, or of an operand as f sees it, along which it follows the rows."""
+    if source == "reduction":
+        return frozenset([0] if analysis.reductions[index].axis is Axis.ROW else [])
+    operand, rank = analysis.operands[index], len(analysis.flat.aval(variable).shape)
+    return frozenset(axis for axis, tag in enumerate(operand.kind.tags(operand, rank)) if tag == ROW)
 
 
 def _row_axes(

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 
 class Width(enum.Enum):
     """Whether an array has all columns of the program's widest arrays or half of them.
@@ -59,3 +61,13 @@ class Halves:
     def columns(self, width: Width, n: Any) -> Any:
         """Columns of an array of this width, beside acc's n."""
         return n * self.of(width) // self.of_acc
+
+    def columns_of(self, x: jax.Array, half: int, columns: int) -> jax.Array:
+        """One half of the columns of x, which has `columns` of each; x itself where it has no more."""
+        if x.shape[1] <= columns:
+            return x
+        if self.interleaved:
+            return x[:, half::2]
+        if self.head:
+            return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, half].reshape(x.shape[0], columns)
+        return x[:, half * columns : (half + 1) * columns]

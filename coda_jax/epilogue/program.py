@@ -13,18 +13,8 @@ from jax import lax
 
 from coda_jax.epilogue.flatten import Equation, Literal
 from coda_jax.epilogue.halves import Halves, Width
+from coda_jax.epilogue.operand import Operand
 from coda_jax.epilogue.user_names import UserNames
-
-
-class Kind(enum.Enum):
-    """How an operand lies over the (M, N) tile; the value is its shape in messages."""
-
-    SCALAR = "()"
-    ROW_VECTOR = "(N,) or (1, N)"
-    COLUMN_VECTOR = "(M, 1)"
-    TILE = "(M, N)"
-    ROPE_TABLE = "(M, Dh) or (M, Dh/2)"  # for every head the same; or with S rows, repeated to M
-    HEAD_VECTOR = "(Dh,), (1, Dh), (Dh/2,) or (1, Dh/2)"  # for every row and head the same
 
 
 class Axis(enum.Enum):
@@ -69,31 +59,13 @@ class ReductionOp(enum.Enum):
 
 # A key in a table of tiles has a digest of the program's text. So that old tables, users' among them, keep their
 # entries, the text keeps the words that it had first.
-_WORDS_OF_TEXT = {"half": "way", "rope_table": "head_table"}
+_WORDS_OF_TEXT = {"half": "way"}
 
 HEAD_REDUCTIONS = {"head_sum": ReductionOp.SUM, "head_max": ReductionOp.MAX, "head_min": ReductionOp.MIN}
 
 
 def _text_of(word: str) -> str:
     return _WORDS_OF_TEXT.get(word, word)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An array beside acc.
-
-    Attributes:
-      dtype: as stored.
-      traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
-      width: of a row vector, a tile, a rope table or a head vector.
-      period: of a rope table whose rows f repeats, their number: row r reads row r % period. Else 0.
-    """
-
-    kind: Kind
-    dtype: np.dtype
-    traced_dtype: np.dtype
-    width: Width = Width.FULL
-    period: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,7 +180,7 @@ class Program:
 
         def operand(o: Operand) -> str:
             period = f" every {o.period} rows" if o.period else ""
-            return f"{_text_of(o.kind.name.lower())} {o.dtype}->{o.traced_dtype} {o.width.value}{period}"
+            return f"{o.kind.text} {o.dtype}->{o.traced_dtype} {o.width.value}{period}"
 
         def names(values: Sequence[int]) -> str:
             return ", ".join(f"v{v}" for v in values)
@@ -282,8 +254,8 @@ class Program:
 
     @cached_property
     def tile_operands(self) -> tuple[int, ...]:
-        """Indices of the tile operands that the elementwise program reads."""
-        return tuple(i for i, o in enumerate(self.operands) if o.kind is Kind.TILE and self.loads(i))
+        """Indices of the operands with a tensor map that the elementwise program reads."""
+        return tuple(i for i, o in enumerate(self.operands) if o.kind.by_tensor_map and self.loads(i))
 
     @cached_property
     def head_levels(self) -> dict[int, int]:

@@ -18,10 +18,12 @@ from coda_jax.epilogue.elementwise import FLOATS
 from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
-from coda_jax.epilogue.program import Kind, Operand, Program
+from coda_jax.epilogue.operand import Columns, Operand, OperandKind
+from coda_jax.epilogue.operand_kinds import KINDS, is_repeated
+from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.user_names import UserNames
-from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_shape, same_size
+from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_size
 
 _WIDEST_HEAD = 256  # columns of one that a tile has
 
@@ -194,7 +196,7 @@ def _divides(divisor: Any, size: Any) -> bool:
     return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
 
 
-_Candidate = tuple[tuple[Any, ...], Kind, Width]  # a shape, and what an array of it is
+_Candidate = tuple[OperandKind, Width, Any]  # what an array may be, and how many columns one that has them then has
 
 
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
@@ -205,18 +207,17 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
             f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
         )
     dtype = np.dtype(x.dtype)
-    table_rows = (m, shape[0]) if _is_repeated(shape, m) else (m,)
-    candidates = _beside_acc(m, n, layout)
-    if layout.halves.head:
-        of_heads = _beside_heads(layout.halves.head, table_rows)
+    candidates = _beside_acc(n, layout)
+    if head := layout.halves.head:
+        of_heads = [*_along_heads(head, Width.FULL), *_along_heads(head // 2, Width.HALF)]
         candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
     elif not is_final and layout.halves.acc is Width.FULL and len(shape) in (1, 2) and _divides(shape[-1], n):
-        candidates += _along_heads(shape[-1], Width.FULL, table_rows)
-    found = next(((kind, width) for size, kind, width in candidates if same_shape(shape, size)), None)
+        candidates += _along_heads(shape[-1], Width.FULL)
+    found = next(((kind, width) for kind, width, columns in candidates if kind.fits(shape, m, columns)), None)
     if found is None:
         raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout)}")
     kind, width = found
-    is_float = kind in (Kind.TILE, Kind.ROPE_TABLE) or (kind is Kind.HEAD_VECTOR and bool(layout.halves.head))
+    is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads a vector of one may fit nothing
     allowed = FLOATS if is_float else (*FLOATS, "int32", "bool")
     if dtype.name not in allowed:
         raise NotTileLocalError(
@@ -227,12 +228,11 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
                 else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
             )
         )
-    period = int(shape[0]) if kind is Kind.ROPE_TABLE and not same_size(shape[0], m) else 0
-    return Operand(kind, dtype, dtype, width, period)
+    return Operand(kind, dtype, dtype, width, kind.period(shape, m))
 
 
-def _beside_acc(m: Any, n: Any, layout: Layout) -> list[_Candidate]:
-    """Shapes that broadcast against acc, or against the other tiles where they have other columns."""
+def _beside_acc(n: Any, layout: Layout) -> list[_Candidate]:
+    """What broadcasts against acc, or against the other tiles where they have other columns."""
     if layout.halves.acc is Width.HALF:
         full, half = 2 * n, n
     else:
@@ -240,40 +240,20 @@ def _beside_acc(m: Any, n: Any, layout: Layout) -> list[_Candidate]:
             n,
             n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.halves.head or layout.slices) else None,
         )
-    return [
-        ((), Kind.SCALAR, Width.FULL),
-        ((1,), Kind.SCALAR, Width.FULL),
-        ((1, 1), Kind.SCALAR, Width.FULL),
-        ((full,), Kind.ROW_VECTOR, Width.FULL),
-        ((1, full), Kind.ROW_VECTOR, Width.FULL),
-        ((m, 1), Kind.COLUMN_VECTOR, Width.FULL),
-        ((m, full), Kind.TILE, Width.FULL),
-        ((half,), Kind.ROW_VECTOR, Width.HALF),
-        ((1, half), Kind.ROW_VECTOR, Width.HALF),
-        ((m, half), Kind.TILE, Width.HALF),
-    ]
+    kinds = [kind for kind in KINDS if kind.columns is not Columns.OF_HEAD]
+    return [(kind, width, columns) for width, columns in ((Width.FULL, full), (Width.HALF, half)) for kind in kinds]
 
 
-def _beside_heads(head: int, table_rows: Sequence[Any]) -> list[_Candidate]:
-    """Shapes that broadcast against heads, or halves of them."""
-    return [*_along_heads(head, Width.FULL, table_rows), *_along_heads(head // 2, Width.HALF, table_rows)]
-
-
-def _along_heads(size: Any, width: Width, table_rows: Sequence[Any]) -> list[_Candidate]:
-    tables: list[_Candidate] = [((rows, size), Kind.ROPE_TABLE, width) for rows in table_rows]
-    return [*tables, ((size,), Kind.HEAD_VECTOR, width), ((1, size), Kind.HEAD_VECTOR, width)]
-
-
-def _is_repeated(shape: tuple[Any, ...], m: Any) -> bool:
-    """Whether it may be a table whose rows f repeats to M."""
-    return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(m % shape[0] == 0)
+def _along_heads(size: Any, width: Width) -> list[_Candidate]:
+    """What broadcasts against heads, or halves of them, of so many columns."""
+    return [(kind, width, size) for kind in KINDS if kind.columns is Columns.OF_HEAD]
 
 
 def _misfit(shape: tuple[Any, ...], m: Any, n: Any, layout: Layout) -> str:
     """Why an operand of this shape is refused."""
     advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
     may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
-    if may_repeat and not isinstance(m, int) and not _is_repeated(shape, m):
+    if may_repeat and not isinstance(m, int) and not is_repeated(shape, m):
         advice = f" M = {m} is not known to be a multiple of {shape[0]}, so that rows of a table cannot repeat."
     head = layout.halves.head
     heads = (

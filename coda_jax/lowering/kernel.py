@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Program, Width, emit
+from coda_jax.epilogue import Axis, Program, Width, emit
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
@@ -175,7 +175,7 @@ def _maps(spec: GemmSpec, operand_count: int, config: KernelConfig, rows: int) -
 
 def _pointers(program: Program, operand_count: int, scratch: int) -> list[int]:
     """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, the scratch ones."""
-    vectors = [2 + i for i, operand in enumerate(program.operands) if operand.kind is not Kind.TILE]
+    vectors = [2 + i for i, operand in enumerate(program.operands) if not operand.kind.by_tensor_map]
     partials = len(program.reductions) + scratch
     first_partial = 2 + operand_count + len(program.stores)
     return vectors + [first_partial + i for i in range(partials)]

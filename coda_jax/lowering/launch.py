@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Kind, Operand
+from coda_jax.epilogue import Axis, Operand
 from coda_jax.lowering import kernel
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.spec import GemmSpec
@@ -66,15 +66,10 @@ def _folds(spec: GemmSpec) -> bool:
         and all(reduction.axis is Axis.ROW for reduction in spec.program.reductions)
         and not any(node.op == "row" for node in spec.program.nodes)
         and all(
-            flag if operand.kind is Kind.TILE else _has_rows(operand) or not flag
+            operand.kind.folds(operand, has_batch=flag)
             for operand, flag in zip(spec.program.operands, flags, strict=True)
         )
     )
-
-
-def _has_rows(operand: Operand) -> bool:
-    """Whether it has a row for each of the product."""
-    return operand.kind in (Kind.TILE, Kind.COLUMN_VECTOR, Kind.ROPE_TABLE) and not operand.period
 
 
 def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
@@ -86,7 +81,7 @@ def _folded(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 
 def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
-    if not _has_rows(operand):
+    if not operand.has_rows:
         return x  # a table's rows repeat in the batch as they do in one product
     columns = x.shape[-1]
     if x.ndim == 2:  # a column vector that the batch shares

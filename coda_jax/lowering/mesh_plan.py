@@ -76,7 +76,7 @@ def row_unit(program: Program) -> int:
     """The number of which a shard's rows must be a multiple; 0 where M may not be sharded at all."""
     if any(node.op == "row" for node in program.nodes):
         return 0
-    return math.lcm(1, *(operand.period for operand in program.operands if operand.period))
+    return math.lcm(1, *(operand.kind.row_unit(operand) for operand in program.operands))
 
 
 def _column_unit(spec: GemmSpec) -> int:

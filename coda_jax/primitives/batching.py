@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from coda_jax.epilogue import Axis, Kind, Operand
-from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue import Axis
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
 from coda_jax.primitives.mesh_types import explicit_cuts
@@ -58,7 +57,7 @@ def _as_rows(
     is_row = same_size(math.prod(rows), 1)
     operands, made, rest = [], list(arguments[: 1 + len(of_b)]), iter(arguments[1 + len(of_b) :])
     for operand, has_batch, pieces in zip(program.operands, of_operands, matrices.operands, strict=True):
-        of_rows = _of_rows(operand, all(has_batch), is_row=is_row)
+        of_rows = operand.kind.more_rows(operand, has_batch=all(has_batch), is_row=is_row)
         arrays = [next(rest) for _ in pieces]
         if of_rows is None or any(has_batch) != all(has_batch):
             return None
@@ -82,18 +81,6 @@ def _has_rows_alone(spec: GemmSpec) -> bool:
         return False
     is_finished = all(isinstance(atom, int) for _, atom in finishing.outputs)
     return is_finished and all(node.op != "row" for node in program.nodes)
-
-
-def _of_rows(operand: Operand, has_batch: bool, *, is_row: bool) -> Operand | None:
-    """What an operand is beside the rows of a whole batch; None where it cannot be any."""
-    if operand.kind in (Kind.COLUMN_VECTOR, Kind.TILE) or (operand.kind is Kind.ROPE_TABLE and not operand.period):
-        return operand if has_batch else None
-    if not has_batch:
-        return operand
-    if not is_row or operand.dtype.name not in FLOATS:
-        return None
-    kinds = {Kind.ROW_VECTOR: Kind.TILE, Kind.SCALAR: Kind.COLUMN_VECTOR}
-    return dataclasses.replace(operand, kind=kinds[operand.kind]) if operand.kind in kinds else None
 
 
 def _merge(x: jax.Array, new: Any, old: Any, is_mapped: bool, has_old: bool) -> jax.Array:

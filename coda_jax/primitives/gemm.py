@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import Epilogue, Kind, TileStore
+from coda_jax.epilogue import Epilogue, TileStore
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives.derivative import Options, product
@@ -292,9 +292,9 @@ def _check_aliases(
         if not 0 <= index < num_operands:
             raise ValueError(f"gemm: input_output_aliases names operand {index}; there are {num_operands}")
         operand = traced.program.operands[index]
-        if operand.kind is not Kind.TILE or operand.dtype != jnp.float32:
+        if not operand.kind.by_tensor_map or operand.dtype != jnp.float32:
             raise ValueError(
-                f"gemm: input_output_aliases names operand {index}, {operand.kind.value} {operand.dtype}; only a "
+                f"gemm: input_output_aliases names operand {index}, {operand.kind.shapes} {operand.dtype}; only a "
                 "float32 tile can be aliased"
             )
         store = stores.get(output)

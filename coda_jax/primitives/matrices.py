@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from coda_jax.epilogue import Axis, Kind, Operand, Program, Reduction, TileStore, Width
+from coda_jax.epilogue import Along, Axis, Operand, Program, Reduction, TileStore, Width
 from coda_jax.primitives.axes import (
     BATCH,
     UNSHARDED,
@@ -262,17 +262,8 @@ def _columns(spec: GemmSpec, width: Width) -> MatrixAxis:
 
 
 def _operand_axes(spec: GemmSpec, operand: Operand) -> MatrixAxes:
-    m = MatrixAxis(Dimension.M, spec.axes.m)
-    match operand.kind:
-        case Kind.ROW_VECTOR:
-            return (_columns(spec, operand.width),)
-        case Kind.COLUMN_VECTOR:
-            return (m, UNSHARDED)
-        case Kind.TILE:
-            return (m, _columns(spec, operand.width))
-        case Kind.ROPE_TABLE:
-            return (UNSHARDED if operand.period else m, UNSHARDED)
-    return ()  # scalars, and vectors of a head
+    along = {Along.ROWS: MatrixAxis(Dimension.M, spec.axes.m), Along.COLUMNS: _columns(spec, operand.width)}
+    return tuple(UNSHARDED if axis is None else along[axis] for axis in operand.axes)
 
 
 def _store_pieces(spec: GemmSpec, store: TileStore) -> Pieces:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coda_jax.epilogue import Axis, Kind, Program, ReductionOp
+from coda_jax.epilogue import Axis, Program, ReductionOp
 from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, KernelConfig
 
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
@@ -54,8 +54,7 @@ class EpilogueTraffic:
         columns = sum(
             program.halves.runs(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
-        over_columns = (Kind.ROW_VECTOR, Kind.HEAD_VECTOR)
-        vectors = sum(len(program.loaded_runs(i)) for i, one in enumerate(program.operands) if one.kind in over_columns)
+        vectors = sum(len(program.loaded_runs(i)) for i, x in enumerate(program.operands) if x.kind.in_shared_memory)
         return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, vectors)
 
 
@@ -150,7 +149,7 @@ def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
     tables = sum(
         len(program.loads(i)) * (4 // np.dtype(one.dtype).itemsize)
         for i, one in enumerate(program.operands)
-        if one.kind is Kind.ROPE_TABLE
+        if one.kind.is_kept
     )
     # A thread has two of a block's 64 rows, and two of every eight columns of each half of a head.
     return tables > 0 and blocks * (tile_n // 2 + tables * program.halves.head // 4) <= _KEPT_REGISTERS

@@ -1,0 +1,155 @@
+"""An operand of an epilogue, and what is asked of its kind; operand_kinds.py has the kinds themselves."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue.halves import Halves, Width
+from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, Tag
+
+
+class Columns(enum.Enum):
+    """Which columns an operand has; the values are the tags of an axis of all of them, and of one of half of them."""
+
+    NONE = (None, None)
+    OF_PRODUCT = (COLUMN, HALF)
+    OF_HEAD = (CHANNEL, HALF_CHANNEL)
+
+
+class Along(enum.Enum):
+    """What an axis of an operand's array is: the rows of the product, or its columns, all of them or half."""
+
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+class Beside(NamedTuple):
+    """The matrices beside an operand when XLA evaluates a program: their rows, and the columns of one half."""
+
+    rows: Any
+    columns: int
+    halves: Halves
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array beside acc.
+
+    Attributes:
+      dtype: as stored.
+      traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
+      width: of what has columns.
+      period: of a rope table whose rows f repeats, their number: row r reads row r % period. Else 0.
+    """
+
+    kind: OperandKind
+    dtype: np.dtype
+    traced_dtype: np.dtype
+    width: Width = Width.FULL
+    period: int = 0
+
+    @property
+    def axes(self) -> tuple[Along | None, ...]:
+        return self.kind.axes(self)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its array has a row for each row of the product."""
+        return Along.ROWS in self.axes
+
+
+class OperandKind:
+    """What an operand is beside the product; the list at the top of operand_kinds.py says what a kind declares."""
+
+    word: str
+    shapes: str
+    has_rows = False
+    columns = Columns.NONE
+    only_floats = False
+    by_tensor_map = False
+    in_shared_memory = False
+    is_kept = False
+
+    def __repr__(self) -> str:
+        return self.word
+
+    @property
+    def text(self) -> str:
+        """Its word in a program's text, which tables of tiles have digests of: it may not change."""
+        return self.word
+
+    @property
+    def list_name(self) -> str:
+        """Its list in the generated struct."""
+        return self.word
+
+    @property
+    def has_columns(self) -> bool:
+        return self.columns is not Columns.NONE
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether its value varies with row and column."""
+        return self.has_rows and self.has_columns
+
+    # --- in f
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        """Whether an array of this shape is one, beside so many rows and columns. No shape fits two kinds."""
+        raise NotImplementedError
+
+    def period(self, shape: Sequence[Any], rows: Any) -> int:
+        """`Operand.period` of an array that fits."""
+        return 0
+
+    def tags(self, operand: Operand, rank: int) -> tuple[Tag, ...]:
+        """What indexes each axis that f sees; see values.py."""
+        both = (ROW if self.has_rows else None, self.columns.value[operand.width is Width.HALF])
+        return both[2 - rank :]
+
+    def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
+        """What XLA computes with: (rows or 1, columns or 1), of one half."""
+        matrix = x if self.has_rows else x.reshape(1, -1)
+        return beside.halves.columns_of(matrix, half, beside.columns)
+
+    # --- as an array
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        """What each axis of its array is, without a batch axis; an axis that has no name here is never sharded."""
+        return ()
+
+    def row_unit(self, operand: Operand) -> int:
+        """The rows of a device's share of the product are a multiple of it; 0 where rows may not be sharded."""
+        return 1
+
+    # --- where the products of a batch are more rows of one
+
+    @property
+    def with_own_rows(self) -> OperandKind | None:
+        """The kind that it is if each product of one row has its own; None if there is none."""
+        return None
+
+    def more_rows(self, operand: Operand, *, has_batch: bool, is_row: bool) -> Operand | None:
+        """The operand beside the rows of a batch of products, each `is_row` or of several; None where it can be none.
+
+        Args:
+          has_batch: whether each product has its own array.
+        """
+        if operand.has_rows:
+            return operand if has_batch else None
+        if not has_batch:
+            return operand
+        if self.with_own_rows is None or not is_row or operand.dtype.name not in FLOATS:
+            return None
+        return replace(operand, kind=self.with_own_rows)
+
+    def folds(self, operand: Operand, *, has_batch: bool) -> bool:
+        """Whether a launch may take the batch as rows: it has them too, or the products share it."""
+        return operand.has_rows or not has_batch

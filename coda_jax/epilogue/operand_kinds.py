@@ -1,0 +1,165 @@
+"""The kinds of an epilogue's operands: a class for each, with all that the library knows of it.
+
+A new kind is a class here, its values in CUDA and a test; no other file names a kind. An implementor of one writes:
+
+  word            its name: in the text of programs, as its list in the generated struct, and in messages
+  shapes          the shapes that mean it, for messages; `fits` decides
+  has_rows        whether f sees a row of it for each row of the product
+  columns         which columns f sees: none, those of the product, or those of a head
+  axes            which dimensions of the product its array's axes are: they are sharded alike, the others never
+  value           its value for XLA, where it is not the array itself
+  only_floats     whether it is never int32 or bool
+  by_tensor_map, in_shared_memory, is_kept
+                  how the kernel loads it: by a tensor map or a pointer; as words for the columns of a tile; early, into
+                  registers. cuda/epilogue_abi.cuh declares its list and the member of Element that has its values,
+                  cuda/epilogue_operands_sm90.cuh loads them
+  with_own_rows, more_rows, folds
+                  what becomes of it where the products of a batch are more rows of one
+  row_unit        of how many rows a device's share of the product must be a multiple
+
+and appends an instance to `KINDS`. What it does not write is as `OperandKind` in operand.py has it, which
+is right for an array that is loaded by a pointer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax.epilogue.operand import Along, Beside, Columns, Operand, OperandKind
+from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
+
+
+class Tile(OperandKind):
+    """An element for each of the product; the kernel's copy engine loads it tile by tile."""
+
+    word, shapes = "tile", "(M, N)"
+    has_rows, columns = True, Columns.OF_PRODUCT
+    only_floats = by_tensor_map = True
+
+    @property
+    def list_name(self) -> str:
+        return "tile_load"
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return same_shape(shape, (rows, columns)) and not same_size(rows, 1) and not same_size(columns, 1)
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (Along.ROWS, Along.COLUMNS)
+
+    def folds(self, operand: Operand, *, has_batch: bool) -> bool:
+        return has_batch  # one that the products share would be copied for each
+
+
+class RowVector(OperandKind):
+    """An element for each column, the same in every row."""
+
+    word, shapes = "row_vector", "(N,) or (1, N)"
+    columns = Columns.OF_PRODUCT
+    in_shared_memory = True
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        is_vector = same_shape(shape, (columns,)) or same_shape(shape, (1, columns))
+        return is_vector and not _is_scalar(shape)
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (Along.COLUMNS,)
+
+    @property
+    def with_own_rows(self) -> OperandKind | None:
+        return TILE
+
+
+class ColumnVector(OperandKind):
+    """An element for each row, the same in every column."""
+
+    word, shapes = "column_vector", "(M, 1)"
+    has_rows = True
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return same_shape(shape, (rows, 1)) and not _is_scalar(shape)
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (Along.ROWS, None)
+
+
+class Scalar(OperandKind):
+    word, shapes = "scalar", "()"
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return _is_scalar(shape)
+
+    @property
+    def with_own_rows(self) -> OperandKind | None:
+        return COLUMN_VECTOR
+
+
+class RopeTable(OperandKind):
+    """A row for each of the product, the same for every head; or S rows, which f repeats to M with jnp.tile."""
+
+    word, shapes = "rope_table", "(M, Dh) or (M, Dh/2)"
+    has_rows, columns = True, Columns.OF_HEAD
+    only_floats = is_kept = True
+
+    @property
+    def text(self) -> str:
+        return "head_table"
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return same_shape(shape, (rows, columns)) or (is_repeated(shape, rows) and same_size(shape[1], columns))
+
+    def period(self, shape: Sequence[Any], rows: Any) -> int:
+        return 0 if same_size(shape[0], rows) else int(shape[0])
+
+    def tags(self, operand: Operand, rank: int) -> tuple[Tag, ...]:
+        row, column = super().tags(operand, rank)
+        return (TABLE_ROW if operand.period else row, column)
+
+    def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
+        repeats = beside.rows // operand.period if operand.period else 1
+        return _for_every_head(x, half, beside, repeats)
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (None if operand.period else Along.ROWS, None)
+
+    def row_unit(self, operand: Operand) -> int:
+        return operand.period or 1
+
+
+class HeadVector(OperandKind):
+    """An element for each column of a head, the same for every row and head."""
+
+    word, shapes = "head_vector", "(Dh,), (1, Dh), (Dh/2,) or (1, Dh/2)"
+    columns = Columns.OF_HEAD
+    only_floats = in_shared_memory = True
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        is_row = same_shape(shape, (1, columns)) and not same_size(rows, 1)  # beside one row that is a rope table
+        return is_row or same_shape(shape, (columns,))
+
+    def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
+        return _for_every_head(x.reshape(1, -1), half, beside)
+
+
+def _is_scalar(shape: Sequence[Any]) -> bool:
+    return len(shape) <= 2 and all(same_size(size, 1) for size in shape)
+
+
+def is_repeated(shape: Sequence[Any], rows: Any) -> bool:
+    """Whether an array of this shape may be a table whose rows f repeats to `rows`."""
+    return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(rows % shape[0] == 0)
+
+
+def _for_every_head(x: jax.Array, half: int, beside: Beside, repeats: int = 1) -> jax.Array:
+    """One half of the columns of a head, for all columns of one half, and so many times the rows."""
+    size = beside.halves.head // 2
+    return jnp.tile(beside.halves.columns_of(x, half, size), (repeats, beside.columns // size))
+
+
+TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR = Tile(), RowVector(), ColumnVector(), Scalar()
+ROPE_TABLE, HEAD_VECTOR = RopeTable(), HeadVector()
+# In the order of their lists in the generated struct.
+KINDS: tuple[OperandKind, ...] = (TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR, ROPE_TABLE, HEAD_VECTOR)
