@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from coda_jax.epilogue import Program
 from coda_jax.primitives.axes import BATCH, Dimension, ProductAxes, ProductAxis
+from coda_jax.primitives.mesh_types import partition_spec
 from coda_jax.primitives.spec import GemmSpec
 
 MeshAxes = tuple[str, ...]
@@ -42,8 +43,7 @@ class Plan(NamedTuple):
     def spec(self, axes: ProductAxes, *, is_factor: bool) -> PartitionSpec:
         """The sharding of an array with these axes: a factor, or an operand or result of the epilogue."""
         scatters = {} if is_factor else self.scatters
-        names = (self.shards.get(axis, ()) + scatters.get(axis, ()) if axis else () for axis in axes)
-        return PartitionSpec(*(x or None for x in names))
+        return partition_spec([self.shards.get(axis, ()) + scatters.get(axis, ()) if axis else () for axis in axes])
 
     def argument_specs(self, spec: GemmSpec, ranks: Sequence[int]) -> tuple[PartitionSpec, ...]:
         """The shardings of a, b and the operands, which have so many axes."""

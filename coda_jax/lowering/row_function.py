@@ -29,7 +29,7 @@ from coda_jax.lowering.select import report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, devices_of, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.mesh_types import may_be_automatic
+from coda_jax.primitives.mesh_types import may_be_automatic, partition_spec
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
@@ -213,7 +213,7 @@ def _scattered(
     entries = [_dividing(names, size, sizes) for names, size in zip(asked, x.shape, strict=True)]
     if columns and column_axis >= 0:
         entries[column_axis] = columns
-    return PartitionSpec(*(names or None for names in entries))
+    return partition_spec(entries)
 
 
 def _as_sent(outputs: Sequence[jax.Array], results: Sequence[Result]) -> Sequence[jax.Array]:

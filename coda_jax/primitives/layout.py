@@ -1,4 +1,4 @@
-"""A product's arrays meet over explicit mesh axes: they are moved where JAX's types leave open how, or contradict."""
+"""A product's arrays meet over explicit mesh axes: they are resharded where JAX's types leave open how, or contradict."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.epilogue.values import same_shape
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, placed_alike, without_axes
+from coda_jax.primitives.mesh_types import (
+    explicit_cuts,
+    explicit_sharding,
+    partition_spec,
+    placed,
+    placed_alike,
+    without_axes,
+)
 from coda_jax.primitives.spec import CallOptions
 
 Options = TypeVar("Options", bound=CallOptions)
 
 
 def spec_of_sum(a: jax.Array, b: jax.Array, *operands: jax.Array, transpose_b: bool = False) -> PartitionSpec | None:
-    """How a @ b lies where explicit mesh axes cut K in both: its rows as those of a, its columns as those of b.
+    """The sharding of a @ b where explicit mesh axes shard K in both: rows as those of a, columns as those of b.
 
-    None where they do not, so that the factors say it, and where an operand is a tile, as which it lies.
+    None where they do not, so that the factors say it, and where an operand is a tile, as which it is sharded.
     """
     rows, columns = Factor.of(a, 1, k_first=False), Factor.of(b, 1, k_first=not transpose_b)
     has_tile = any(x.ndim == a.ndim and x.shape[-1] != 1 for x in operands)
-    if has_tile or not set(rows.k_cuts[0]) & set(columns.k_cuts[0]):
+    if has_tile or not set(rows.k_mesh_axes[0]) & set(columns.k_mesh_axes[0]):
         return None
-    of_rows = {axis for axes in rows.cuts for axis in axes}
-    return _spec([*rows.cuts, *(tuple(axis for axis in axes if axis not in of_rows) for axes in columns.cuts)])
+    of_rows = {axis for axes in rows.mesh_axes for axis in axes}
+    return partition_spec(
+        [*rows.mesh_axes, *(tuple(axis for axis in axes if axis not in of_rows) for axes in columns.mesh_axes)]
+    )
 
 
 class Factor(NamedTuple):
@@ -35,37 +44,37 @@ class Factor(NamedTuple):
     Attributes:
       first: the first axis of the former.
       sizes: of these.
-      cuts: of each of these, the explicit mesh axes that cut it.
-      k_cuts: of each axis of K.
+      mesh_axes: for each of these, the explicit mesh axes that shard it.
+      k_mesh_axes: for each axis of K.
     """
 
     first: int
     sizes: tuple[Any, ...]
-    cuts: tuple[tuple[str, ...], ...]
-    k_cuts: tuple[tuple[str, ...], ...]
+    mesh_axes: tuple[tuple[str, ...], ...]
+    k_mesh_axes: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, x: jax.Array, k_axes: int, *, k_first: bool) -> Factor:
-        cuts, others = explicit_cuts(x), x.ndim - k_axes
+        mesh_axes, others = explicit_cuts(x), x.ndim - k_axes
         if k_first:
-            return cls(k_axes, x.shape[k_axes:], cuts[k_axes:], cuts[:k_axes])
-        return cls(0, x.shape[:others], cuts[:others], cuts[others:])
+            return cls(k_axes, x.shape[k_axes:], mesh_axes[k_axes:], mesh_axes[:k_axes])
+        return cls(0, x.shape[:others], mesh_axes[:others], mesh_axes[others:])
 
 
 def laid_out(
     arrays: Sequence[Sequence[jax.Array]], along: Sequence[int], options: Options
 ) -> tuple[list[list[jax.Array]], Options]:
-    """The arrays of a product moved to where they meet, and the options with the product's own sharding.
+    """The arrays of a product resharded to where they meet, and the options with the product's own sharding.
 
-    * Of several arrays in one place all lie as the first that is cut.
-    * Row vectors are gathered over the axes that cut the product's rows, as b is.
-    * Tiles lie as the product, where the options say how.
-    * Where axes cut K in both factors, which leaves it open, the product lies as its first tile.
-    * Else b's columns lie as that tile's: b is gathered over axes that keep parameters apart, as FSDP's.
+    * Of several arrays in one place all are sharded as the first that is.
+    * Row vectors are gathered over the mesh axes of the product's rows, as b is.
+    * Tiles are sharded as the product, where the options say how.
+    * Where mesh axes shard K in both factors, which leaves it open, the product is sharded as its first tile.
+    * Else b's columns are sharded as that tile's: b is gathered over mesh axes that keep parameters apart, as FSDP's.
 
     Args:
       arrays: a, b and the operands, each one array or several.
-      along: the axis along which each is joined.
+      along: the axis along which each is concatenated.
       options: of `product`.
     """
     a, b, *operands = (
@@ -73,20 +82,20 @@ def laid_out(
     )
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
-    of_rows = frozenset(name for axes in rows.cuts for name in axes)
+    of_rows = frozenset(name for axes in rows.mesh_axes for name in axes)
     operands = [[_whole_vector(x, of_rows) for x in of_one] for of_one in operands]
     if options.out_sharding is not None:
         of_n = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
         operands = [[_tile_placed(x, (*rows.sizes, *of_n), options) for x in of_one] for of_one in operands]
     elif len(b) == 1 and (tile := _first_tile(operands, rows, columns, options)) is not None:
         count = len(columns.sizes)
-        cuts = explicit_cuts(tile)
-        if any(set(x) & set(y) for x, y in zip(rows.k_cuts, columns.k_cuts, strict=True)):
-            cuts = (*cuts[: len(rows.sizes)], *cuts[-count:])
+        mesh_axes = explicit_cuts(tile)
+        if any(set(x) & set(y) for x, y in zip(rows.k_mesh_axes, columns.k_mesh_axes, strict=True)):
+            mesh_axes = (*mesh_axes[: len(rows.sizes)], *mesh_axes[-count:])
             mesh = jax.typeof(a[0]).sharding.mesh
-            options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, _spec(cuts)))
+            options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, partition_spec(mesh_axes)))
         else:
-            b = [_with_columns(b[0], columns, cuts[-count:], of_rows)]
+            b = [_with_columns(b[0], columns, mesh_axes[-count:], of_rows)]
     return [a, b, *operands], options
 
 
@@ -102,7 +111,7 @@ def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> ja
 def _first_tile(
     operands: Sequence[Sequence[jax.Array]], rows: Factor, columns: Factor, options: CallOptions
 ) -> jax.Array | None:
-    """The first operand of the product's shape, or of twice its columns where these are a half that lies apart."""
+    """The first operand of the product's shape, or of twice its columns where these are a half that is apart."""
     shapes = [(*rows.sizes, *columns.sizes), *([(*rows.sizes, 2, *columns.sizes)] if options.halves else [])]
     tiles = (of_one[0] for of_one in operands if len(of_one) == 1)
     return next((x for x in tiles if any(same_shape(x.shape, shape) for shape in shapes)), None)
@@ -111,15 +120,11 @@ def _first_tile(
 def _with_columns(
     b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], of_rows: frozenset[str]
 ) -> jax.Array:
-    """b with its columns cut so, unless they are but for axes that cut the rows: over these it is gathered anyway."""
-    if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.cuts] == [*wanted]:
+    """b with its columns sharded so, if they are not but for mesh axes of the rows, over which it is gathered anyway."""
+    if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.mesh_axes] == [*wanted]:
         return b
     taken = {axis for axes in wanted for axis in axes}
-    cuts = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K
-    cuts[columns.first : columns.first + len(wanted)] = wanted
+    mesh_axes = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K
+    mesh_axes[columns.first : columns.first + len(wanted)] = wanted
     sharding = explicit_sharding(b)
-    return placed(b, NamedSharding(sharding.mesh, _spec(cuts)))
-
-
-def _spec(cuts: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in cuts))
+    return placed(b, NamedSharding(sharding.mesh, partition_spec(mesh_axes)))

@@ -75,7 +75,7 @@ def explicit_sharding(x: Any) -> Any:
 
 
 def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
-    """For each axis of an array, the explicit mesh axes that cut it."""
+    """For each axis of an array, the explicit mesh axes that shard it."""
     # Never hasattr(x, "sharding"): for the message of a miss jax 0.10 walks all equations that a tracer's trace has.
     is_type = isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct)
     sharding = x.sharding if is_type else jax.typeof(x).sharding
@@ -85,8 +85,13 @@ def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name in of_one if name in explicit) for of_one in names)
 
 
+def partition_spec(mesh_axes: Sequence[tuple[str, ...]]) -> jax.P:
+    """The PartitionSpec of an array from the mesh axes that shard each of its axes."""
+    return jax.P(*(names or None for names in mesh_axes))
+
+
 def axes_of_dimension(x: Any, dimension: int) -> frozenset[str]:
-    """The explicit mesh axes that cut this axis of an array."""
+    """The explicit mesh axes that shard this axis of an array."""
     sharding = jax.typeof(x).sharding
     entry = sharding.spec[dimension] if len(sharding.spec) > dimension else None
     names = entry if isinstance(entry, tuple) else (entry,)
@@ -94,7 +99,7 @@ def axes_of_dimension(x: Any, dimension: int) -> frozenset[str]:
 
 
 def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Array:
-    """x with this axis cut by none of these explicit mesh axes."""
+    """x with this axis sharded over none of these explicit mesh axes."""
     if not axes & axes_of_dimension(x, dimension):
         return x
     sharding = jax.typeof(x).sharding
@@ -105,7 +110,7 @@ def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Arra
 
 
 def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ...]:
-    """The mesh axes that together cut all of these sizes evenly, the major one first."""
+    """The mesh axes that together divide all of these sizes evenly, the major one first."""
     of_axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     fit: tuple[str, ...] = ()
     for axis in axes:
@@ -116,31 +121,31 @@ def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ..
 
 
 def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
-    """Arrays that are to be joined along a dimension, or stacked where it is None: all lie as the first that is cut.
+    """Arrays that are to be concatenated along a dimension, or stacked where it is None, sharded as the first that is.
 
-    That is over explicit mesh axes, of whose types JAX wants this. Those that do not cut each array evenly along the
-    dimension cut none there.
+    That is over explicit mesh axes, of whose types JAX wants this. Mesh axes that do not divide each array evenly along
+    the dimension shard none there.
     """
-    cuts = [explicit_cuts(x) for x in arrays]
-    if all(of_one == cuts[0] for of_one in cuts):
+    mesh_axes = [explicit_cuts(x) for x in arrays]
+    if all(names == mesh_axes[0] for names in mesh_axes):
         return list(arrays)
-    first = next(i for i, of_one in enumerate(cuts) if any(of_one))
-    mesh, wanted = jax.typeof(arrays[first]).sharding.mesh, [*cuts[first]]
+    first = next(i for i, names in enumerate(mesh_axes) if any(names))
+    mesh, wanted = jax.typeof(arrays[first]).sharding.mesh, [*mesh_axes[first]]
     if dimension is not None:
         wanted[dimension] = cutting_evenly(wanted[dimension], mesh, *(x.shape[dimension] for x in arrays))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P(*(axes or None for axes in wanted)))
+    sharding = jax.sharding.NamedSharding(mesh, partition_spec(wanted))
     return [placed(x, sharding) for x in arrays]
 
 
 def placed(x: Any, sharding: Any) -> Any:
-    """x moved to this sharding; as it is where it lies so, where it is None, or where there is no sharding."""
+    """x resharded so; as it is where it is sharded so, where it is None, or where there is no sharding."""
     if x is None or sharding is None or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
 def constrained(x: jax.Array, spec: Any) -> jax.Array:
-    """x, lying over the mesh in use as a PartitionSpec says: asked of XLA on automatic axes, moved on explicit ones.
+    """x, sharded over the mesh in use by a PartitionSpec: asked of XLA on automatic axes, resharded on explicit ones.
 
     Manual axes are passed over. Without a mesh, and for None, it is x as it is.
     """
@@ -164,7 +169,7 @@ def sharding_over_explicit(spec: Any) -> Any:
 def _of_kind(spec: Any, mesh: Any, kind: AxisType) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return jax.P(*(tuple(name for name in of_one if kinds.get(name) is kind) or None for of_one in names))
+    return partition_spec([tuple(name for name in x if kinds.get(name) is kind) for x in names])
 
 
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
@@ -178,7 +183,7 @@ def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
     entries = iter((*sharding.spec, *(None,) * (sum(counts) - len(sharding.spec))))
     taken = [[next(entries) for _ in range(count)] for count in counts]
     names = [[n for entry in of for n in (entry if isinstance(entry, tuple) else (entry,)) if n] for of in taken]
-    return jax.sharding.NamedSharding(sharding.mesh, jax.P(*(tuple(of) or None for of in names)))
+    return jax.sharding.NamedSharding(sharding.mesh, partition_spec([tuple(x) for x in names]))
 
 
 def reshaped(
@@ -187,11 +192,10 @@ def reshaped(
     merged: Sequence[int] = (),
     cuts: Sequence[tuple[str, ...]] = (),
 ) -> jax.Array:
-    """x.reshape(shape); over explicit mesh axes cut as `cuts` says, or as so many merged axes were together."""
+    """x.reshape(shape); sharded over explicit mesh axes as `cuts` says, or as so many merged axes were together."""
     sharding = explicit_sharding(x)
     if sharding is None:
         return jax.lax.reshape(x, shape)
     if merged:
         return jax.lax.reshape(x, shape, out_sharding=merged_sharding(sharding, merged))
-    spec = jax.P(*(cut or None for cut in cuts))
-    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, spec))
+    return jax.lax.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, partition_spec(cuts)))

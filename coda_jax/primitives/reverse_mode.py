@@ -159,7 +159,7 @@ def _batch(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Shardings:
-    """How arguments lie over explicit mesh axes: their cotangents have to lie so too."""
+    """The shardings of arguments over explicit mesh axes: their cotangents have to have them too."""
 
     tree: Any
     shardings: tuple[Any, ...]
@@ -170,7 +170,7 @@ class _Shardings:
         return cls(tree, tuple(None if x is None else explicit_sharding(x) for x in leaves))
 
     def given(self, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The cotangents, moved where they lie otherwise. None stands for zeros of a whole argument."""
+        """The cotangents, resharded where they are sharded otherwise. None stands for zeros of a whole argument."""
         if not any(self.shardings):
             return cotangents
         moved = iter(self.shardings)
