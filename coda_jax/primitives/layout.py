@@ -1,4 +1,4 @@
-"""A product's arrays meet over explicit mesh axes: they are resharded where JAX's types leave open how, or contradict."""
+"""Where a product's arrays meet over explicit mesh axes, if their types leave it open or contradict each other."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _first_tile(
 def _with_columns(
     b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], of_rows: frozenset[str]
 ) -> jax.Array:
-    """b with its columns sharded so, if they are not but for mesh axes of the rows, over which it is gathered anyway."""
+    """b with its columns sharded so, unless they are but for mesh axes of the rows: over these it is gathered."""
     if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.mesh_axes] == [*wanted]:
         return b
     taken = {axis for axes in wanted for axis in axes}
