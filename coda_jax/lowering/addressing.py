@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Program
+from coda_jax.epilogue.dtypes import FACTORS, listed
 from coda_jax.primitives.spec import GemmSpec
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
@@ -33,8 +33,8 @@ def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
 
 def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     for name, array in (("a", a), ("b", b)):
-        if array.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies bfloat16 and float16"
+        if np.dtype(array.dtype).name not in FACTORS:
+            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies {listed(FACTORS, 'and')}"
     if a.dtype != b.dtype:
         return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
     m, n, k = spec.sizes(a, b)

@@ -13,6 +13,7 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Program, Width, emit
+from coda_jax.epilogue.dtypes import TABLE
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import THREADS, KernelConfig
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
@@ -217,7 +218,7 @@ def _source(
 
 {emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]), for_reader=for_reader)}
 struct Config {{
-  static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
+  static constexpr coda::DType input = coda::DType::{TABLE[np.dtype(dtype).name].cuda};
   static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {config.tile_k};
   static constexpr int consumer_m = {config.consumer_m}, loaded_rows = {rows};
   static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};

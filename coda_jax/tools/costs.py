@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue import types_of
+from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.on_devices import BARE, shard_of_types
 from coda_jax.primitives.gemm_primitive import xla_form
@@ -123,7 +124,7 @@ def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str)
 def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
     """`Cost.xla_us`."""
     program, shape = problem.program, problem.shape
-    if np.dtype(problem.dtype).itemsize != 2 or has_logsumexp(program):
+    if np.dtype(problem.dtype).name not in FACTORS or has_logsumexp(program):
         return None
     is_bare = program == BARE
     bare = bare_us(shape, problem.dtype, problem.out_dtypes[0] if is_bare else problem.dtype, device)
