@@ -37,6 +37,8 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
             return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies {listed(FACTORS, 'and')}"
     if a.dtype != b.dtype:
         return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
+    if np.dtype(a.dtype).itemsize < 2 and (spec.transpose_a or not spec.transpose_b):
+        return f"a and b are {np.dtype(a.dtype).name}; the kernel reads factors of 8 bits as (M, K) and (N, K) only"
     m, n, k = spec.sizes(a, b)
     for name, size in (("n", n), ("k", k)):
         if not isinstance(size, int):
