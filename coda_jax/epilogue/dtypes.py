@@ -1,4 +1,9 @@
-"""The table of dtypes: what each one is in CUDA, and where a kernel can have it. All rules about dtypes read it."""
+"""The table of dtypes: what each one is in CUDA, and where a kernel can have it. All rules about dtypes read it.
+
+A factor of a new dtype needs a row here, a line of CODA_DTYPES in cuda/dtypes.cuh and its instruction in
+cuda/accumulator_sm90.cuh. A tile or a result needs its conversions in cuda/fragment_sm90.cuh too, and what is rounded
+its function in cuda/elementwise.cuh and in epilogue/rounding.py. Tensor maps have their types in ffi/tensor_map.cc.
+"""
 
 import functools
 from collections.abc import Sequence
