@@ -41,9 +41,9 @@ __device__ __forceinline__ void keep_behind_wait(float (&registers)[count]) {
 }
 
 /// Shared-memory matrix descriptor for the 128-byte swizzle. Offsets in bytes: `leading` between 64-wide chunks of an
-/// mn-major tile (ignored for a k-major one), `stride` between groups of eight 128-byte rows.
+/// mn-major tile (ignored for a k-major one), `stride` between groups of eight rows.
 __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
-  constexpr ptx::uint64 leading = 8192, stride = 1024, swizzle_128 = 1;
+  constexpr ptx::uint64 leading = 64 * factor_row_bytes, stride = 8 * factor_row_bytes, swizzle_128 = 1;
   return (static_cast<ptx::uint64>(address & 0x3FFFF) >> 4) | (leading >> 4) << 16 | (stride >> 4) << 32 |
          swizzle_128 << 62;
 }
@@ -94,12 +94,16 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_WGMMA_N256(type) \
   CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
-/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a and b through descriptors; N is 64, 128, 192 or 256.
-/// Asynchronous.
+/// Bytes along k of one instruction.
+constexpr int k_step_bytes = 32;
+
+/// d (64 x N) = a (64 x k step) b (k step x N) + (accumulate ? d : 0), a and b through descriptors; N is 64, 128, 192
+/// or 256. Asynchronous.
 template <DType input, int a_is_mn_major, int b_is_mn_major, int registers>
 __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
   static_assert(registers == 32 || registers == 64 || registers == 96 || registers == 128,
                 "products of 64, 128, 192 or 256 columns");
+  static_assert(input == DType::bf16 || input == DType::f16, "there is no instruction for factors of this dtype");
   if constexpr (input == DType::bf16) {
     if constexpr (registers == 32) CODA_WGMMA_N64("bf16");
     if constexpr (registers == 64) CODA_WGMMA_N128("bf16");

@@ -2,17 +2,11 @@
 // its functions, and what these give back. Compiles for the host too, where tests run generated epilogues.
 #pragma once
 
+#include "dtypes.cuh"
 #include "elementwise.cuh"
-
-#ifdef __CUDACC__
-#define CODA_CONSTEXPR __host__ __device__ constexpr
-#else
-#define CODA_CONSTEXPR constexpr
-#endif
 
 namespace coda {
 
-enum class DType { bf16, f16, f32, i32, pred };
 enum class Op { sum, max, min, logsumexp };
 
 /// One operand value in a register: .f for floating types (converted to float32), .i for int32 and bool.

@@ -7,30 +7,35 @@
 
 namespace coda {
 
-__host__ __device__ constexpr int bytes_of(DType dtype) {
-  return dtype == DType::pred ? 1 : dtype == DType::bf16 || dtype == DType::f16 ? 2 : 4;
-}
+// ---- conversions of the floating types that are not float32
 
-// ---- one value in global memory
-
-/// The float32 of a 16-bit floating type.
 template <DType dtype>
-__device__ __forceinline__ float widened(ptx::uint16 bits) {
+__device__ __forceinline__ float widened(typename Stored<dtype>::Bits bits) {
+  static_assert(dtype == DType::bf16 || dtype == DType::f16, "there is no conversion of this dtype");
   if constexpr (dtype == DType::bf16) return __uint_as_float(static_cast<ptx::uint32>(bits) << 16);
   return ptx::f16_to_float(bits);
 }
+
+/// Two values in a word.
+template <DType dtype>
+__device__ __forceinline__ ptx::uint32 packed(float low, float high) {
+  static_assert(dtype == DType::bf16 || dtype == DType::f16, "there is no conversion of this dtype");
+  return dtype == DType::bf16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+}
+
+// ---- one value in global memory
 
 /// Not by __ldg: the array may have been written while this kernel began, and a compiler may move such loads in front
 /// of any wait; the assembler does, in front of the barrier that wakes the other consumer.
 template <DType dtype>
 __device__ __forceinline__ Word load_word(const void* base, long long index) {
   Word word;
-  if constexpr (dtype == DType::f32 || dtype == DType::i32) {
+  if constexpr (bytes_of(dtype) == 4) {
     word.i = static_cast<const int*>(base)[index];
   } else if constexpr (dtype == DType::pred) {
     word.i = static_cast<const unsigned char*>(base)[index] != 0;
   } else {
-    word.f = widened<dtype>(static_cast<const ptx::uint16*>(base)[index]);
+    word.f = widened<dtype>(static_cast<const typename Stored<dtype>::Bits*>(base)[index]);
   }
   return word;
 }
@@ -46,6 +51,7 @@ __device__ __forceinline__ void load_adjacent(const void* base, long long index,
     words[0].i = both.x;
     words[1].i = both.y;
   } else {
+    static_assert(bytes_of(dtype) == 2, "a pair is one word");
     const ptx::uint32 both = *static_cast<const ptx::uint32*>(from);
     words[0].f = widened<dtype>(static_cast<ptx::uint16>(both));
     words[1].f = widened<dtype>(static_cast<ptx::uint16>(both >> 16));
@@ -68,6 +74,7 @@ template <DType dtype, int columns>
 struct Box {
   static constexpr int row_bytes = columns * bytes_of(dtype);
   static_assert(row_bytes == 32 || row_bytes == 64 || row_bytes == 128, "a box row is 32, 64 or 128 bytes");
+  static_assert(bytes_of(dtype) == 2 || bytes_of(dtype) == 4, "elements move by matrix instructions or as words");
 
   /// Where a lane's chunk of the first columns lies in the box: a matrix instruction's row, or its pair of the
   /// fragment. The chunk `bytes` further along the row is at this offset ^ bytes.
@@ -117,7 +124,7 @@ struct Box {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float (&pair)[2] = fragment.value[j + i / 2][i % 2];
-          words[i] = dtype == DType::bf16 ? ptx::pack_bf16(pair[0], pair[1]) : ptx::pack_f16(pair[0], pair[1]);
+          words[i] = packed<dtype>(pair[0], pair[1]);
         }
         ptx::store_matrices(box + (to ^ (2 * first + 16 * j)), words);
       }

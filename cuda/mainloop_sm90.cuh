@@ -26,11 +26,11 @@ namespace coda {
 /// Shared memory: operand stages, the consumers' epilogue memory, barriers.
 template <class Config, class Epilogue>
 struct SharedLayout {
-  static constexpr int a_bytes = Config::tile_m * Config::tile_k * 2;
-  static constexpr int b_bytes = Config::tile_n * Config::tile_k * 2;
+  static constexpr int a_bytes = Config::tile_m * factor_row_bytes;
+  static constexpr int b_bytes = Config::tile_n * factor_row_bytes;
   static constexpr int stage_bytes = a_bytes + b_bytes;
   static constexpr int a_rows = Config::transpose_a ? Config::tile_m : Config::loaded_rows;
-  static constexpr int loaded_bytes = a_rows * Config::tile_k * 2 + b_bytes;  // of a stage
+  static constexpr int loaded_bytes = a_rows * factor_row_bytes + b_bytes;  // of a stage
   static constexpr int epilogue_offset = Config::stages * stage_bytes;
   static constexpr int stage_ring_offset = epilogue_offset + consumers * EpilogueLayout<Config, Epilogue>::bytes;
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
@@ -39,16 +39,16 @@ struct SharedLayout {
   static constexpr int bytes = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
 };
 
-/// Operand tiles arrive in chunks of 64 columns (a k-major operand: 64 rows; an mn-major one: 64 along m or n), each in
-/// a place of 8192 bytes.
-constexpr int chunk_bytes = 64 * 64 * 2;
+/// Operand tiles are made of chunks of 64 rows: of a k-major operand 64 along m or n; of an mn-major one, which has 16
+/// bits, the k of a stage, and a row is 64 along m or n.
+constexpr int chunk_bytes = 64 * factor_row_bytes;
 
 template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
   using WorkScheduler =
-      Scheduler<Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
+      Scheduler<Config::input, Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -59,8 +59,11 @@ struct Gemm {
   static constexpr int threads = 128 * (1 + consumers);
   // At a consumer's barrier: its own threads, and in pingpong those of the other one, which wake it.
   static constexpr int products_threads = 32 * consumer_warps * consumer_stride;
-  static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 && Config::tile_k == 64,
+  static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 &&
+                    Config::tile_k == factor_row_elements(Config::input),
                 "a tile is whole operand chunks");
+  static_assert(bytes_of(Config::input) == 2 || (!Config::transpose_a && Config::transpose_b),
+                "wgmma reads mn-major operands of 16 bits only");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
 
   const Params& params;
@@ -222,7 +225,7 @@ struct Gemm {
 #pragma unroll
       for (int i = 0; i < boxes / Config::cluster_m; ++i) {
         const int box = i * Config::cluster_m + rank;
-        load_b_box(target + box * rows * 128, barrier, k, box / boxes_per_half,
+        load_b_box(target + box * rows * factor_row_bytes, barrier, k, box / boxes_per_half,
                    tile.column + box % boxes_per_half * rows, tile.batch);
       }
     } else {
@@ -234,8 +237,8 @@ struct Gemm {
 #pragma unroll
       for (int i = 0; i < chunks / (by_chunk ? Config::cluster_m : 1); ++i) {
         const int chunk = by_chunk ? i * Config::cluster_m + rank : i, row = by_chunk ? 0 : rank * rows;
-        load_b_box(target + chunk * chunk_bytes + row * 128, barrier, tile.column + 64 * (chunk % chunks_per_half),
-                   chunk / chunks_per_half, k + row, tile.batch);
+        load_b_box(target + chunk * chunk_bytes + row * factor_row_bytes, barrier,
+                   tile.column + 64 * (chunk % chunks_per_half), chunk / chunks_per_half, k + row, tile.batch);
       }
     }
   }
@@ -349,17 +352,19 @@ struct Gemm {
     ptx::named_barrier_arrive(barrier_number(NamedBarrier::products, consumer), products_threads);
   }
 
-  /// Issues the products of one stage. A k step of 16 is 32 bytes of a k-major tile's rows and 16 rows of an mn-major
-  /// one's.
+  /// Issues the products of one stage. A k step is 32 bytes of a k-major tile's rows, and as many rows of an mn-major
+  /// one's as it has elements.
   __device__ __forceinline__ void multiply(int consumer, int slot, bool accumulate,
                                            TileAccumulator& accumulator) const {
-    constexpr int a_step = Config::transpose_a ? 2048 : 32, b_step = Config::transpose_b ? 32 : 2048;
+    constexpr int k_step = wgmma::k_step_bytes / bytes_of(Config::input);
+    constexpr int a_step = Config::transpose_a ? k_step * factor_row_bytes : wgmma::k_step_bytes;
+    constexpr int b_step = Config::transpose_b ? wgmma::k_step_bytes : k_step * factor_row_bytes;
     const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
     const ptx::uint32 share = cooperative ? consumer * (Config::consumer_m / 64) * chunk_bytes : 0;
     const ptx::uint64 a = wgmma::descriptor(stage + share), b = wgmma::descriptor(stage + Layout::a_bytes);
     wgmma::fence();
 #pragma unroll
-    for (int step = 0; step < Config::tile_k / 16; ++step)
+    for (int step = 0; step < Config::tile_k / k_step; ++step)
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::multiply<Config::input, Config::transpose_a, !Config::transpose_b>(

@@ -76,7 +76,7 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 /// and the first part goes to the highest-numbered of a tile's clusters, so that it waits for CTAs that started before
 /// it and wait for nobody. All parts walk along k at one pace, and find in L2 what others have read. Stream-K, whose
 /// parts begin anywhere in k, does not: 335 us where whole tiles take 185 (2048 x 2048 x 16384).
-template <int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
+template <DType input, int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
   static constexpr int max_parts = 8, min_blocks = 4;  // of a split tile; of a part
@@ -92,7 +92,8 @@ struct Scheduler {
     clusters_m = ((m + tile_m - 1) / tile_m + cluster_m - 1) / cluster_m;
     int rows = 2;
 #pragma unroll
-    for (int more = rows + 1; more <= max_band; ++more) rows += k <= panel_bytes / (tile_m * cluster_m * 2) / more;
+    for (int more = rows + 1; more <= max_band; ++more)
+      rows += k <= panel_bytes / (tile_m * cluster_m * bytes_of(input)) / more;
     band = Divisor(min(rows, clusters_m));
     const int tiles_n = tiles_along_n<columns, Epilogue>(n);
     per_band = Divisor(band.value * tiles_n);

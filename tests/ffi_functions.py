@@ -12,7 +12,7 @@ import jax
 
 FFI = Path(__file__).resolve().parents[1] / "coda_jax" / "ffi"
 T = TypeVar("T")
-DTYPES = {"int32": 4, "float16": 10, "float32": 11, "bfloat16": 16}  # XLA's enum
+DTYPES = {"int32": 4, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}  # XLA's enum
 SOURCE = """
 #include <cstring>
 #include <stdexcept>
@@ -58,7 +58,8 @@ extern "C" int describe_geometry(Geometry* geometry, char* message, int capacity
   call.flags = options[6];
   call.yield_k_blocks = options[7];
   const auto describe = [&] {
-    *geometry = coda::DescribeGeometry(call, {.dims = *a}, {.dims = *b}, {.dims = *result}, options[8]);
+    const auto dtype = static_cast<xla::ffi::DataType>(options[9]);
+    *geometry = coda::DescribeGeometry(call, {dtype, *a}, {dtype, *b}, {dtype, *result}, options[8]);
   };
   return Guarded(describe, message, capacity);
 }
@@ -128,9 +129,9 @@ class Functions:
         return self._made(self._library.describe_map, Layout(), numbers, DTYPES[dtype], ctypes.byref(_Dims.of(dims)))
 
     def geometry(self, a: Sequence[int], b: Sequence[int], result: Sequence[int], options: Sequence[int]) -> Geometry:
-        """options: transpose_a, transpose_b, tile_m, tile_n, halves, cluster_m, flags, yield_k_blocks, SMs."""
+        """options: transpose_a, transpose_b, tile_m, tile_n, halves, cluster_m, flags, yield_k_blocks, SMs, dtype."""
         dims = [ctypes.byref(_Dims.of(of_one)) for of_one in (a, b, result)]
-        return self._made(self._library.describe_geometry, Geometry(), *dims, (ctypes.c_int32 * 9)(*options))
+        return self._made(self._library.describe_geometry, Geometry(), *dims, (ctypes.c_int32 * 10)(*options))
 
     @staticmethod
     def _made(function: Callable[..., int], result: T, *arguments: object) -> T:

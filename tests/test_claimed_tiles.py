@@ -213,12 +213,13 @@ struct Accumulator {
   float registers[blocks_][columns_ / 2];
 };
 namespace wgmma {
+constexpr int k_step_bytes = 32;
 static ptx::uint64 descriptor(ptx::uint32 address) { return address / 16; }
 static void fence() {}
 static void commit() {}
 template <int count> void wait() { step(); }
 template <class Registers> void keep_behind_wait(Registers&) {}
-template <int, bool, bool, class Registers>
+template <DType, bool, bool, class Registers>
 void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulate) {
   if (!accumulate) std::fill(std::begin(registers), std::end(registers), 0.f);
   const auto& tags = current->block->tags;
@@ -292,7 +293,7 @@ struct Unsized {
   static constexpr int consumer_m = cooperative ? 64 : 128, loaded_rows = tile_m;
   static constexpr bool transpose_a = false, transpose_b = false, a_batched = true, b_batched = true;
   static constexpr bool claims = true, split_k = false;
-  static constexpr int input = 0;
+  static constexpr DType input = DType::bf16;
 };
 template <class Of>
 struct Sized : Of {
@@ -422,7 +423,16 @@ def compiled(folder, *flags):
 def folder(tmp_path_factory):
     """With the sources."""
     folder = tmp_path_factory.mktemp("claims")
-    for name in ("scheduler", "static_for", "epilogue_abi", "elementwise", "pipeline", "claims", "mainloop_sm90"):
+    for name in (
+        "scheduler",
+        "static_for",
+        "epilogue_abi",
+        "dtypes",
+        "elementwise",
+        "pipeline",
+        "claims",
+        "mainloop_sm90",
+    ):
         text = (HEADERS / f"{name}.cuh").read_text()
         assert (THEIRS in text) == (name == "claims")
         text = text.split("/// The kernel's body")[0] + "}" * (name == "mainloop_sm90")

@@ -166,7 +166,7 @@ def test_a_scale_of_heads_is_a_vector_of_a_head():
             (jnp.ones(DIM // 4),),
             r"operand 'scale' has shape \(2,\).*nor against heads of Dh = 8 .*\(Dh,\)",
         ),
-        (rms_norm, (jnp.ones(DIM, jnp.int32),), "arrays over heads are float32, bfloat16 or float16"),
+        (rms_norm, (jnp.ones(DIM, jnp.int32),), "arrays over heads are bfloat16, float16 or float32"),
     ],
 )
 def test_refusals(f, operands, message):

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 
 from coda_jax import ffi
-from tests.ffi_functions import Functions
+from tests.ffi_functions import DTYPES, Functions
 from tests.nvrtc import needs_nvrtc
 
 SOURCE = 'extern "C" __global__ void coda_gemm(float* x) { x[threadIdx.x] *= 2; }'
@@ -180,7 +180,7 @@ def test_without_a_gpu_execution_is_an_error_and_no_crash():
         jax.jit(lambda a, b: product(a, b))(jnp.ones(A.shape, A.dtype), jnp.ones(B.shape, B.dtype)).block_until_ready()
 
 
-BF16, F16, F32 = "bfloat16", "float16", "float32"
+BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_tensor_map_addresses_every_element(describe_map, halves, split_rows, di
         ((1, 2, 0, 8, 8, 0), BF16, (8, 24), r"distance of its halves, 24 bytes"),
         ((1, 2, 0, 8, 8, 0), BF16, (8, 25), r"25 columns do not split into 2"),
         ((1, 2, 1, 8, 8, 0), BF16, (7, 8), r"7 rows do not split into 2"),
-        ((0, 1, 0, 8, 8, 0), "int32", (8, 8), r"s32\[8,8\]: a tensor map needs bf16, f16 or f32"),
+        ((0, 1, 0, 8, 8, 0), "int32", (8, 8), r"s32\[8,8\]: a tensor map needs one of bf16, f16, f32"),
         ((0, 1, 0, 8, 8, 0), BF16, (8,), r"rank 2 or 3"),
         ((0, 1, 0, 8, 8, 48), BF16, (8, 8), r"swizzle of 48 bytes"),
     ],
@@ -266,8 +266,10 @@ def geometry(functions):
             "flags": -1,
             "yields": 0,
             "multiprocessors": 132,
+            "dtype": BF16,
             **options,
         }
+        given["dtype"] = DTYPES[given["dtype"]]
         batch = given.pop("batch", max(a, b, key=len)[:-2])
         return functions.geometry(a, b, (*batch, 1, 1), (transpose_a, transpose_b, *given.pop("tile"), *given.values()))
 
@@ -305,6 +307,8 @@ def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
         ((128, 64), (64, 0), {}, 0, 0),
         ((0, 128, 64), (64, 128), {}, 0, 0),
         ((1, 8), (8, 8), {"multiprocessors": 1}, 1, 2),
+        ((16384, 1280), (1280, 4096), {"yields": 155, "dtype": FP8}, 64 * 32, 264),  # a k block is 128 bytes
+        ((16384, 320), (320, 4096), {"yields": 155, "dtype": F32}, 64 * 32, 264),
         ((256, 640), (640, 256), {"flags": 3}, 2, 132),  # split-K
         ((0, 640), (640, 256), {"flags": 3}, 0, 0),
     ],

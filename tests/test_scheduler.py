@@ -56,7 +56,7 @@ static int pieces(int m, int n, int k, int batch, int clusters, int* out) {
   int count = 0;
   gridDim.x = clusters * cluster_m;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    const Scheduler<128, 128, cluster_m, split_k, Epilogue> scheduler(m, n, k, (k + 63) / 64, batch);
+    const Scheduler<DType::bf16, 128, 128, cluster_m, split_k, Epilogue> scheduler(m, n, k, (k + 63) / 64, batch);
     const Others others = scheduler.others();
     for (int i = 0; i < scheduler.count; ++i, ++count, out += 11) {
       const Work work = scheduler.work(i, blockIdx.x % cluster_m);
@@ -84,7 +84,7 @@ static int sums(int m, int n, int k, int clusters, const float* value, float* ou
   const int tiles_n = (n + 127) / 128;
   try {
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-      const Scheduler<128, 128, cluster_m, true, Whole> scheduler(m, n, k, (k + 63) / 64, 1);
+      const Scheduler<DType::bf16, 128, 128, cluster_m, true, Whole> scheduler(m, n, k, (k + 63) / 64, 1);
       for (int i = 0; i < scheduler.count; ++i) {
         const Work work = scheduler.work(i, blockIdx.x % cluster_m);
         for (int thread = 0; thread < 128; ++thread) {
@@ -117,7 +117,7 @@ extern "C" void quotients(float of_exact, int count, const int* dividends, const
 }
 extern "C" int band(int k) {
   gridDim.x = 2;
-  return Scheduler<128, 128, 2, false, Whole>(1 << 20, 128, k, 1, 1).band.value;
+  return Scheduler<DType::bf16, 128, 128, 2, false, Whole>(1 << 20, 128, k, 1, 1).band.value;
 }
 extern "C" int run(int parts, int split_k, int cluster_m, int m, int n, int k, int batch, int clusters, int* out) {
   const auto with = [&]<class Epilogue>(Epilogue) {

@@ -12,6 +12,7 @@ From a function to a kernel's epilogue, in order:
   program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
                 whether its results may be summed over devices
   emit          writes its CUDA
+  dtypes        is the table of dtypes that all of them read
 trace is the way in: it calls all of these but those from program on.
 """
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOAT32, INT32, listed
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.operand import Operand
@@ -185,7 +186,7 @@ class Analysis:
         if equation.name != "argmax" or tuple(equation.params["axes"]) != (0,) or len(inputs) != 1:
             raise NotElementwise("works on stacked arrays")
         (stacked,) = inputs
-        if any(self.nodes[item.nodes[0]].dtype != "bool" for item in stacked.items):
+        if any(self.nodes[item.nodes[0]].dtype != BOOL for item in stacked.items):
             raise NotElementwise("looks for the largest of stacked arrays; use jnp.maximum and jnp.where")
 
         def first(conditions: tuple[int, ...]) -> int:
@@ -202,7 +203,7 @@ class Analysis:
         bits = (equation.params["exponent_bits"], equation.params["mantissa_bits"])
         if bits == (8, 23):
             return list(inputs)
-        if bits != (8, 7) or self.nodes[inputs[0].nodes[0]].dtype != "float32":
+        if bits != (8, 7) or self.nodes[inputs[0].nodes[0]].dtype != FLOAT32:
             raise NotElementwise(f"with {bits[0]} exponent and {bits[1]} mantissa bits is not supported; use astype")
         rounded = self.map(inputs, lambda nodes: self.convert(self.convert(nodes[0], "bfloat16"), "float32"))
         return [rounded]
@@ -219,7 +220,7 @@ class Analysis:
         for atom in equation.inputs:
             self.check_dtype(self.flat.aval(atom).dtype)
         first = self.flat.aval(equation.inputs[0]).dtype.name
-        if first not in operation.dtypes or (name == "pow" and first == "int32"):
+        if first not in operation.dtypes or (name == "pow" and first == INT32):
             raise NotElementwise(f"is not supported for {first}")
         if name == "convert_element_type":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
@@ -229,10 +230,8 @@ class Analysis:
         return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
 
     def check_dtype(self, dtype: Any) -> None:
-        if np.dtype(dtype).name not in elementwise.DTYPES:
-            raise NotElementwise(
-                f"works in {dtype}; an epilogue computes in float32, bfloat16, float16, int32 and bool"
-            )
+        if np.dtype(dtype).name not in DTYPES:
+            raise NotElementwise(f"works in {dtype}; an epilogue computes in {listed(DTYPES, 'and')}")
 
     def convert(self, node: int, dtype: str) -> int:
         source = self.nodes[node]

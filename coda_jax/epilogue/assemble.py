@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
+from coda_jax.epilogue.dtypes import RESULTS, listed
 from coda_jax.epilogue.finishing import finishing
 from coda_jax.epilogue.flatten import Atom
 from coda_jax.epilogue.halves import Width
@@ -93,10 +93,10 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a slice of the columns, a reduction "
             f"(M,) or (N,). Reshape it outside the epilogue."
         )
-    if np.dtype(aval.dtype).name not in elementwise.FLOATS:
+    if np.dtype(aval.dtype).name not in RESULTS:
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} is a tile of dtype {aval.dtype}; tile outputs are "
-            "bfloat16, float16 or float32. Convert it to a float inside the epilogue, or compute it outside."
+            f"{listed(RESULTS)}. Convert it to a float inside the epilogue, or compute it outside."
         )
     nodes = value.nodes * analysis.halves.count if whole and len(value.nodes) < analysis.halves.count else value.nodes
     return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.slice)

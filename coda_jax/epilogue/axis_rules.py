@@ -9,6 +9,7 @@ import numpy as np
 
 from coda_jax.epilogue.analysis import Analysis, Rule
 from coda_jax.epilogue.column_rules import COLUMN_RULES
+from coda_jax.epilogue.dtypes import NUMBERS
 from coda_jax.epilogue.flatten import Equation
 from coda_jax.epilogue.reductions import REDUCTIONS, reduce
 from coda_jax.epilogue.values import (
@@ -183,7 +184,7 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
     axis, shape = int(equation.params["dimension"]), equation.params["shape"]
     dtype = np.dtype(equation.params["dtype"]).name
     size, rank = shape[axis], len(shape)
-    if dtype not in ("int32", "float32", "bfloat16", "float16"):
+    if dtype not in NUMBERS:
         raise NotElementwise(f"makes {dtype} indices; int32 and floats are known")
     if not any(same_size(size, known) for known in (analysis.m, analysis.n, analysis.half)):
         raise NotElementwise(f"counts to {size}, which is neither M, N nor N/2")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from jax import lax
 
-from coda_jax.epilogue.elementwise import OPERATIONS, ROUND
+from coda_jax.epilogue.dtypes import INT32, is_rounded
+from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.epilogue.program import Node, Program, ReductionOp
 
 _LEAVES = ("acc", "operand", "literal", "row", "column")
@@ -54,7 +55,7 @@ def _of_node(nodes: Sequence[Node], node: Node) -> int:
     inputs = [nodes[number] for number in node.inputs]
     of_operation = operation.instructions if operation else 1
     match node.op:
-        case "div" | "rem" if node.dtype == "int32":
+        case "div" | "rem" if node.dtype == INT32:
             of_operation = 6 if inputs[1].op == "literal" else 34
         case "integer_pow":
             power = abs(node["y"])
@@ -63,7 +64,7 @@ def _of_node(nodes: Sequence[Node], node: Node) -> int:
             of_operation = len(inputs) - 1
         case "round" if node["rounding_method"] == lax.RoundingMethod.AWAY_FROM_ZERO:
             of_operation = 4
-        case "select_n" if inputs[0].dtype == "int32":
+        case "select_n" if inputs[0].dtype == INT32:
             of_operation = 2 * (len(inputs) - 2)
-    is_rounded = node.dtype in ROUND and (node.op == "convert_element_type" or not (operation and operation.exact))
-    return of_operation + (_ROUNDING if is_rounded else 0)
+    is_exact = node.op != "convert_element_type" and operation and operation.exact
+    return of_operation + (_ROUNDING if is_rounded(node.dtype) and not is_exact else 0)

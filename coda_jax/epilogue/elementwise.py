@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
+from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOATS, INT32, NUMBERS, TABLE, is_rounded
+from coda_jax.epilogue.rounding import round_to
 
-FLOATS = ("float32", "bfloat16", "float16")
-DTYPES = (*FLOATS, "int32", "bool")
+_BITS = (INT32, BOOL)  # what bitwise operations take
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _function(
     return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes, instructions)
 
 
-def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...] = (*FLOATS, "int32")) -> Operation:
+def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...] = NUMBERS) -> Operation:
     return Operation(apply, lambda x, _, __: f"{x[0]} {symbol} {x[1]}", dtypes=dtypes)
 
 
@@ -68,19 +68,23 @@ def _convert(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str
     (value,), (source,), target = x, dtypes, attributes["dtype"]
     if target == source:
         return value
-    if target == "bool":
+    if target == BOOL:
         return f"{value} != 0"
-    if target == "int32":
+    if target == INT32:
         return f"coda::to_int({value})" if source in FLOATS else f"static_cast<int>({value})"
     value = value if source in FLOATS else f"static_cast<float>({value})"
-    if target == "float32" or source == "bool":
-        return value
-    return f"{ROUND[target]}({value})"
+    return value if source == BOOL else rounded(value, target)
+
+
+def rounded(expression: str, dtype: str) -> str:
+    """The CUDA expression, rounded where `dtype` is."""
+    function = TABLE[dtype].rounding
+    return f"{function}({expression})" if function else expression
 
 
 def _select(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     which, *cases = x
-    if dtypes[0] == "bool":
+    if dtypes[0] == BOOL:
         return f"{which} ? {cases[-1]} : {cases[0]}"
     return "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1])) + cases[-1]
 
@@ -107,8 +111,6 @@ def _round(x: jax.Array, rounding_method: int) -> jax.Array:
     return lax.round(x, lax.RoundingMethod(rounding_method))
 
 
-ROUND = {"bfloat16": "coda::round_to_bf16", "float16": "coda::round_to_f16"}
-
 OPERATIONS: dict[str, Operation] = {
     "add": _infix(lax.add, "+"),
     "add_any": _infix(lax.add, "+"),
@@ -118,14 +120,14 @@ OPERATIONS: dict[str, Operation] = {
     "rem": _by_dtype(lax.rem, instructions=63, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
     "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
     "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
-    "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=(*FLOATS, "int32"), instructions=4),
+    "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=NUMBERS, instructions=4),
     "max": _by_dtype(
         lax.max, exact=True, floats="coda::maximum({0}, {1})", int32="coda::maximum({0}, {1})", bool="{0} | {1}"
     ),
     "min": _by_dtype(
         lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"
     ),
-    "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=(*FLOATS, "int32"), instructions=2),
+    "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=NUMBERS, instructions=2),
     "square": _by_dtype(lax.square, floats="{0} * {0}", int32="{0} * {0}"),
     "one_minus_square": _by_dtype(
         lambda x: (1 + x) * (1 - x), floats="(1.0f + {0}) * (1.0f - {0})", int32="(1 + {0}) * (1 - {0})"
@@ -133,9 +135,9 @@ OPERATIONS: dict[str, Operation] = {
     "integer_pow": Operation(
         lambda x, y: lax.integer_pow(x, y),
         lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})",
-        dtypes=(*FLOATS, "int32"),
+        dtypes=NUMBERS,
     ),
-    "pow": Operation(lax.pow, _power, dtypes=(*FLOATS, "int32"), instructions=87),
+    "pow": Operation(lax.pow, _power, dtypes=NUMBERS, instructions=87),
     "polynomial": Operation(_horner, _horner_text, dtypes=FLOATS),
     "sqrt": _function(lax.sqrt, "sqrtf", instructions=5),
     "rsqrt": _function(lax.rsqrt, "coda::rsqrt", instructions=5),
@@ -169,9 +171,9 @@ OPERATIONS: dict[str, Operation] = {
     "le": _infix(lax.le, "<=", DTYPES),
     "gt": _infix(lax.gt, ">", DTYPES),
     "ge": _infix(lax.ge, ">=", DTYPES),
-    "and": _infix(lax.bitwise_and, "&", ("int32", "bool")),
-    "or": _infix(lax.bitwise_or, "|", ("int32", "bool")),
-    "xor": _infix(lax.bitwise_xor, "^", ("int32", "bool")),
+    "and": _infix(lax.bitwise_and, "&", _BITS),
+    "or": _infix(lax.bitwise_or, "|", _BITS),
+    "xor": _infix(lax.bitwise_xor, "^", _BITS),
     "not": _by_dtype(lax.bitwise_not, int32="~{0}", bool="!{0}"),
     "select_n": Operation(lax.select_n, _select, exact=True),
     "convert_element_type": Operation(lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True),
@@ -194,11 +196,6 @@ def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any]
         case "convert_element_type":
             return (("dtype", np.dtype(params["new_dtype"]).name),)
     return ()
-
-
-def is_rounded(dtype: str | np.dtype) -> bool:
-    """Whether `dtype` is a 16-bit float."""
-    return np.dtype(dtype) in ROUNDED_DTYPES
 
 
 def apply(name: str, inputs: list[jax.Array], attributes: dict[str, Any]) -> jax.Array:

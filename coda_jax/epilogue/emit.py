@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from coda_jax.epilogue.elementwise import FLOATS, OPERATIONS, ROUND
+from coda_jax.epilogue.dtypes import BOOL, FLOATS, INT32, TABLE
+from coda_jax.epilogue.elementwise import OPERATIONS, rounded
 from coda_jax.epilogue.operand_kinds import KINDS
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, Reduction, ReductionOp
 from coda_jax.epilogue.user_names import is_usable
 
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "bool": "pred"}
 # The lists of the struct, and the type of their entries; see cuda/epilogue_abi.cuh.
 _LISTS = {kind.list_name: "TileAccess" if kind.by_tensor_map else "VectorAccess" for kind in KINDS} | {
     "row_reduction": "ReductionAccess",
@@ -41,7 +41,7 @@ def emit(
 
     Args:
       program: the checked epilogue.
-      out_dtypes: float32, bfloat16 or float16, one for each of `program.stores`.
+      out_dtypes: of results in the table of dtypes, one for each of `program.stores`.
       batched_operands: for each operand, whether it has a batch axis.
       for_reader: with the names and the line of the user's function, as far as `program.user_names` has them.
     """
@@ -268,13 +268,13 @@ class _Emitter:
             case "operand":
                 (member, at), is_float = self.places[node["index"], node["half"]], node.dtype in FLOATS
                 word = f"in.{member}[{at}].{'f' if is_float else 'i'}"
-                return f"{word} != 0" if node.dtype == "bool" else word
+                return f"{word} != 0" if node.dtype == BOOL else word
             case "row":
                 return "in.row"
         operation = OPERATIONS[node.op]
         inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
         text = operation.expression(inputs, dtypes, dict(node.attributes))
-        return text if operation.exact or node.dtype not in ROUND else f"{ROUND[node.dtype]}({text})"
+        return text if operation.exact else rounded(text, node.dtype)
 
 
 _DEFAULTS: Mapping[str, object] = {"half": 0, "halves": 1, "first": 0, "batched": False, "period": 0}
@@ -313,18 +313,18 @@ def _combined(op: ReductionOp, values: Sequence[str]) -> str:
 def _type(node: Node) -> str:
     if node.op == "angle":
         return "coda::Angle"
-    return "float" if node.dtype in FLOATS else "int" if node.dtype == "int32" else "bool"
+    return TABLE[node.dtype].register
 
 
 def _dtype(dtype: np.dtype) -> str:
-    return f"DType::{_DTYPES[dtype.name]}"
+    return f"DType::{TABLE[dtype.name].cuda}"
 
 
 def _literal(value: float | int | bool, dtype: str) -> str:
     """An exact C++ literal: the shortest decimal that reads back as the same float32."""
-    if dtype == "bool":
+    if dtype == BOOL:
         return str(bool(value)).lower()
-    if dtype == "int32":
+    if dtype == INT32:
         return str(value) if value >= 0 else f"({value})" if value > -(2**31) else "(-2147483647 - 1)"
     single = np.float32(value)
     if np.isnan(single):

@@ -12,6 +12,7 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.dtypes import is_rounded
 from coda_jax.epilogue.rounding import round_to
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
@@ -205,12 +206,12 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation as a kernel would: in float32, rounding once to a 16-bit type."""
 
     def rounded(x: Any) -> bool:
-        return elementwise.is_rounded(x.dtype)
+        return is_rounded(x.dtype)
 
     name, params = equation.name, equation.params
     if name in CUSTOM_DERIVATIVES:
         return _bind_custom(equation, inputs)
-    if name == "convert_element_type" and elementwise.is_rounded(params["new_dtype"]):
+    if name == "convert_element_type" and is_rounded(params["new_dtype"]):
         return [elementwise.apply(name, list(inputs), {"dtype": np.dtype(params["new_dtype"]).name})]
     operation = elementwise.OPERATIONS.get(name)
     widened = name == "reduce_sum" or (operation is not None and not operation.exact)
@@ -233,7 +234,7 @@ def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     inputs = [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]
     constants = Constants()
     body = flatten(callee(equation), constants, inline_custom_derivatives=False)
-    if not any(elementwise.is_rounded(aval.dtype) for aval in body.avals):
+    if not any(is_rounded(aval.dtype) for aval in body.avals):
         return bind(equation.primitive, inputs, equation.params)
 
     def value(*inputs: Any) -> list[Any]:

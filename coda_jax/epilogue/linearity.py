@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Node, Program, ReductionOp
 
 
@@ -39,7 +40,7 @@ def _degree(node: Node, nodes: Sequence[Node], degrees: Sequence[_Degree]) -> _D
     if max(inputs, default=_Degree.CONSTANT) is _Degree.CONSTANT:
         return _Degree.CONSTANT
     match node.op, inputs:
-        case _ if node.dtype != "float32":  # rounded: the sum of many such would be worse than one
+        case _ if node.dtype != FLOAT32:  # rounded: the sum of many such would be worse than one
             return _Degree.OTHER
         case "mul", [x, y] if _Degree.CONSTANT in (x, y):
             return max(x, y)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue.dtypes import TILES
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, Tag
 
@@ -146,7 +146,7 @@ class OperandKind:
             return operand if has_batch else None
         if not has_batch:
             return operand
-        if self.with_own_rows is None or not is_row or operand.dtype.name not in FLOATS:
+        if self.with_own_rows is None or not is_row or operand.dtype.name not in TILES:
             return None
         return replace(operand, kind=self.with_own_rows)
 

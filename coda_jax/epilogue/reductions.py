@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
+from coda_jax.epilogue.dtypes import BOOL, FLOATS
 from coda_jax.epilogue.flatten import Atom, Constants, Equation, Literal, flatten
 from coda_jax.epilogue.halves import Width
 from coda_jax.epilogue.program import Axis, Reduction, ReductionOp
@@ -106,7 +106,7 @@ def _number(analysis: Analysis, reduction: Reduction) -> int:
 
 def _check_dtype(analysis: Analysis, value: Local, aval: Any) -> None:
     dtype = np.dtype(aval.dtype).name
-    if dtype in elementwise.FLOATS or dtype == "bool":
+    if dtype in FLOATS or dtype == BOOL:
         return
     if not all(_is_count(analysis, node) for node in value.nodes):
         raise NotElementwise(
@@ -120,7 +120,7 @@ def _is_count(analysis: Analysis, number: int) -> bool:
     if node.op == "literal":
         return bool(abs(node["value"]) <= 1)
     if node.op == "convert_element_type":
-        return analysis.nodes[node.inputs[0]].dtype == "bool"
+        return analysis.nodes[node.inputs[0]].dtype == BOOL
     return node.op == "select_n" and all(_is_count(analysis, case) for case in node.inputs[1:])
 
 

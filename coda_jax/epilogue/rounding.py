@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROUNDED_DTYPES = frozenset({np.dtype(jnp.bfloat16), np.dtype(jnp.float16)})
-
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:

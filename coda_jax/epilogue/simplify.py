@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import NamedTuple
 
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Node, needed_nodes
 from coda_jax.epilogue.values import LiteralFloat
 
@@ -93,7 +94,7 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewrit
     def others(number: int, op: str, one: int) -> list[int]:
         """x, where the node is op(x, one) or op(one, x) in float32; else nothing."""
         node = nodes[number]
-        inputs = list(node.inputs) if node.op == op and node.dtype == "float32" else []
+        inputs = list(node.inputs) if node.op == op and node.dtype == FLOAT32 else []
         if one not in inputs:
             return []
         inputs.remove(one)
@@ -152,7 +153,7 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> R
 def _other_input(nodes: Sequence[Node], number: int, op: str, literal: float) -> int | None:
     """x, where the node is op(literal, x) in float32."""
     node = nodes[number]
-    if node.op == op and node.dtype == "float32":
+    if node.op == op and node.dtype == FLOAT32:
         for constant, x in (node.inputs, node.inputs[::-1]):
             if _is_literal(nodes[constant], literal):
                 return x
@@ -177,7 +178,7 @@ def angles(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
         if node.op not in ("sin", "cos"):
             return None
         source = nodes[node.inputs[0]]
-        factors = source.inputs if source.op == "mul" and source.dtype == "float32" else node.inputs
+        factors = source.inputs if source.op == "mul" and source.dtype == FLOAT32 else node.inputs
         angle = new.add(Node("angle", tuple(at[value] for value in factors), source.dtype))
         return new.add(replace(node, inputs=(angle,)))
 
@@ -208,7 +209,7 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
     users = _users(nodes, needed)
 
     def is_product(number: int) -> bool:
-        return nodes[number].op == "mul" and nodes[number].dtype == "float32"
+        return nodes[number].op == "mul" and nodes[number].dtype == FLOAT32
 
     def is_moderate(value: float) -> bool:
         return 2**-16 <= abs(value) <= 2**16

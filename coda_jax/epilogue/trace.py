@@ -14,7 +14,7 @@ from jax import lax
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
-from coda_jax.epilogue.elementwise import FLOATS
+from coda_jax.epilogue.dtypes import FLOATS, TILES, VECTORS, listed
 from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
@@ -218,15 +218,11 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout)}")
     kind, width = found
     is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads a vector of one may fit nothing
-    allowed = FLOATS if is_float else (*FLOATS, "int32", "bool")
+    allowed = TILES if is_float else VECTORS
     if dtype.name not in allowed:
         raise NotTileLocalError(
             f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
-            + (
-                "tiles and arrays over heads are float32, bfloat16 or float16."
-                if is_float
-                else "vectors and scalars are float32, bfloat16, float16, int32 or bool."
-            )
+            f"{'tiles and arrays over heads' if is_float else 'vectors and scalars'} are {listed(allowed)}."
         )
     return Operand(kind, dtype, dtype, width, kind.period(shape, m))
 

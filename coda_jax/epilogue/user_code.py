@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from coda_jax.epilogue.call_site import line_of
+from coda_jax.epilogue.dtypes import DTYPES, listed
 from coda_jax.epilogue.values import NotTileLocalError
 
 _FLOAT64 = "Explicitly requested dtype float64"  # how JAX's warning begins
@@ -58,8 +59,7 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
         if not str(error).startswith(_FLOAT64):
             raise
         raise NotTileLocalError(
-            f"epilogue '{name}': {line_of(error)} asks for float64; an epilogue computes in float32, bfloat16, "
-            "float16, int32 and bool."
+            f"epilogue '{name}': {line_of(error)} asks for float64; an epilogue computes in {listed(DTYPES, 'and')}."
         ) from error
     except (
         jax.errors.ConcretizationTypeError,

@@ -145,8 +145,8 @@ class GemmCall:
       smem_bytes: dynamic shared memory of a block.
       flags: with split-K, or where blocks claim their tiles, the int32 buffer with a row for each block that may run,
         which is zeroed before; or -1.
-      yield_k_blocks: the work of a block, in k blocks of 64 of its tiles, after which it ends and another one takes its
-        multiprocessor; 0 where there are as many blocks as run at a time, as split-K needs it.
+      yield_k_blocks: the work of a block, in k blocks of 128 bytes of its tiles, after which it ends and another one
+        takes its multiprocessor; 0 where there are as many blocks as run at a time, as split-K needs it.
     """
 
     name: str

@@ -6,6 +6,11 @@
 #include "handler.h"
 
 namespace coda {
+namespace {
+
+constexpr int64_t kKBlockBytes = 128;  // of a stage's rows
+
+}  // namespace
 
 Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, const Buffer& result,
                           int multiprocessors) {
@@ -43,7 +48,7 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   // the others being there.
   int64_t working = resident;
   if (call.flags < 0 || call.yield_k_blocks > 0 || geometry.clusters == 0) {
-    const int64_t k_blocks_each = geometry.clusters * ceil_div(k, 64) / resident;
+    const int64_t k_blocks_each = geometry.clusters * ceil_div(k * ElementBytes(a), kKBlockBytes) / resident;
     const int64_t rounds = call.yield_k_blocks > 0 ? std::max<int64_t>(1, k_blocks_each / call.yield_k_blocks) : 1;
     working = std::min(geometry.clusters, resident * rounds);
   }

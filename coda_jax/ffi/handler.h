@@ -24,7 +24,7 @@ struct GemmCall {
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
   int32_t tile_m, tile_n, halves, cluster_m, threads, smem_bytes;
   int32_t flags = -1;          // buffer index, of split-K or claimed tiles; or -1
-  int32_t yield_k_blocks = 0;  // of 64, of a thread block's work before another one takes its place; 0: all of it
+  int32_t yield_k_blocks = 0;  // of 128 bytes, of a thread block's work before the next one has its place; 0: all
 };
 
 /// A member of GemmCall by its name in the program.

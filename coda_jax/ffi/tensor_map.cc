@@ -1,9 +1,12 @@
 #include "tensor_map.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 
 namespace coda {
@@ -13,33 +16,44 @@ using xla::ffi::DataType;
 
 constexpr uint64_t kAlignmentBytes = 16;  // TMA's demand on addresses and strides
 
+/// A dtype of the kernel's arrays. Only those with tensor maps can be factors, tiles and results.
+struct ElementType {
+  DataType dtype;
+  const char* name;
+  std::optional<TensorMapType> of_map;
+};
+constexpr ElementType kElementTypes[] = {
+    {DataType::BF16, "bf16", TensorMapType::kBF16}, {DataType::F16, "f16", TensorMapType::kF16},
+    {DataType::F32, "f32", TensorMapType::kF32},    {DataType::S32, "s32", std::nullopt},
+    {DataType::PRED, "pred", std::nullopt},
+};
+
+const ElementType* Find(DataType dtype) {
+  const auto* const type = std::ranges::find(kElementTypes, dtype, &ElementType::dtype);
+  return type == std::end(kElementTypes) ? nullptr : type;
+}
+
+std::string WithMaps() {
+  std::string names;
+  for (const ElementType& type : kElementTypes) {
+    if (type.of_map) names += (names.empty() ? "" : ", ") + std::string(type.name);
+  }
+  return names;
+}
+
 std::string Prefix(const MapRequest& request, const Buffer& buffer) {
   return "buffer " + std::to_string(request.buffer) + " " + buffer.ToString() + ": ";
 }
 
 }  // namespace
 
+int64_t ElementBytes(const Buffer& buffer) {
+  return xla::ffi::ByteWidth(buffer.dtype);
+}
+
 std::string Buffer::ToString() const {
-  std::string text;
-  switch (dtype) {
-    case DataType::BF16:
-      text = "bf16";
-      break;
-    case DataType::F16:
-      text = "f16";
-      break;
-    case DataType::F32:
-      text = "f32";
-      break;
-    case DataType::S32:
-      text = "s32";
-      break;
-    case DataType::PRED:
-      text = "pred";
-      break;
-    default:
-      text = "dtype" + std::to_string(static_cast<int>(dtype));
-  }
+  const ElementType* const type = Find(dtype);
+  std::string text = type ? type->name : "dtype" + std::to_string(static_cast<int>(dtype));
   text += "[";
   for (size_t i = 0; i < dims.size(); ++i) {
     if (i > 0) text += ",";
@@ -51,21 +65,10 @@ std::string Buffer::ToString() const {
 MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
   const auto fail = [&](const std::string& why) { throw std::invalid_argument(Prefix(request, buffer) + why); };
   MapLayout layout{};
-  uint64_t element_bytes = 2;
-  switch (buffer.dtype) {
-    case DataType::BF16:
-      layout.type = TensorMapType::kBF16;
-      break;
-    case DataType::F16:
-      layout.type = TensorMapType::kF16;
-      break;
-    case DataType::F32:
-      layout.type = TensorMapType::kF32;
-      element_bytes = 4;
-      break;
-    default:
-      fail("a tensor map needs bf16, f16 or f32");
-  }
+  const ElementType* const type = Find(buffer.dtype);
+  if (type == nullptr || !type->of_map) fail("a tensor map needs one of " + WithMaps());
+  layout.type = *type->of_map;
+  const uint64_t element_bytes = ElementBytes(buffer);
   switch (request.swizzle_bytes) {
     case 0:
       layout.swizzle = TensorMapSwizzle::kNone;

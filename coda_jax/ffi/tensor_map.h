@@ -19,6 +19,8 @@ struct Buffer {
   std::string ToString() const;  // "bf16[128,256]"
 };
 
+int64_t ElementBytes(const Buffer& buffer);
+
 /// One map of the attribute `maps`, six int32 a map. `halves` 2 makes the halves of the columns (or of the rows, where
 /// split_rows is 1) an axis of their own, so that a box in one half is clipped at the half's end.
 struct MapRequest {

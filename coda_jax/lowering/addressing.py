@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Program
+from coda_jax.epilogue.dtypes import FACTORS, listed
 from coda_jax.primitives.spec import GemmSpec
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
@@ -33,10 +33,12 @@ def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
 
 def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     for name, array in (("a", a), ("b", b)):
-        if array.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies bfloat16 and float16"
+        if np.dtype(array.dtype).name not in FACTORS:
+            return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies {listed(FACTORS, 'and')}"
     if a.dtype != b.dtype:
         return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
+    if np.dtype(a.dtype).itemsize < 2 and (spec.transpose_a or not spec.transpose_b):
+        return f"a and b are {np.dtype(a.dtype).name}; the kernel reads factors of 8 bits as (M, K) and (N, K) only"
     m, n, k = spec.sizes(a, b)
     for name, size in (("n", n), ("k", k)):
         if not isinstance(size, int):

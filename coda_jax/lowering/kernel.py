@@ -13,8 +13,9 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Program, Width, emit
+from coda_jax.epilogue.dtypes import TABLE
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.config import THREADS, KernelConfig
+from coda_jax.tiles.config import ROW_BYTES, THREADS, KernelConfig, tile_k
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import (
@@ -80,7 +81,11 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
         call=ffi.GemmCall(
             name=spec.name,
             source=source,
-            maps=[number for map_ in _maps(spec, len(operands), config, rows) for number in dataclasses.astuple(map_)],
+            maps=[
+                number
+                for map_ in _maps(spec, a.dtype, len(operands), config, rows)
+                for number in dataclasses.astuple(map_)
+            ],
             pointers=pointers,
             flags=pointers[-1] if scratch else -1,
             yield_k_blocks=yield_k_blocks(config) if yields and not config.split_k else 0,
@@ -153,15 +158,18 @@ def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, 
     return (sums, flags) if config.split_k else (flags,) if claims else ()
 
 
-def _maps(spec: GemmSpec, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
-    """Tensor maps in the kernel's order: a, b, tile operands, stores. Boxes of a and b have rows of 64 elements."""
-    program = spec.program
-    rows_of_a = 64 if spec.transpose_a else rows
+def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
+    """Tensor maps in the kernel's order: a, b, tile operands, stores. Rows of a's and b's boxes are `ROW_BYTES`."""
+    program, columns = spec.program, tile_k(dtype)  # of a chunk along m or n as many as along k
+    rows_of_a = columns if spec.transpose_a else rows
     if spec.transpose_b:
         rows_of_b = config.tile_n // max(config.cluster_m, program.halves.of_n)
-    else:  # a chunk of 64 columns, or a CTA's share of its rows
-        rows_of_b = 64 if config.tile_n // 64 % config.cluster_m == 0 else 64 // config.cluster_m
-    maps = [_Map(0, 1, False, 64, rows_of_a, 128), _Map(1, program.halves.of_n, spec.transpose_b, 64, rows_of_b, 128)]
+    else:  # a chunk of columns, or a CTA's share of its rows
+        rows_of_b = columns if config.tile_n // columns % config.cluster_m == 0 else columns // config.cluster_m
+    maps = [
+        _Map(0, 1, False, columns, rows_of_a, ROW_BYTES),
+        _Map(1, program.halves.of_n, spec.transpose_b, columns, rows_of_b, ROW_BYTES),
+    ]
 
     for i in program.tile_operands:
         operand = program.operands[i]
@@ -217,8 +225,8 @@ def _source(
 
 {emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]), for_reader=for_reader)}
 struct Config {{
-  static constexpr coda::DType input = coda::DType::{"bf16" if dtype == jnp.bfloat16 else "f16"};
-  static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {config.tile_k};
+  static constexpr coda::DType input = coda::DType::{TABLE[np.dtype(dtype).name].cuda};
+  static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {tile_k(dtype)};
   static constexpr int consumer_m = {config.consumer_m}, loaded_rows = {rows};
   static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};
   static constexpr int box_n = {config.box_n}, subtile_n = {config.subtile_n};

@@ -52,7 +52,7 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     a, b, _ = spec.split(types)
     m, n, k = spec.sizes(a, b)
     batch = spec.batch(types)
-    shape = GemmShape(m, n, k, 1 if batch is None else batch, spec.transpose_b)
+    shape = GemmShape(m, n, k, 1 if batch is None else batch, spec.transpose_b, a.dtype.itemsize)
     return Problem(shape, spec.program, a.dtype, spec.store_dtypes, spec.transpose_a, spec.batched)
 
 

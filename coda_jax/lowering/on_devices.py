@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -29,8 +28,9 @@ from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.lowering.mesh_plan import MeshAxes, Plan, axis_sizes, mesh_axes_of, plan, units
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
 from coda_jax.primitives.axes import Dimension, MatrixAxes, ProductAxes, ProductAxis
+from coda_jax.primitives.dtypes import compute_dtype, wire_dtype
 from coda_jax.primitives.fallbacks import is_strict
-from coda_jax.primitives.gemm_primitive import compute_dtype, outputs_of, tiles_of, xla_form, xla_tiles
+from coda_jax.primitives.gemm_primitive import outputs_of, tiles_of, xla_form, xla_tiles
 from coda_jax.primitives.mesh_types import explicit_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
@@ -139,16 +139,6 @@ def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
         input_output_aliases=(),
         out_sharding=None,
     )
-
-
-def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
-    """The dtype in which products are summed over devices, as Megatron does: bfloat16 where all results are.
-
-    float32 where a result is, as a gradient of float32 parameters; where the product has no tiles; and for float16,
-    which a partial sum may overflow though the sum does not.
-    """
-    is_short = dtype == jnp.bfloat16 and spec.store_dtypes and all(x == dtype for x in spec.store_dtypes)
-    return np.dtype(dtype if is_short else np.float32)
 
 
 def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:

@@ -37,7 +37,7 @@ from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
 from coda_jax.operators.logit_curve import LogitCurve
 from coda_jax.operators.norm_products import multiply
 from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
-from coda_jax.primitives.gemm_primitive import kept_dtype
+from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 

@@ -19,6 +19,7 @@ from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
+from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable
 
@@ -176,7 +177,7 @@ def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
     """
     partial_sum: Any = Result(is_partial=True)
     of_w, of_b = (
-        None if x is None else Result(True, axis, sent_as=x.dtype if x.dtype == jnp.bfloat16 else None)
+        None if x is None else Result(True, axis, sent_as=kept_dtype(x.dtype))
         for x, axis in zip(kernel, _vocabulary_axes(head, kernel), strict=True)
     )
     dinner = None if tokens.inner is None else partial_sum

@@ -39,7 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue.rounding import ROUNDED_DTYPES, round_to
+from coda_jax.epilogue.dtypes import has_narrow_range, is_rounded
+from coda_jax.epilogue.rounding import round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
 from coda_jax.primitives.derivative import Options, Parts, product
 from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, placed_alike
@@ -139,7 +140,7 @@ class NormProduct(NamedTuple):
     def of_cotangents(self, dtype: Any) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
         """`cotangents` takes them after dz and u: t_scale (..., 1) or (), mean (..., 1), column_sums and shift (N,)."""
         mean, rstd = mean_and_rstd(self.norm)
-        if dtype == jnp.float16:  # t is cast(dz), and x is multiplied with it when it is normalised
+        if has_narrow_range(dtype):  # t is cast(dz), and x is multiplied with it when it is normalised
             mean, rstd = None, jnp.ones_like(rstd, shape=())
         return rstd, mean, self.column_sums, self.shift
 
@@ -196,7 +197,7 @@ def _beside(vector: jax.Array, w: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Float32 values rounded to `dtype`, still float32; XLA may drop a pair of conversions, but not this."""
     dtype = np.dtype(dtype)
-    return round_to(x, dtype).astype(jnp.float32) if dtype in ROUNDED_DTYPES else x
+    return round_to(x, dtype).astype(jnp.float32) if is_rounded(dtype) else x
 
 
 class Sums(NamedTuple):
@@ -312,7 +313,7 @@ def backward(
         jnp.square(rstd) * (sums.s[..., None] / x.shape[-1]),
         None if sums.centring is None else sums.centring[..., None] / x.shape[-1],
         dresidual,
-        rstd if dtype == jnp.float16 else None,
+        rstd if has_narrow_range(dtype) else None,
         epilogue=norm_backward,
         out_dtypes=[x.dtype],
         implementation=implementation,
@@ -321,7 +322,7 @@ def backward(
         like=x,
     )
     left = x.astype(dtype)
-    if dtype == jnp.float16:
+    if has_narrow_range(dtype):
         wide = x.astype(jnp.float32)
         left = (rstd * (wide if mean is None else wide - mean)).astype(dtype)
     is_one = len(weights) == 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.epilogue.values import same_size
 
 
@@ -95,7 +96,9 @@ def chunk_size(rows: Any, row_bytes: int, chunk_bytes: int) -> int | None:
 
 def columns_of(vocabulary: int, dtype: Any) -> int:
     """Columns of the logits: the vocabulary, or a multiple of 128 where rows of it cannot be addressed."""
-    return vocabulary if np.dtype(dtype).itemsize > 2 or vocabulary % 8 == 0 else _round_up(vocabulary, 128)
+    if np.dtype(dtype).name not in FACTORS or vocabulary * np.dtype(dtype).itemsize % 16 == 0:
+        return vocabulary
+    return _round_up(vocabulary, 128)
 
 
 def _round_up(value: int, multiple: int) -> int:

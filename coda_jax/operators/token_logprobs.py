@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax.epilogue.dtypes import BOOL
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head_arguments import (
     LowRank,
@@ -155,6 +156,6 @@ def _check(
                 f"{_NAME}: temperature has shape {temperature.shape}; beside x {shape} it must be () or {lead}"
             )
     if mask is not None:
-        check_dtype(_NAME, "mask", mask, ("bool",))
+        check_dtype(_NAME, "mask", mask, [BOOL])
         if mask.shape != lead:
             raise ValueError(f"{_NAME}: mask has shape {mask.shape}; beside x {shape} it must be {lead}")

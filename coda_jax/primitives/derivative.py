@@ -28,7 +28,8 @@ from coda_jax.primitives.axes import (
     concatenated,
     flat_rows,
 )
-from coda_jax.primitives.gemm_primitive import accumulate, bind, compute_dtype, kept_dtype
+from coda_jax.primitives.dtypes import compute_dtype, kept_dtype
+from coda_jax.primitives.gemm_primitive import accumulate, bind
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
 from coda_jax.primitives.mesh_types import explicit_sharding, merged_sharding, vary, varying_axes

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue, TileStore
+from coda_jax.epilogue.dtypes import RESULTS, VECTORS, listed
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.dtypes import FLOATS, check_dtype
+from coda_jax.primitives.dtypes import check_dtype
 from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
 from coda_jax.tiles.config import GemmConfig
 
@@ -169,7 +170,7 @@ def _operand(index: int, x: Any) -> jax.Array:
         return jnp.asarray(x, jnp.float32)
     if callable(x):
         raise TypeError(f"gemm: operand {index} is a function; a function of (acc, *operands) is given as epilogue=")
-    check_dtype("gemm", f"operand {index}", x, (*FLOATS, "int32", "bool"))
+    check_dtype("gemm", f"operand {index}", x, VECTORS)
     return jnp.asarray(x)
 
 
@@ -263,8 +264,8 @@ def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bo
                     f"not a tile keeps the epilogue's dtype, {aval.dtype}"
                 )
             dtypes.append(aval.dtype)
-        elif given is not None and given.name not in FLOATS:
-            raise TypeError(f"gemm: out_dtype of output {i} is {given}; a tile is bfloat16, float16 or float32")
+        elif given is not None and given.name not in RESULTS:
+            raise TypeError(f"gemm: out_dtype of output {i} is {given}; a tile is {listed(RESULTS)}")
         else:
             dtypes.append(given or default)
     return dtypes

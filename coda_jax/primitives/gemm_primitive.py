@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend import core as jex_core
@@ -16,6 +15,7 @@ from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
 from coda_jax.primitives.axes import FactorSizes
+from coda_jax.primitives.dtypes import compute_dtype
 from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
@@ -33,20 +33,6 @@ def bind(*arguments: Any, spec: GemmSpec) -> list[jax.Array]:
     primitive = coda_gemm_auto_p if is_auto else coda_gemm_p
     outputs: list[jax.Array] = primitive.bind(*arguments, spec=spec)
     return outputs
-
-
-def compute_dtype(a: Any, b: Any) -> np.dtype:
-    """The dtype that both factors are converted to before they are multiplied."""
-    return np.dtype(jnp.promote_types(a.dtype, b.dtype))
-
-
-def kept_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which the accumulator of a product in `dtype` is kept: float16 would overflow at 65504.
-
-    bfloat16 has float32's range. In float16's place it would lose three bits, and a product computed again takes
-    longer than the two bytes more.
-    """
-    return np.dtype(np.float32) if dtype == np.float16 else np.dtype(dtype)
 
 
 def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program, instructions
-from coda_jax.tiles.config import MAX_STAGES, TILES, GemmConfig, KernelConfig, TileShape
+from coda_jax.tiles.config import MAX_STAGES, ROW_BYTES, TILES, GemmConfig, KernelConfig, TileShape
 from coda_jax.tiles.constants import Constants, by_time, constants_in_use
 from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.traffic import (
@@ -23,8 +23,8 @@ from coda_jax.tiles.traffic import (
     shared_bytes,
 )
 
-_LONG_K = 3072  # from which a long epilogue hides under the products
-_HIDES_NARROW_ROWS = 8192  # k from which narrow rows of the epilogue's tiles do
+_LONG_K_BYTES = 6144  # of k, from which a long epilogue hides under the products
+_HIDES_NARROW_ROWS_BYTES = 16384  # of k, from which narrow rows of the epilogue's tiles do
 _CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
 _LEAST_BOX = 16  # columns
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
@@ -60,14 +60,14 @@ def choose_config(
     tiles = tiles_for(shape, program, traffic, given, constants_in_use(device))
     for tile in tiles:
         fitting = []  # but their code outgrows the cache
-        for config in _configs(tile, program, traffic, given, shape.k):
+        for config in _configs(tile, program, traffic, given, shape.k_bytes):
             if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:
                 if given.column_passes or not _uncached_instructions(program, tile, config.column_passes):
                     return config
                 fitting.append(config)
         if fitting:
             return max(fitting, key=lambda config: config.column_passes)
-    raise ValueError(_misfit(tiles, program, traffic, given, shape.k))
+    raise ValueError(_misfit(tiles, program, traffic, given, shape.k_bytes))
 
 
 def candidates(
@@ -148,7 +148,7 @@ def _takes(
         return False
     if size == (64, 192) and not (given.tile_m and given.tile_n) and program.halves.head != 192:
         return False
-    return shape.transpose_b or tile_n // program.halves.of_n % 64 == 0
+    return shape.transpose_b or tile_n // program.halves.of_n * shape.element_bytes % ROW_BYTES == 0
 
 
 def takes_heads(columns: int) -> bool:
@@ -189,19 +189,19 @@ def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traf
     # Heads mostly spill 0.5 to 4 KB here, log-sum-exps with split-K 200 bytes. Shared memory has room for boxes of half
     # a cache line only: adding to a float32 array in place then costs a third of a product with k = 2048, and 1 to 3 %
     # with k = 16384.
-    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and shape.k < _HIDES_NARROW_ROWS
+    adds_float32 = traffic.load_bytes > 0 and traffic.widest_bytes == 4 and shape.k_bytes < _HIDES_NARROW_ROWS_BYTES
     spills = program.halves.head > 0 or (tile.split_k and has_logsumexp(program))
     return spills or adds_float32 or len(program.sections) > 1
 
 
 def _configs(
-    tile: TileShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int
+    tile: TileShape, program: Program, traffic: EpilogueTraffic, given: GemmConfig, k_bytes: int
 ) -> Iterator[KernelConfig]:
     """The configurations of this tile that keep what is given, best first, whether they fit into shared memory or not.
 
     Each has as few column passes as the instruction cache allows, or the most if it holds none.
     """
-    for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k):
+    for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k_bytes):
         box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)
         possible = _possible_passes(program, tile, box_n)
         if not possible or (given.column_passes and given.column_passes not in possible):
@@ -237,7 +237,7 @@ def _uncached_instructions(program: Program, tile: TileShape, passes: int) -> fl
     return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - _CACHED_INSTRUCTIONS)
 
 
-def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k: int) -> Iterator[_Pipeline]:
+def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k_bytes: int) -> Iterator[_Pipeline]:
     """Stages, and (box_n, subtile_n, load_slots, store_slots), the best first.
 
     Wider boxes ask less of the copy engine, most of all when a row is a whole cache line; programs that need many
@@ -261,7 +261,7 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k: i
     if has_long_epilogue(program, traffic):
         if tile.tile_n > 128:  # two slots where the epilogue is longer than the other warpgroup's products
             two, one = (32, 16, 2, 1), (32, 16, 1, 1)
-            yield from itertools.product((4,), [two, one] if k < _LONG_K else [one, two])
+            yield from itertools.product((4,), [two, one] if k_bytes < _LONG_K_BYTES else [one, two])
         yield from itertools.product((8, 7, 6, 5), [(32, 32, 1, 1)])
         wide = []
     elif is_wide:
@@ -287,7 +287,9 @@ def _check_boxes(given: GemmConfig, program: Program, traffic: EpilogueTraffic) 
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
 
 
-def _misfit(tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraffic, given: GemmConfig, k: int) -> str:
+def _misfit(
+    tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraffic, given: GemmConfig, k_bytes: int
+) -> str:
     """Why none of the tiles has a configuration."""
     if not tiles:
         return (
@@ -299,7 +301,7 @@ def _misfit(tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraff
         )
     possible = set[int]()
     for tile in tiles:
-        for _, (box_n, *_) in _preferred(program, traffic, tile, k):
+        for _, (box_n, *_) in _preferred(program, traffic, tile, k_bytes):
             possible.update(_possible_passes(program, tile, given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)))
     if not possible:
         return f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}"

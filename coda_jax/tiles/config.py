@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
 THREADS = 128 * (1 + CONSUMERS)
@@ -13,6 +15,12 @@ TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64
 COOPERATIVE_TILES = ((128, 256),)
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in COOPERATIVE_TILES)
 MAX_STAGES = 12
+ROW_BYTES = 128  # of a row of a factor's tile in shared memory, and so of a k block: the widest swizzle
+
+
+def tile_k(dtype: np.dtype) -> int:
+    """Elements of a k block, for factors of this dtype."""
+    return ROW_BYTES // np.dtype(dtype).itemsize
 
 
 class TileShape(NamedTuple):
@@ -45,7 +53,7 @@ class GemmConfig:
 
     Attributes:
       tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, or two together: one of `TILES`.
-      stages: depth of the ring of operand tiles (each tile_m x 64 of a and 64 x tile_n of b), 2 to 12.
+      stages: depth of the ring of operand tiles, each a k block of 128 bytes: 64 of k of 16-bit factors. 2 to 12.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
@@ -106,8 +114,6 @@ class KernelConfig:
     store_slots: int
     split_k: bool
     column_passes: int
-
-    tile_k: ClassVar[int] = 64
 
     @property
     def tile(self) -> TileShape:

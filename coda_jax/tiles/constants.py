@@ -13,9 +13,12 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from coda_jax.tiles.config import ROW_BYTES
+
 NUM_SMS = 132  # of an H100 or H200 with SXM
-# The unit of `Constants` where all multiprocessors together give 700 TFLOP/s, as they do at the power limit.
-UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * 64 / 700e3
+# The unit of `Constants` where all multiprocessors together give 700 TFLOP/s of 16-bit factors, as they do at the power
+# limit.
+UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * (ROW_BYTES // 2) / 700e3
 # In a program of several devices NCCL holds some of the multiprocessors for a while. Were a product's blocks all given
 # their share of it from the start, those that belong there would begin when the others end. So blocks claim their tiles
 # (cuda/claims.cuh). And they end after this long, or up to twice as long, that a collective need not wait for a long
@@ -28,11 +31,11 @@ class Constants:
     """Constants of the cost model on one kind of device, which `make lab-tiles ARGS=--fit` fits to measured times.
 
     The fit wants the fastest tile of each shape to come first. It says little about a tile that is seldom the fastest.
-    The unit of time is that of 64 of k in a 128 x 128 tile in a cluster of two, when every multiprocessor has such a
+    The unit of time is that of a k block in a 128 x 128 tile in a cluster of two, when every multiprocessor has such a
     tile and the chip is at its power limit. The constants lack a tile that was never timed on the device.
 
     Attributes:
-      of_block: tile -> time of 64 of k, for the area of a 128 x 128 tile, in clusters of one and of two, when every
+      of_block: tile -> time of a k block, for the area of a 128 x 128 tile, in clusters of one and of two, when every
         multiprocessor has such a tile: what they all read from L2 tells.
       power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
         benchmarks.lab.tiles_energy`: its time alone over that at one clock). At the power limit energy is time: what

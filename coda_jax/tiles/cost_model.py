@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from coda_jax.tiles.config import TileShape
+from coda_jax.tiles.config import ROW_BYTES, TileShape
 from coda_jax.tiles.constants import NUM_SMS, Constants
 from coda_jax.tiles.traffic import ElementTraffic
 
 _NOT_HIDDEN = 0.1  # of products beside reading from memory, or the other way round
 _MAX_K_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
 _MANY_WAVES = 12
-_TIMED_K = 1024  # from which epilogues that compute have been timed in cooperative tiles
+_TIMED_K_BYTES = 2048  # of k, from which epilogues that compute have been timed in cooperative tiles
 _FEW_WAVES = 4  # of 128 x 128 tiles: so short a product is waited for; of a longer one the mean power counts
 _AS_GOOD = 0.0075
 _SYMBOLIC_M = 1 << 14
@@ -31,6 +31,7 @@ class GemmShape:
       n, k: columns, and the length of the sums.
       batch: how many such products one launch makes (an int, or symbolic, which is taken as one).
       transpose_b: whether b is stored as (N, K).
+      element_bytes: of an element of a or b.
     """
 
     m: Any
@@ -38,6 +39,16 @@ class GemmShape:
     k: int
     batch: Any = 1
     transpose_b: bool = False
+    element_bytes: int = 2
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes along k, in which the time of products is counted: half the bits are multiplied twice as fast."""
+        return self.k * self.element_bytes
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.k_bytes // ROW_BYTES)
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
@@ -66,13 +77,15 @@ def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: 
     last epilogue is alone; that of a cooperative tile always is. With split-K comes what its part of a split tile
     takes, and adding the others'. Where there are few rows, reading a and b from memory takes longer than all that.
     """
-    if tile.is_cooperative and (math.isinf(traffic.arithmetic) or (traffic.arithmetic and shape.k < _TIMED_K)):
+    if tile.is_cooperative and (
+        math.isinf(traffic.arithmetic) or (traffic.arithmetic and shape.k_bytes < _TIMED_K_BYTES)
+    ):
         return math.inf
     of = constants
     at_once, clusters = NUM_SMS // tile.cluster_m, _clusters(shape, tile)
     split, k_parts = split_tiles(shape, tile)
     waves, left_over = divmod(clusters - split, at_once)
-    k_blocks, size, area = -(-shape.k // 64), tile.size, tile.tile_m * tile.tile_n / (128 * 128)
+    k_blocks, size, area = shape.k_blocks, tile.size, tile.tile_m * tile.tile_n / (128 * 128)
     epilogue = _epilogue(tile, traffic, of) * area
     all_at_work = of.of_block[size][tile.cluster_m - 1] * (of.with_long_epilogue[size] if traffic.is_long else 1)
 
@@ -113,7 +126,7 @@ def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
 def _megabytes(shape: GemmShape) -> float:
     """Megabytes of a and b, which are read from memory at least once."""
     m, batch = _rows_and_batch(shape)
-    return 2e-6 * batch * (m + shape.n) * shape.k
+    return 1e-6 * batch * (m + shape.n) * shape.k_bytes
 
 
 def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> float:
@@ -154,7 +167,7 @@ def split_tiles(shape: GemmShape, tile: TileShape) -> tuple[int, int]:
         return 0, 1
     at_once = NUM_SMS // tile.cluster_m
     left_over = _clusters(shape, tile) % at_once
-    k_parts = min(at_once // left_over, _MAX_K_PARTS, -(-shape.k // 64) // _MIN_BLOCKS) if left_over else 1
+    k_parts = min(at_once // left_over, _MAX_K_PARTS, shape.k_blocks // _MIN_BLOCKS) if left_over else 1
     return (left_over, k_parts) if k_parts > 1 else (0, 1)
 
 

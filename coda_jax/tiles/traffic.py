@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program, ReductionOp
-from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, KernelConfig
+from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, ROW_BYTES, KernelConfig
 
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 CLAIMS_BYTES = 16 * 12  # of a kernel that claims its tiles (cuda/claims.cuh)
@@ -125,7 +125,7 @@ def has_logsumexp(program: Program) -> bool:
 
 def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffic) -> int:
     """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout)."""
-    operands = config.stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+    operands = config.stages * (config.tile_m + config.tile_n) * ROW_BYTES
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
     store_rings = 4 * config.store_slots * 16 * config.box_n * traffic.store_bytes
     # Column reductions of four warps; vectors of a tile and of the next.

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
+from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.lowering.addressing import unaligned_rows
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
@@ -106,7 +105,7 @@ def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
     if reason.startswith("XLA partitions it"):
         return "Call it inside a jax.shard_map over all mesh axes, or make the mesh's axes explicit"
     a, b, _ = spec.split(avals)
-    if jnp.float32 in (a.dtype, b.dtype) or a.dtype != b.dtype:
+    if a.dtype.name not in FACTORS or a.dtype != b.dtype:
         return "Cast both factors to bfloat16, in a layer by dtype=jnp.bfloat16; parameters may stay float32"
     if padded := _padded(avals, spec):
         return padded

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue import types_of
+from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.on_devices import BARE, shard_of_types
 from coda_jax.primitives.gemm_primitive import xla_form
@@ -113,7 +114,10 @@ def pass_us(moved: int, device: str | None) -> float | None:
 
 def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str) -> float | None:
     """Microseconds that a product without an epilogue should take on this device."""
-    if any(not isinstance(size, int) or size <= 0 for size in (shape.m, shape.n, shape.k)) or (shape.n | shape.k) % 8:
+    if (
+        any(not isinstance(size, int) or size <= 0 for size in (shape.m, shape.n, shape.k))
+        or (shape.n | shape.k) * shape.element_bytes % 16
+    ):
         return None
     bare = Problem(shape, BARE, dtype, (np.dtype(out_dtype),), False, (False, False))
     nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
@@ -123,11 +127,13 @@ def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str)
 def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
     """`Cost.xla_us`."""
     program, shape = problem.program, problem.shape
-    if np.dtype(problem.dtype).itemsize != 2 or has_logsumexp(program):
+    if np.dtype(problem.dtype).name not in FACTORS or has_logsumexp(program):
         return None
     is_bare = program == BARE
     bare = bare_us(shape, problem.dtype, problem.out_dtypes[0] if is_bare else problem.dtype, device)
     if bare is None or is_bare:
         return bare
-    factors, acc = (2 * shape.batch * size for size in (shape.k * (shape.m + shape.n), shape.m * shape.n))
+    factors, acc = (
+        shape.element_bytes * shape.batch * size for size in (shape.k * (shape.m + shape.n), shape.m * shape.n)
+    )
     return bare + (pass_us(max(0, moved - factors) + acc, device) or 0.0)

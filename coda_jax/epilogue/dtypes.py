@@ -1,0 +1,94 @@
+"""The table of dtypes: what each one is in CUDA, and where a kernel can have it. All rules about dtypes read it.
+
+A factor of a new dtype needs a row here, a line of CODA_DTYPES in cuda/dtypes.cuh and its instruction in
+cuda/accumulator_sm90.cuh. A tile or a result needs its conversions in cuda/fragment_sm90.cuh too, and what is rounded
+its function in cuda/elementwise.cuh and in epilogue/rounding.py. Tensor maps have their types in ffi/tensor_map.cc.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    """A dtype.
+
+    Attributes:
+      name: as numpy has it.
+      cuda: enumerator of coda::DType.
+      register: C++ type of its values in an epilogue: "float", "int" or "bool".
+      rounding: CUDA function that rounds a float32 to it; empty where its values are exact in their register.
+      is_factor: the kernel multiplies it.
+      is_tile: an epilogue loads it as a tile, or as an array over heads.
+      is_vector: an epilogue loads it as a vector or a scalar.
+      is_result: the kernel stores it.
+      has_narrow_range: it is a float with a smaller range than float32: sums overflow in it.
+    """
+
+    name: str
+    cuda: str
+    register: str
+    rounding: str = ""
+    is_factor: bool = False
+    is_tile: bool = False
+    is_vector: bool = False
+    is_result: bool = False
+    has_narrow_range: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return jnp.dtype(self.name).itemsize
+
+    @property
+    def is_float(self) -> bool:
+        return self.register == "float"
+
+
+FLOAT32, INT32, BOOL = "float32", "int32", "bool"  # the types of an epilogue's registers
+
+_in_tiles = functools.partial(DType, register="float", is_tile=True, is_vector=True, is_result=True)
+_ROWS = (
+    _in_tiles("bfloat16", "bf16", rounding="coda::round_to_bf16", is_factor=True),
+    _in_tiles("float16", "f16", rounding="coda::round_to_f16", is_factor=True, has_narrow_range=True),
+    _in_tiles(FLOAT32, "f32"),
+    DType(INT32, "i32", register="int", is_vector=True),
+    DType(BOOL, "pred", register="bool", is_vector=True),
+)
+TABLE = {row.name: row for row in _ROWS}
+
+# Names, in the table's order.
+DTYPES = tuple(TABLE)
+FLOATS = tuple(row.name for row in _ROWS if row.is_float)
+NUMBERS = (*FLOATS, INT32)
+FACTORS = tuple(row.name for row in _ROWS if row.is_factor)
+TILES = tuple(row.name for row in _ROWS if row.is_tile)
+VECTORS = tuple(row.name for row in _ROWS if row.is_vector)
+RESULTS = tuple(row.name for row in _ROWS if row.is_result)
+
+
+def row_of(dtype: Any) -> DType | None:
+    """The row of a dtype, or of its name; None where it has none."""
+    return TABLE.get(np.dtype(dtype).name)
+
+
+def is_rounded(dtype: Any) -> bool:
+    """Whether values of `dtype` are rounded: it is a float of fewer bits than float32."""
+    row = row_of(dtype)
+    return row is not None and bool(row.rounding)
+
+
+def has_narrow_range(dtype: Any) -> bool:
+    """Whether sums may overflow in `dtype` where they do not in float32."""
+    row = row_of(dtype)
+    return row is not None and row.has_narrow_range
+
+
+def listed(names: Sequence[str], conjunction: str = "or") -> str:
+    """The names for a message: "bfloat16, float16 or float32"."""
+    *others, last = names
+    return f"{', '.join(others)} {conjunction} {last}" if others else last

@@ -1,0 +1,46 @@
+// The dtypes of arrays, in one list, and how long a factor's rows are in shared memory. Compiles for the host too.
+#pragma once
+
+#ifdef __CUDACC__
+#define CODA_CONSTEXPR __host__ __device__ constexpr
+#else
+#define CODA_CONSTEXPR constexpr
+#endif
+
+namespace coda {
+
+// A dtype's enumerator, and the C++ type of its bits in memory. The rest of a dtype is in coda_jax/epilogue/dtypes.py.
+#define CODA_DTYPES(entry) \
+  entry(bf16, unsigned short) entry(f16, unsigned short) entry(f32, float) entry(i32, int) entry(pred, unsigned char)
+
+#define CODA_ENUMERATOR(name, type) name,
+enum class DType { CODA_DTYPES(CODA_ENUMERATOR) };
+#undef CODA_ENUMERATOR
+
+/// A dtype as memory has it.
+template <DType dtype>
+struct Stored;
+#define CODA_STORED(name, type) \
+  template <>                   \
+  struct Stored<DType::name> {  \
+    using Bits = type;          \
+  };
+CODA_DTYPES(CODA_STORED)
+#undef CODA_STORED
+
+#define CODA_BYTES(name, type) sizeof(type),
+CODA_CONSTEXPR int bytes_of(DType dtype) {
+  constexpr int bytes[] = {CODA_DTYPES(CODA_BYTES)};
+  return bytes[static_cast<int>(dtype)];
+}
+#undef CODA_BYTES
+#undef CODA_DTYPES
+
+/// A row of a factor's tile in shared memory, as long as the widest swizzle. Of a k-major factor it is the k of a
+/// stage.
+constexpr int factor_row_bytes = 128;
+CODA_CONSTEXPR int factor_row_elements(DType dtype) {
+  return factor_row_bytes / bytes_of(dtype);
+}
+
+}  // namespace coda
