@@ -236,7 +236,7 @@ class HostPrograms:
         self.library[f"run_{index}"](
             m, n, acc.ctypes.data_as(ctypes.c_void_p), _addresses(maps), pitches, _addresses(pointers)
         )
-        outputs = finish(program, [jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands])
+        outputs = finish(program, [jnp.asarray(x) for x in reductions], [jnp.asarray(x) for x in operands], m)
         outputs.update({store.output: x for store, x in zip(program.stores, stores, strict=True)})
         return [np.asarray(outputs[i]) for i in range(program.num_outputs)]
 

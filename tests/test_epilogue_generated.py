@@ -64,6 +64,6 @@ def test_generated_code(tmp_path):
 
 def test_a_count_of_the_whole_tile_is_exact_beyond_2_to_the_24():
     program = trace(lambda acc: jnp.count_nonzero(acc > 0), _values(3, N), ())[0].program
-    (count,) = finish(program, [jnp.asarray([2.0**24 - 1, 1, 1], jnp.float32)], ()).values()
+    (count,) = finish(program, [jnp.asarray([2.0**24 - 1, 1, 1], jnp.float32)], (), 3).values()
     assert count.dtype == jnp.int32
     assert int(count) == 2**24 + 1  # which float32 does not have

@@ -6,7 +6,7 @@ From a function to a kernel's epilogue, in order:
   analysis      translates equations to nodes for one element, with the rules of axis_rules, column_rules, reductions
                 and elementwise; tags say what indexes each axis, values holds what is known of a value
   operand       is an array beside acc, and what is asked of its kind; operand_kinds has all that is known of each kind,
-                for this room and those above it
+                for this room and those above it; groups is of arrays of which a row's group chooses
   finishing     leaves to XLA what follows from finished reductions
   simplify      shortens the nodes; assemble numbers them and makes the program
   program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
@@ -21,6 +21,7 @@ from coda_jax.epilogue.emit import emit as emit
 from coda_jax.epilogue.evaluate import evaluate as evaluate
 from coda_jax.epilogue.evaluate import evaluate_tiles as evaluate_tiles
 from coda_jax.epilogue.evaluate import finish as finish
+from coda_jax.epilogue.groups import ByGroup as ByGroup
 from coda_jax.epilogue.halves import Halves as Halves
 from coda_jax.epilogue.halves import Width as Width
 from coda_jax.epilogue.linearity import is_linear as is_linear

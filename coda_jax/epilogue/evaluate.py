@@ -1,6 +1,7 @@
 """A program on whole arrays with XLA: the reference for its kernel, and what a kernel leaves to XLA."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import lax
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import run
 from coda_jax.epilogue.operand import Beside
+from coda_jax.epilogue.operand_kinds import group_of_each_row
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, ReductionOp
 
 
@@ -23,16 +25,17 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
     """
     stores, reductions = evaluate_tiles(program, acc, *operands)
     outputs = {store.output: tile for store, tile in zip(program.stores, stores, strict=True)}
-    outputs.update(finish(program, reductions, operands))
+    outputs.update(finish(program, reductions, operands, acc.shape[0]))
     return [outputs[i] for i in range(program.num_outputs)]
 
 
 def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
     """The kernel's part of a program: its stores, in the dtypes that f gives them, and its reductions, float32."""
     rows, columns = acc.shape[0], acc.shape[1] // program.halves.of_acc
+    beside = Beside(rows, columns, program.halves, group_of_each_row(program.operands, operands, rows))
     values: list[jax.Array] = []
     for node in program.nodes:
-        values.append(_node(program, node, values, acc, operands, columns))
+        values.append(_node(program, node, values, acc, operands, beside))
 
     def full(value: int) -> jax.Array:
         return jnp.broadcast_to(values[value], (rows, columns))
@@ -50,14 +53,16 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
 
 
 def finish(
-    program: Program, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None]
+    program: Program, reductions: Sequence[jax.Array], operands: Sequence[jax.Array | None], rows: Any
 ) -> dict[int, jax.Array]:
     """The outputs that are not tile stores, by their number.
 
     Args:
       reductions: finished, (M,), (N,) or (N/2,) float32, as in `program.reductions`.
       operands: as in `program.operands`; tile operands are not read and may be None.
+      rows: M.
     """
+    group = group_of_each_row(program.operands, operands, rows)
     values: dict[int, jax.Array] = {}
     for variable, source, index in program.finishing.inputs:
         if source == "reduction":
@@ -65,7 +70,8 @@ def finish(
         else:
             x = operands[index]
             assert x is not None
-            values[variable] = x.astype(program.operands[index].traced_dtype)
+            operand = program.operands[index]
+            values[variable] = operand.kind.as_seen(x.astype(operand.traced_dtype), group)
     numbers, atoms = [output for output, _ in program.finishing.outputs], [x for _, x in program.finishing.outputs]
     finished = run(program.finishing.equations, values, atoms)
     return dict(zip(numbers, map(jnp.asarray, finished), strict=True))
@@ -77,17 +83,17 @@ def _node(
     values: Sequence[jax.Array],
     acc: jax.Array,
     operands: Sequence[jax.Array],
-    columns: int,
+    beside: Beside,
 ) -> jax.Array:
     """One value, (rows or 1, columns or 1)."""
-    rows = acc.shape[0]
+    rows, columns = beside.rows, beside.columns
     match node.op:
         case "acc":
             return program.halves.columns_of(acc, node["half"], columns)
         case "operand":
             operand = program.operands[node["index"]]
             x = operands[node["index"]].astype(operand.traced_dtype)
-            return operand.kind.value(x, operand, node["half"], Beside(rows, columns, program.halves))
+            return operand.kind.value(x, operand, node["half"], beside)
         case "row":
             return lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         case "column":

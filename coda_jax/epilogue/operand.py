@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue.dtypes import TILES
+from coda_jax.epilogue.groups import Marked
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, Tag
 
@@ -31,11 +32,15 @@ class Along(enum.Enum):
 
 
 class Beside(NamedTuple):
-    """The matrices beside an operand when XLA evaluates a program: their rows, and the columns of one half."""
+    """The matrices beside an operand when XLA evaluates a program: their rows, and the columns of one half.
+
+    `group` is that of each row, where rows have one.
+    """
 
     rows: Any
     columns: int
     halves: Halves
+    group: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,14 @@ class OperandKind:
 
     word: str
     shapes: str
+    mark: type[Marked] | None = None
     has_rows = False
     columns = Columns.NONE
     only_floats = False
     by_tensor_map = False
     in_shared_memory = False
     is_kept = False
+    unloaded = ""
 
     def __repr__(self) -> str:
         return self.word
@@ -102,7 +109,7 @@ class OperandKind:
     # --- in f
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
-        """Whether an array of this shape is one, beside so many rows and columns. No shape fits two kinds."""
+        """Whether an array of this shape is one, beside so many rows and columns. No shape fits two of one mark."""
         raise NotImplementedError
 
     def period(self, shape: Sequence[Any], rows: Any) -> int:
@@ -114,9 +121,13 @@ class OperandKind:
         both = (ROW if self.has_rows else None, self.columns.value[operand.width is Width.HALF])
         return both[2 - rank :]
 
+    def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
+        """What f sees of its array, beside rows of these groups."""
+        return x
+
     def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
         """What XLA computes with: (rows or 1, columns or 1), of one half."""
-        matrix = x if self.has_rows else x.reshape(1, -1)
+        matrix = self.as_seen(x, beside.group) if self.has_rows else x.reshape(1, -1)
         return beside.halves.columns_of(matrix, half, beside.columns)
 
     # --- as an array

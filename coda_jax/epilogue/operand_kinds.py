@@ -4,15 +4,16 @@ A new kind is a class here, its values in CUDA and a test; no other file names a
 
   word            its name: in the text of programs, as its list in the generated struct, and in messages
   shapes          the shapes that mean it, for messages; `fits` decides
+  mark            the wrapper by which a caller says what it is, where its shape does not
   has_rows        whether f sees a row of it for each row of the product
   columns         which columns f sees: none, those of the product, or those of a head
   axes            which dimensions of the product its array's axes are: they are sharded alike, the others never
-  value           its value for XLA, where it is not the array itself
+  as_seen, value  what f sees of its array, and its value for XLA, where that is not the array itself
   only_floats     whether it is never int32 or bool
-  by_tensor_map, in_shared_memory, is_kept
+  by_tensor_map, in_shared_memory, is_kept, unloaded
                   how the kernel loads it: by a tensor map or a pointer; as words for the columns of a tile; early, into
-                  registers. cuda/epilogue_abi.cuh declares its list and the member of Element that has its values,
-                  cuda/epilogue_operands_sm90.cuh loads them
+                  registers; not at all, and then what it is, for the message. cuda/epilogue_abi.cuh declares its list
+                  and the member of Element that has its values, cuda/epilogue_operands_sm90.cuh loads them
   with_own_rows, more_rows, folds
                   what becomes of it where the products of a batch are more rows of one
   row_unit        of how many rows a device's share of the product must be a multiple
@@ -28,7 +29,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from coda_jax.epilogue.groups import ByGroup, SizesOfGroups, group_of_rows, of_rows
 from coda_jax.epilogue.operand import Along, Beside, Columns, Operand, OperandKind
 from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
 
@@ -144,6 +147,77 @@ class HeadVector(OperandKind):
         return _for_every_head(x.reshape(1, -1), half, beside)
 
 
+class _OfGroups(OperandKind):
+    """What a batch of products has one for each of, since groups are of one product's rows."""
+
+    def more_rows(self, operand: Operand, *, has_batch: bool, is_row: bool) -> Operand | None:
+        return None
+
+    def folds(self, operand: Operand, *, has_batch: bool) -> bool:
+        return False
+
+
+class GroupVector(_OfGroups):
+    """An element for each column and group of rows; see groups.py."""
+
+    word, shapes, mark = "group_vector", "(G, N)", ByGroup
+    has_rows, columns = True, Columns.OF_PRODUCT
+    unloaded = "a vector of each group"
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return len(shape) == 2 and same_size(shape[1], columns) and not same_size(columns, 1)
+
+    def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
+        assert group is not None
+        return of_rows(x, group)
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (None, Along.COLUMNS)
+
+
+class GroupScalar(GroupVector):
+    """An element for each group of rows, the same in every column."""
+
+    word, shapes = "group_scalar", "(G, 1) or (G,)"
+    columns = Columns.NONE
+    unloaded = "a scalar of each group"
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return len(shape) == 1 or (len(shape) == 2 and same_size(shape[1], 1))
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (None, None)
+
+
+class GroupSizes(_OfGroups):
+    """The number of rows of each group, once in a product that has any of the two above. f does not see it."""
+
+    word, shapes, mark = "group_sizes", "(G,)", SizesOfGroups
+
+    def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
+        return len(shape) == 1
+
+    def axes(self, operand: Operand) -> tuple[Along | None, ...]:
+        return (None,)
+
+    def row_unit(self, operand: Operand) -> int:
+        return 0  # where a group begins depends on all rows before it
+
+
+def group_of_each_row(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> jax.Array | None:
+    """The groups of the product's rows, by the sizes among its operands' arrays; None where rows have none."""
+    each = zip(operands, arrays, strict=True)
+    sizes = next((x for operand, x in each if operand.kind is GROUP_SIZES), None)
+    return None if sizes is None else group_of_rows(sizes, rows)
+
+
+def seen(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> list[jax.Array]:
+    """The arrays of operands as f sees them, in the dtypes in which it does."""
+    group = group_of_each_row(operands, arrays, rows)
+    each = zip(operands, arrays, strict=True)
+    return [one.kind.as_seen(lax.convert_element_type(x, one.traced_dtype), group) for one, x in each]
+
+
 def _is_scalar(shape: Sequence[Any]) -> bool:
     return len(shape) <= 2 and all(same_size(size, 1) for size in shape)
 
@@ -161,5 +235,9 @@ def _for_every_head(x: jax.Array, half: int, beside: Beside, repeats: int = 1) -
 
 TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR = Tile(), RowVector(), ColumnVector(), Scalar()
 ROPE_TABLE, HEAD_VECTOR = RopeTable(), HeadVector()
+GROUP_VECTOR, GROUP_SCALAR, GROUP_SIZES = GroupVector(), GroupScalar(), GroupSizes()
 # In the order of their lists in the generated struct.
-KINDS: tuple[OperandKind, ...] = (TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR, ROPE_TABLE, HEAD_VECTOR)
+KINDS: tuple[OperandKind, ...] = (
+    *(TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR, ROPE_TABLE, HEAD_VECTOR),
+    *(GROUP_VECTOR, GROUP_SCALAR, GROUP_SIZES),
+)

@@ -16,10 +16,11 @@ from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
 from coda_jax.epilogue.dtypes import FLOATS, TILES, VECTORS, listed
 from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
+from coda_jax.epilogue.groups import Marked, SizesOfGroups, check_groups, unmarked
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.operand import Columns, Operand, OperandKind
-from coda_jax.epilogue.operand_kinds import KINDS, is_repeated
+from coda_jax.epilogue.operand_kinds import KINDS, is_repeated, seen
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.user_names import UserNames
@@ -50,16 +51,13 @@ class Epilogue:
 
         Args:
           acc: (M, N) float32.
-          arguments: the operands, then the captured arrays; floating operands are converted to float32 first.
+          arguments: as `program.operands`; floating operands are converted to float32 first.
 
         Returns:
           Flat outputs, with the dtypes that the function gives them.
         """
-        operands = [
-            jnp.asarray(x, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            for x in arguments[: self._num_operands]
-        ]
         with default_types():
+            operands = seen(self.program.operands, arguments, acc.shape[0])[: self._num_operands]
             return call(self._flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
@@ -71,7 +69,9 @@ class Epilogue:
         return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, _flat=flat)
 
 
-def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tuple[Epilogue, tuple[Any, ...]]:
+def trace(
+    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any], group_sizes: Any = None
+) -> tuple[Epilogue, tuple[Any, ...]]:
     """Traces f(acc, *operands), checks that it is local to a tile, and hoists the arrays that it closes over.
 
     Args:
@@ -79,14 +79,18 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
       operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
         (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and there (S, Dh) or (S, Dh/2)
-        where S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32.
+        where S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32. Those that are
+        `ByGroup` are (G, N), (G, N/2), (G, 1) or (G,), and f sees those of each row's group, (M, N) and so on.
+      group_sizes: (G,) int32, beside operands by group: how many rows each group has; see groups.py.
 
     Returns:
-      The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones.
+      The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones; the last
+      are the sizes of groups, if there are any.
 
     Raises:
       NotTileLocalError: f needs more than one tile, asks for the value of an array, or an operand does not broadcast
         against acc.
+      TypeError, ValueError: operands by group and group_sizes that do not go together.
     """
     f = _identity if f is None else f
     named = f.func if isinstance(f, partial) else f
@@ -105,12 +109,14 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
 
     def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
         """The kinds of the operands, and after them of the captured arrays."""
-        found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=False)]
+        found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=True)]
         return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
 
-    explicit = described(operands, _initial_layout(operands, n), is_final=False)
-    avals = [_aval(acc, np.dtype(np.float32))]
-    avals += [_aval(x, operand.traced_dtype) for x, operand in zip(operands, explicit, strict=True)]
+    check_groups(operands, group_sizes, labels, name)
+    sizes = () if group_sizes is None else (SizesOfGroups(group_sizes),)
+    labels += ["group_sizes"] * len(sizes)
+    explicit = described((*operands, *sizes), _initial_layout(operands, n), is_final=False)
+    avals = _avals(acc, explicit, (*operands, *sizes))[: 1 + len(operands)]
     jaxpr = make_jaxpr(flat_f, avals, name)
     with default_types():
         constants = Constants()
@@ -118,11 +124,12 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
         flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
         recognise(flat)
         captured = tuple(keep_used_constants((differentiable, flat), constants))
-        arrays = (*operands, *captured)
-        labels += [f"captured array {i}" for i in range(len(captured))]
+        arrays = (*operands, *captured, *sizes)
+        labels[len(operands) : len(operands)] = [f"captured array {i}" for i in range(len(captured))]
         order = [
             *range(1, len(avals)),
             *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured)),
+            *(flat.new(x.array) for x in sizes),
         ]
 
         def program(layout: Layout) -> Program:
@@ -152,7 +159,8 @@ def trace(f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any]) -> tu
             except NotTileLocalError:
                 raise error from None
         checked = replace(checked, user_names=UserNames.of(f, name, names))
-        return Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands)), captured
+        epilogue = Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands))
+        return epilogue, (*captured, *map(unmarked, sizes))
 
 
 def _identity(acc: jax.Array) -> jax.Array:
@@ -161,7 +169,8 @@ def _identity(acc: jax.Array) -> jax.Array:
 
 def _initial_layout(arrays: Sequence[Any], n: Any) -> Layout:
     """Acc is a half where an array has twice its columns."""
-    widths = [x.shape[-1] for x in arrays if len(x.shape) in (1, 2)]
+    shapes = [(1, *x.array.shape[1:]) if isinstance(x, Marked) else x.shape for x in arrays]
+    widths = [shape[-1] for shape in shapes if len(shape) in (1, 2)]
     twice = any(same_size(width, 2 * n) and not same_size(width, n) for width in widths)
     return Layout(Halves(2, acc=Width.HALF)) if twice else Layout()
 
@@ -181,10 +190,13 @@ def types_of(f: Callable[..., Any], *args: Any) -> list[Any]:
     return list(jax.make_jaxpr(f)(*args).out_avals)
 
 
-def _aval(x: Any, dtype: np.dtype) -> Any:
-    """The type f is traced with; inside shard_map it varies over the same mesh axes as x."""
-    (aval,) = types_of(lambda x: lax.convert_element_type(x, dtype), x)
-    return aval
+def _avals(acc: Any, operands: Sequence[Operand], arrays: Sequence[Any]) -> list[Any]:
+    """The types f is traced with; inside shard_map they vary over the same mesh axes as the arrays."""
+
+    def arguments(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        return [lax.convert_element_type(acc, jnp.float32), *seen(operands, arrays, acc.shape[0])]
+
+    return types_of(arguments, acc, *map(unmarked, arrays))
 
 
 def _as_float32(operand: Operand) -> Operand:
@@ -201,21 +213,28 @@ _Candidate = tuple[OperandKind, Width, Any]  # what an array may be, and how man
 
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
     """The kind of x, by its shape beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
+    mark, x = type(x) if isinstance(x, Marked) else None, unmarked(x)
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
         raise NotTileLocalError(
             f"epilogue '{name}': {label} has dtype {x.dtype}; pass random numbers, not keys, as operands."
         )
     dtype = np.dtype(x.dtype)
-    candidates = _beside_acc(n, layout)
-    if head := layout.halves.head:
+    candidates = _beside_acc(n, layout, mark)
+    if (head := layout.halves.head) and mark is None:
         of_heads = [*_along_heads(head, Width.FULL), *_along_heads(head // 2, Width.HALF)]
         candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
-    elif not is_final and layout.halves.acc is Width.FULL and len(shape) in (1, 2) and _divides(shape[-1], n):
+    elif (
+        mark is None
+        and not is_final
+        and layout.halves.acc is Width.FULL
+        and len(shape) in (1, 2)
+        and _divides(shape[-1], n)
+    ):
         candidates += _along_heads(shape[-1], Width.FULL)
     found = next(((kind, width) for kind, width, columns in candidates if kind.fits(shape, m, columns)), None)
     if found is None:
-        raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout)}")
+        raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout, mark)}")
     kind, width = found
     is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads a vector of one may fit nothing
     allowed = TILES if is_float else VECTORS
@@ -227,8 +246,8 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     return Operand(kind, dtype, dtype, width, kind.period(shape, m))
 
 
-def _beside_acc(n: Any, layout: Layout) -> list[_Candidate]:
-    """What broadcasts against acc, or against the other tiles where they have other columns."""
+def _beside_acc(n: Any, layout: Layout, mark: type[Marked] | None) -> list[_Candidate]:
+    """What broadcasts against acc, or against the other tiles where they have other columns, of what is so marked."""
     if layout.halves.acc is Width.HALF:
         full, half = 2 * n, n
     else:
@@ -236,7 +255,7 @@ def _beside_acc(n: Any, layout: Layout) -> list[_Candidate]:
             n,
             n // 2 if isinstance(n, int) and n % 2 == 0 and not (layout.halves.head or layout.slices) else None,
         )
-    kinds = [kind for kind in KINDS if kind.columns is not Columns.OF_HEAD]
+    kinds = [kind for kind in KINDS if kind.mark is mark and kind.columns is not Columns.OF_HEAD]
     return [(kind, width, columns) for width, columns in ((Width.FULL, full), (Width.HALF, half)) for kind in kinds]
 
 
@@ -245,8 +264,14 @@ def _along_heads(size: Any, width: Width) -> list[_Candidate]:
     return [(kind, width, size) for kind in KINDS if kind.columns is Columns.OF_HEAD]
 
 
-def _misfit(shape: tuple[Any, ...], m: Any, n: Any, layout: Layout) -> str:
+def _misfit(shape: tuple[Any, ...], m: Any, n: Any, layout: Layout, mark: type[Marked] | None) -> str:
     """Why an operand of this shape is refused."""
+    if mark is not None:
+        allowed = " or ".join(kind.shapes for kind in KINDS if kind.mark is mark)
+        return (
+            f"has shape {shape}; beside acc (M, N) = ({m}, {n}) an array by group must be {allowed}, with N/2 or 2N in "
+            "the place of N where the epilogue works on halves."
+        )
     advice = " Pass it with shape (M, 1)." if len(shape) == 1 and same_size(shape[0], m) else ""
     may_repeat = len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and _divides(shape[1], n)
     if may_repeat and not isinstance(m, int) and not is_repeated(shape, m):

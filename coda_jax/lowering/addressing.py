@@ -49,6 +49,9 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
 
 
 def _unsupported_program(program: Program) -> str | None:
+    for i, operand in enumerate(program.operands):
+        if operand.kind.unloaded and program.loads(i):
+            return f"operand {i}: {operand.kind.unloaded}, which the kernel does not load yet"
     if not program.tiles_of_heads:
         return None
     return (

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue import Epilogue, NotTileLocalError, Program, trace, types_of
+from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, Program, trace, types_of
+from coda_jax.epilogue.groups import unmarked
 from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.axes import (
     UNSHARDED,
@@ -32,7 +33,14 @@ from coda_jax.primitives.dtypes import compute_dtype, kept_dtype
 from coda_jax.primitives.gemm_primitive import accumulate, bind
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
-from coda_jax.primitives.mesh_types import explicit_sharding, merged_sharding, vary, varying_axes
+from coda_jax.primitives.mesh_types import (
+    axes_of_dimension,
+    explicit_sharding,
+    merged_sharding,
+    vary,
+    varying_axes,
+    without_axes,
+)
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.spec import CallOptions, GemmSpec
@@ -57,6 +65,7 @@ def product(
     epilogue: Callable[..., Any] | None,
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
+    group_sizes: jax.Array | None = None,
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
@@ -68,17 +77,22 @@ def product(
       a: (*M, *K), or (*K, *M) with transpose_a.
       b: (*K, *N), or (*N, *K) with transpose_b.
       operands: as the epilogue language has them; those with rows have either all axes of M or one; tiles may be as
-        many arrays as N is. How all of them lie over explicit mesh axes, `laid_out` says.
+        many arrays as N is. How all of them lie over explicit mesh axes, `laid_out` says. `ByGroup(x)`: of each row
+        that of its group.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
+      group_sizes: (G,) int32, beside operands by group: how many rows, in their order, each group has.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
-    arrays = [_parts(x) for x in (a, b, *operands)]
+    arrays = [_parts(unmarked(x)) for x in (a, b, *operands)]
+    by_group = [i for i, x in enumerate(operands) if isinstance(x, ByGroup)]
+    if group_sizes is not None:
+        group_sizes = without_axes(group_sizes, 0, axes_of_dimension(group_sizes, 0))
     of_n = len(arrays[0]) == 1
     columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are joined
     along = (0 if options.transpose_a else -1, *columns)
-    arrays, options = laid_out(arrays, along, options)
+    arrays, options = laid_out(arrays, along, options, by_group)
     varying = varying_axes(*(x for of_one in arrays for x in of_one))
     rows = _rows(arrays[0][0], options)
 
@@ -93,13 +107,15 @@ def product(
         leaves, tree = jax.tree.flatten(arrays)
         arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
         acc, *types = types_of(matrices, *arrays)
-        traced, captured = trace(epilogue, acc, types)
+        marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
+        traced, captured = trace(epilogue, acc, marked, group_sizes)
         if varying_axes(*captured) <= varying:
             break
         varying |= varying_axes(*captured)
     if of_n and _are_halves(arrays[1], traced.program):
         of_b = jnp.stack(arrays[1], 0 if options.transpose_b else options.k_axes)
-        outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True))
+        options = dataclasses.replace(options, halves=True)
+        outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, options, group_sizes)
         return [_with_joined_halves(x, len(rows)) for x in outputs], traced
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spe
     outputs = {store.output: x for store, x in zip(program.stores, results, strict=False)}
     if program.finishing.outputs:
         _, _, flags = spec.split(matrices.spec_of_matrices.batched)
-        function = functools.partial(finish, program)
+        function = functools.partial(finish, program, rows=math.prod(matrices.factor_sizes(arguments).m))
         if any(spec.batched):
             (batch,) = {x.shape[0] for x in results} or {spec.batch(arguments)}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)

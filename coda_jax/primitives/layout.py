@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.mesh_types import (
+    axes_of_dimension,
     explicit_cuts,
     explicit_sharding,
     partition_spec,
@@ -62,12 +63,13 @@ class Factor(NamedTuple):
 
 
 def laid_out(
-    arrays: Sequence[Sequence[jax.Array]], along: Sequence[int], options: Options
+    arrays: Sequence[Sequence[jax.Array]], along: Sequence[int], options: Options, by_group: Collection[int] = ()
 ) -> tuple[list[list[jax.Array]], Options]:
     """The arrays of a product resharded to where they meet, and the options with the product's own sharding.
 
     * Of several arrays in one place all are sharded as the first that is.
     * Row vectors are gathered over the mesh axes of the product's rows, as b is.
+    * Arrays by group are too, and over all mesh axes of their groups.
     * Tiles are sharded as the product, where the options say how.
     * Where mesh axes shard K in both factors, which leaves it open, the product is sharded as its first tile.
     * Else b's columns are sharded as that tile's: b is gathered over mesh axes that keep parameters apart, as FSDP's.
@@ -76,6 +78,7 @@ def laid_out(
       arrays: a, b and the operands, each one array or several.
       along: the axis along which each is concatenated.
       options: of `product`.
+      by_group: which operands are arrays by group.
     """
     a, b, *operands = (
         placed_alike(of_one, axis) if len(of_one) > 1 else [*of_one] for of_one, axis in zip(arrays, along, strict=True)
@@ -83,7 +86,8 @@ def laid_out(
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
     of_rows = frozenset(name for axes in rows.mesh_axes for name in axes)
-    operands = [[_whole_vector(x, of_rows) for x in of_one] for of_one in operands]
+    grouped = {i: [_with_all_groups(x, of_rows) for x in operands[i]] for i in by_group}
+    operands = [[_whole_vector(x, of_rows) for x in of_one] for i, of_one in enumerate(operands) if i not in by_group]
     if options.out_sharding is not None:
         of_n = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
         operands = [[_tile_placed(x, (*rows.sizes, *of_n), options) for x in of_one] for of_one in operands]
@@ -96,12 +100,18 @@ def laid_out(
             options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, partition_spec(mesh_axes)))
         else:
             b = [_with_columns(b[0], columns, mesh_axes[-count:], of_rows)]
-    return [a, b, *operands], options
+    rest = iter(operands)
+    return [a, b, *(grouped.get(i) or next(rest) for i in range(len(operands) + len(grouped)))], options
 
 
 def _whole_vector(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
     return without_axes(x, x.ndim - 1, of_rows) if is_vector and of_rows else x
+
+
+def _with_all_groups(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
+    x = without_axes(x, 0, axes_of_dimension(x, 0))
+    return without_axes(x, 1, of_rows)
 
 
 def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> jax.Array:
