@@ -77,13 +77,13 @@ def row_of(dtype: Any) -> DType | None:
 
 
 def is_rounded(dtype: Any) -> bool:
-    """Whether values of `dtype` are rounded: it is a float of fewer bits than float32."""
+    """True if values of `dtype` are rounded: it is a float of fewer bits than float32."""
     row = row_of(dtype)
     return row is not None and bool(row.rounding)
 
 
 def has_narrow_range(dtype: Any) -> bool:
-    """Whether sums may overflow in `dtype` where they do not in float32."""
+    """True if sums may overflow in `dtype` where they do not in float32."""
     row = row_of(dtype)
     return row is not None and row.has_narrow_range
 

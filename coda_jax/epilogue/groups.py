@@ -32,7 +32,7 @@ class ByGroup(Marked):
 
 
 class SizesOfGroups(Marked):
-    """How many rows each group has, (G,) int32, beside arrays that are `ByGroup`."""
+    """The number of rows of each group, (G,) int32, beside arrays that are `ByGroup`."""
 
 
 def unmarked(x: Any) -> Any:

@@ -17,7 +17,7 @@ from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, T
 
 
 class Columns(enum.Enum):
-    """Which columns an operand has; the values are the tags of an axis of all of them, and of one of half of them."""
+    """The columns that an operand has; a value has the tags of an axis of all of them, and of one of half of them."""
 
     NONE = (None, None)
     OF_PRODUCT = (COLUMN, HALF)
@@ -25,7 +25,7 @@ class Columns(enum.Enum):
 
 
 class Along(enum.Enum):
-    """What an axis of an operand's array is: the rows of the product, or its columns, all of them or half."""
+    """The dimension that an axis of an operand's array is: the product's rows, or its columns, all of them or half."""
 
     ROWS = "rows"
     COLUMNS = "columns"
@@ -66,12 +66,12 @@ class Operand:
 
     @property
     def has_rows(self) -> bool:
-        """Whether its array has a row for each row of the product."""
+        """True if its array has a row for each row of the product."""
         return Along.ROWS in self.axes
 
 
 class OperandKind:
-    """What an operand is beside the product; the list at the top of operand_kinds.py says what a kind declares."""
+    """A kind of operand; the list at the top of operand_kinds.py says what a kind declares."""
 
     word: str
     shapes: str
@@ -103,13 +103,13 @@ class OperandKind:
 
     @property
     def is_tile(self) -> bool:
-        """Whether its value varies with row and column."""
+        """True if its value varies with row and column."""
         return self.has_rows and self.has_columns
 
     # --- in f
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
-        """Whether an array of this shape is one, beside so many rows and columns. No shape fits two of one mark."""
+        """True if an array of this shape is one, beside so many rows and columns. No shape fits two of one mark."""
         raise NotImplementedError
 
     def period(self, shape: Sequence[Any], rows: Any) -> int:
@@ -117,23 +117,23 @@ class OperandKind:
         return 0
 
     def tags(self, operand: Operand, rank: int) -> tuple[Tag, ...]:
-        """What indexes each axis that f sees; see values.py."""
+        """The tag of each axis that f sees: what indexes it; see values.py."""
         both = (ROW if self.has_rows else None, self.columns.value[operand.width is Width.HALF])
         return both[2 - rank :]
 
     def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
-        """What f sees of its array, beside rows of these groups."""
+        """The array that f sees, beside rows of these groups."""
         return x
 
     def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
-        """What XLA computes with: (rows or 1, columns or 1), of one half."""
+        """The value that XLA computes with: (rows or 1, columns or 1), of one half."""
         matrix = self.as_seen(x, beside.group) if self.has_rows else x.reshape(1, -1)
         return beside.halves.columns_of(matrix, half, beside.columns)
 
     # --- as an array
 
     def axes(self, operand: Operand) -> tuple[Along | None, ...]:
-        """What each axis of its array is, without a batch axis; an axis that has no name here is never sharded."""
+        """The dimension of each axis of its array, without a batch axis; an axis of None is never sharded."""
         return ()
 
     def row_unit(self, operand: Operand) -> int:
@@ -162,5 +162,5 @@ class OperandKind:
         return replace(operand, kind=self.with_own_rows)
 
     def folds(self, operand: Operand, *, has_batch: bool) -> bool:
-        """Whether a launch may take the batch as rows: it has them too, or the products share it."""
+        """True if a launch may take the batch as rows: it has them too, or the products share it."""
         return operand.has_rows or not has_batch

@@ -148,7 +148,7 @@ class HeadVector(OperandKind):
 
 
 class _OfGroups(OperandKind):
-    """What a batch of products has one for each of, since groups are of one product's rows."""
+    """A kind of which each product of a batch has its own, since groups are of one product's rows."""
 
     def more_rows(self, operand: Operand, *, has_batch: bool, is_row: bool) -> Operand | None:
         return None
@@ -223,7 +223,7 @@ def _is_scalar(shape: Sequence[Any]) -> bool:
 
 
 def is_repeated(shape: Sequence[Any], rows: Any) -> bool:
-    """Whether an array of this shape may be a table whose rows f repeats to `rows`."""
+    """True if an array of this shape may be a table whose rows f repeats to `rows`."""
     return len(shape) == 2 and isinstance(shape[0], int) and shape[0] > 1 and bool(rows % shape[0] == 0)
 
 

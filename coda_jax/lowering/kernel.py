@@ -102,15 +102,16 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
 
 
 def yield_k_blocks(config: KernelConfig) -> int:
-    """The k blocks of a tile that a multiprocessor multiplies in `YIELD_NANOSECONDS`; 0 of 0."""
+    """The k blocks of a tile that an SM multiplies in `YIELD_NANOSECONDS`; 0 of 0."""
     of_block = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
     return math.ceil(YIELD_NANOSECONDS / of_block)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
-    """How many rows of a tile are loaded: of a product with fewer rows than a tile only those, and what makes them a
-    multiple of 8. To fill rows with zeros takes the copy engine longer than to load them (k = 14336, n = 4096: 16 rows
-    took 52 us where 64 take 34), and what becomes of them is stored nowhere.
+    """The rows of a tile that are loaded: of a product with fewer rows than a tile only those, up to a multiple of 8.
+
+    To fill rows with zeros takes the copy engine longer than to load them (k = 14336, n = 4096: 16 rows
+    took 52 us where 64 take 34), and their results are stored nowhere.
     """
     return min(config.tile_m, -(-m // 8) * 8) if isinstance(m, int) else config.tile_m
 
@@ -141,17 +142,17 @@ def _tiles_along_n(program: Program, n: int, config: KernelConfig) -> int:
 
 
 def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig) -> float:
-    """How many clusters of tiles there are; infinitely many where a size is not known."""
+    """The number of clusters of tiles; infinite where a size is not known."""
     if not isinstance(m, int) or not isinstance(batch, int | None):
         return math.inf
     return (batch or 1) * -(-m // (config.tile_m * config.cluster_m)) * _tiles_along_n(program, n, config)
 
 
 def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What only the kernel uses; the last is zeroed before it starts.
+    """The buffers that only the kernel uses; the last is zeroed before it starts.
 
-    Of split-K the sums on their way from one block to another, a tile each, and a flag for each of its four warps; of
-    a kernel that claims its tiles their counter, which is the first of as many words.
+    * Split-K: the sums on their way from one block to another, a tile each; and a flag for each of its four warps.
+    * Claimed tiles: one counter, which is the first of as many words.
     """
     shape = (NUM_SMS, config.tile_m, config.tile_n)
     sums, flags = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)

@@ -34,7 +34,7 @@ def kernel_tiles(
 def _matrix_tiles(
     arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The same of matrices and vectors."""
+    """`kernel_tiles` of matrices and vectors."""
     if not _folds(spec):
         return _launch(arguments, spec, config, yields)
     batch, rows = spec.batch(arguments), arguments[0].shape[1]
@@ -57,7 +57,7 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
 
 
 def _folds(spec: GemmSpec) -> bool:
-    """Whether a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
+    """True if a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
     a_batched, b_batched, flags = spec.split(spec.batched)
     return (
         a_batched

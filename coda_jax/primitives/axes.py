@@ -93,7 +93,7 @@ def as_matrix(x: Any, axes: MatrixAxes, *, has_batch: bool = False) -> Any:
 
 
 def _has_row(shape: Sequence[Any], axes: MatrixAxes, count: int) -> bool:
-    """Whether a vector of so many axes has one for its row in front of them: (1, N) of (N,)."""
+    """True if a vector of so many axes has one for its row in front of them: (1, N) of (N,)."""
     return len(axes) == 1 and len(shape) == 1 + count and same_size(shape[0], 1)
 
 

@@ -71,7 +71,7 @@ def _as_rows(
 
 
 def _has_rows_alone(spec: GemmSpec) -> bool:
-    """Whether each row of a gives its results by itself, whatever its number and whatever rows stand beside it."""
+    """True if each row of a gives its results by itself, whatever its number and whatever rows are beside it."""
     program, finishing = spec.program, spec.program.finishing
     if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(spec.matrices.a) > 1:
         return False

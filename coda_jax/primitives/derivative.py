@@ -55,7 +55,7 @@ class Options(CallOptions):
     residuals: str = "preactivation"
 
 
-Parts = jax.Array | Sequence[jax.Array]  # an array, or several, one behind the other along one dimension
+Parts = jax.Array | Sequence[jax.Array]  # an array, or the pieces of one, concatenated along one dimension
 
 
 def product(
@@ -69,16 +69,19 @@ def product(
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
-    M, N and K may each be several axes: K `options.k_axes`, M and N what is left of a and of b. With
-    `options.halves` b has an axis of 2 in front of the others of N, and so have all arrays with as many columns. N, or
-    where a is several arrays K, is that of several arrays one behind the other: then each is one axis.
+    The shapes that are allowed; M, N and K may each be several axes, K `options.k_axes`:
+
+      a (*M, *K), or (*K, *M) with transpose_a     | b (*K, *N), or (*N, *K) with transpose_b
+      a as above                                   | b (*K, 2, *N) with `options.halves`: all arrays with as many
+                                                   |   columns have the axis of 2 too
+      a as above                                   | b several arrays (K, N_i): pieces of N
+      a several arrays (M, K_i): pieces of K       | b as many (K_i, N)
 
     Args:
-      a: (*M, *K), or (*K, *M) with transpose_a.
-      b: (*K, *N), or (*N, *K) with transpose_b.
+      a, b: the factors.
       operands: as the epilogue language has them; those with rows have either all axes of M or one; tiles may be as
-        many arrays as N is. How all of them lie over explicit mesh axes, `laid_out` says. `ByGroup(x)`: of each row
-        that of its group.
+        many arrays as N is. `laid_out` says how all of them are sharded over explicit mesh axes. `ByGroup(x)`: of each
+        row that of its group.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
       group_sizes: (G,) int32, beside operands by group: how many rows, in their order, each group has.
 
@@ -90,16 +93,16 @@ def product(
     if group_sizes is not None:
         group_sizes = without_axes(group_sizes, 0, axes_of_dimension(group_sizes, 0))
     of_n = len(arrays[0]) == 1
-    columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are joined
+    columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are concatenated
     along = (0 if options.transpose_a else -1, *columns)
     arrays, options = laid_out(arrays, along, options, by_group)
-    varying = varying_axes(*(x for of_one in arrays for x in of_one))
+    varying = varying_axes(*itertools.chain(*arrays))
     rows = _rows(arrays[0][0], options)
 
     def matrices(*arrays: Sequence[jax.Array]) -> list[jax.Array]:
         a, b, *operands = (
-            of_one[0] if len(of_one) == 1 else jnp.concatenate(of_one, axis)
-            for of_one, axis in zip(arrays, along, strict=True)
+            pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
+            for pieces, axis in zip(arrays, along, strict=True)
         )
         return [_flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
 
@@ -138,9 +141,9 @@ def _parts(x: Parts) -> list[jax.Array]:
     return list(x) if isinstance(x, tuple | list) else [x]  # type: ignore[list-item]
 
 
-def _are_halves(parts: Sequence[jax.Array], program: Program) -> bool:
-    """Whether two arrays are the halves of N that the epilogue works on."""
-    same = len(parts) == 2 and same_shape(parts[0].shape, parts[1].shape)
+def _are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
+    """True if two arrays are the halves of N that the epilogue works on."""
+    same = len(arrays) == 2 and same_shape(arrays[0].shape, arrays[1].shape)
     return same and program.halves.of_n == 2
 
 

@@ -73,9 +73,9 @@ def gemm(
       config: tile and pipeline sizes of the kernel; not those of the gradient's products.
       input_output_aliases: {operand index: flat output index} lets a float32 tile output take the place of a float32
         tile operand of its shape, to accumulate without a copy.
-      out_sharding: how the product (..., M, N), and tiles of its shape beside it and of the result, lie over the
-        explicit axes of the mesh of `jax.set_mesh`; its other axes are passed over. Default as the factors say, and
-        where these leave it open, since mesh axes cut K in both, as the first tile.
+      out_sharding: the sharding of the product (..., M, N), and of tiles of its shape beside it and of the result, over
+        the explicit axes of the mesh of `jax.set_mesh`; its other axes are passed over. Default as the factors say, and
+        where these leave it open, since mesh axes shard K in both, as the first tile.
 
     Returns:
       What the epilogue returns, with the leading axes of a in the place of M. Results are finished and have the same

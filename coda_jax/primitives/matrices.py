@@ -62,7 +62,7 @@ class ArrayAxes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Matrices:
-    """How the arrays of one product make matrices and vectors.
+    """The matrices and vectors that the arrays of one product make.
 
     Attributes:
       spec: of the product.
@@ -111,12 +111,12 @@ class Matrices:
 
     @property
     def num_factors(self) -> int:
-        """How many arrays a and b are: where the operands begin among the arguments."""
+        """The number of arrays that a and b are: where the operands begin among the arguments."""
         return len(self.a) + len(self.b)
 
     @cached_property
     def num_stores(self) -> int:
-        """How many arrays the stores are: where the reductions begin among the results."""
+        """The number of arrays that the stores are: where the reductions begin among the results."""
         return sum(map(len, self.stores))
 
     @cached_property
@@ -159,7 +159,7 @@ class Matrices:
 
     @cached_property
     def spec_of_matrices(self) -> GemmSpec:
-        """The same product of matrices and vectors."""
+        """The spec of this product as one of matrices and vectors."""
         spec = self.spec
         if spec.axes == ArrayAxes():
             return spec

@@ -86,7 +86,7 @@ class Pullback:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can."""
+        """True if all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can."""
         return len({aval.manual_axis_type.varying for aval in self.jaxpr.in_avals}) <= 1
 
     def needed(self, whole: Pullback, arguments: Sequence[jax.Array]) -> list[jax.Array]:
@@ -126,7 +126,7 @@ class Pullback:
         return self.row_axes[output] == (0,) and x.ndim == 1
 
     def as_epilogue(self) -> Callable[..., list[jax.Array]]:
-        """The same function for `as_operands`' shapes."""
+        """The derivative as an epilogue of `as_operands`' shapes."""
         shapes = [t.shape for t in self.jaxpr.in_avals[1:]]
 
         def derivative(acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:

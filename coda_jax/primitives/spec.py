@@ -103,7 +103,7 @@ class GemmSpec(CallOptions):
 
     @cached_property
     def matrices(self) -> Matrices:
-        """How the arrays of the product make matrices."""
+        """The matrices that the arrays of the product make."""
         return Matrices.of(self)
 
     def split(self, arguments: Sequence[_T]) -> tuple[_T, _T, list[_T]]:
@@ -121,7 +121,7 @@ class GemmSpec(CallOptions):
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
 
     def unbatched(self) -> GemmSpec:
-        """The same product of arguments without a batch axis."""
+        """The spec of this product for arguments without a batch axis."""
         return self.replace(batched=(False,) * len(self.batched))
 
     @property
