@@ -1,6 +1,8 @@
 """GEMM epilogues written in JAX, run inside Hopper matrix products."""
 
+import importlib as _importlib
 import sys as _sys
+import typing as _typing
 
 try:
     from coda_jax import ffi as ffi
@@ -32,11 +34,64 @@ from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm
 from coda_jax.primitives import strict as strict
 from coda_jax.tiles import GemmConfig as GemmConfig
-from coda_jax.tools.explain import Explanation as Explanation
-from coda_jax.tools.explain import explain as explain
-from coda_jax.tools.plan_costs import PlanCosts as PlanCosts
-from coda_jax.tools.plan_costs import plan_costs as plan_costs
-from coda_jax.tools.tune import Tuning as Tuning
-from coda_jax.tools.tune import tune as tune
+
+if _typing.TYPE_CHECKING:
+    from coda_jax.tools.explain import Explanation as Explanation
+    from coda_jax.tools.explain import explain as explain
+    from coda_jax.tools.plan_costs import PlanCosts as PlanCosts
+    from coda_jax.tools.plan_costs import plan_costs as plan_costs
+    from coda_jax.tools.tune import Tuning as Tuning
+    from coda_jax.tools.tune import tune as tune
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DeferredNorm",
+    "Explanation",
+    "FallbackError",
+    "FallbackWarning",
+    "GemmConfig",
+    "NotTileLocalError",
+    "PlanCosts",
+    "Stream",
+    "Tuning",
+    "__version__",
+    "explain",
+    "gated",
+    "gated_mlp",
+    "gemm",
+    "layer_norm",
+    "linear_cross_entropy",
+    "logsumexp",
+    "mlp",
+    "norm_projection",
+    "plan_costs",
+    "project",
+    "qkv_projection",
+    "rms_norm",
+    "rotary",
+    "strict",
+    "token_logprobs",
+    "tune",
+]
+
+# Tools are imported when they are asked for: a program that trains needs none of them.
+_TOOLS = {
+    "Explanation": "explain",
+    "explain": "explain",
+    "PlanCosts": "plan_costs",
+    "plan_costs": "plan_costs",
+    "Tuning": "tune",
+    "tune": "tune",
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module 'coda_jax' has no attribute {name!r}")
+    globals()[name] = tool = getattr(_importlib.import_module(f"coda_jax.tools.{_TOOLS[name]}"), name)
+    return tool
+
+
+def __dir__() -> list[str]:
+    return __all__

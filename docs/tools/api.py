@@ -12,7 +12,8 @@ def public(module: str) -> list[str]:
     """Of `__all__`, else all that is neither private nor a module."""
     found = importlib.import_module(module)
     names = getattr(found, "__all__", None) or [name for name in vars(found) if not name.startswith("_")]
-    return sorted(n for n in names if not isinstance(getattr(found, n), types.ModuleType))
+    shown = (name for name in names if not name.startswith("_"))
+    return sorted(name for name in shown if not isinstance(getattr(found, name), types.ModuleType))
 
 
 def names(module: str) -> str:
