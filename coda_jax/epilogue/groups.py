@@ -76,7 +76,7 @@ def group_of_rows(sizes: jax.Array, rows: Any) -> jax.Array:
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all")
 
 
-def of_rows(x: jax.Array, group: jax.Array) -> jax.Array:
+def for_each_row(x: jax.Array, group: jax.Array) -> jax.Array:
     """x (G, N), or (G,) as (G, 1), for each row that of its group. Its derivative sums over the rows of each group."""
     x = x.reshape(-1, 1) if x.ndim == 1 else x
     return jnp.take(x, group, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)

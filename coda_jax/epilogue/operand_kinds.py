@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from coda_jax.epilogue.groups import ByGroup, SizesOfGroups, group_of_rows, of_rows
+from coda_jax.epilogue.groups import ByGroup, SizesOfGroups, for_each_row, group_of_rows
 from coda_jax.epilogue.operand import Along, Beside, Columns, Operand, OperandKind
 from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
 
@@ -169,7 +169,7 @@ class GroupVector(_OfGroups):
 
     def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
         assert group is not None
-        return of_rows(x, group)
+        return for_each_row(x, group)
 
     def axes(self, operand: Operand) -> tuple[Along | None, ...]:
         return (None, Along.COLUMNS)

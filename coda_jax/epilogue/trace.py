@@ -247,7 +247,7 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
 
 
 def _beside_acc(n: Any, layout: Layout, mark: type[Marked] | None) -> list[_Candidate]:
-    """What broadcasts against acc, or against the other tiles where they have other columns, of what is so marked."""
+    """The kinds with this mark that may broadcast against acc, or against tiles that have other columns than acc."""
     if layout.halves.acc is Width.HALF:
         full, half = 2 * n, n
     else:
@@ -260,7 +260,7 @@ def _beside_acc(n: Any, layout: Layout, mark: type[Marked] | None) -> list[_Cand
 
 
 def _along_heads(size: Any, width: Width) -> list[_Candidate]:
-    """What broadcasts against heads, or halves of them, of so many columns."""
+    """The kinds that may broadcast against heads, or halves of heads, of so many columns."""
     return [(kind, width, size) for kind in KINDS if kind.columns is Columns.OF_HEAD]
 
 

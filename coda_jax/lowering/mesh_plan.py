@@ -11,16 +11,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from coda_jax.epilogue import Program
 from coda_jax.primitives.axes import BATCH, Dimension, ProductAxes, ProductAxis
-from coda_jax.primitives.mesh_types import partition_spec
+from coda_jax.primitives.mesh_types import MeshAxes, partition_spec
 from coda_jax.primitives.spec import GemmSpec
 
-MeshAxes = tuple[str, ...]
 _ORDER = (Dimension.K, Dimension.BATCH, Dimension.M, Dimension.N)  # what shards one shards none behind it
 
 
@@ -179,9 +178,3 @@ def axis_sizes(axes: Sequence[ProductAxes], shapes: Sequence[Sequence[int]]) -> 
             if axis and sizes.setdefault(axis, size) != size:
                 sizes[axis] = math.gcd(sizes[axis], size)
     return sizes
-
-
-def mesh_axes_of(spec: Any, rank: int) -> tuple[MeshAxes, ...]:
-    """For each axis of an array, the mesh axes that a PartitionSpec shards it by."""
-    entries = (*spec, *(None,) * rank)[:rank]
-    return tuple(entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in entries)

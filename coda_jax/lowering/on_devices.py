@@ -25,13 +25,13 @@ from jax.sharding import NamedSharding
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
 from coda_jax.lowering.addressing import unsupported_reason
-from coda_jax.lowering.mesh_plan import MeshAxes, Plan, axis_sizes, mesh_axes_of, plan, units
+from coda_jax.lowering.mesh_plan import Plan, axis_sizes, plan, units
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
 from coda_jax.primitives.axes import Dimension, MatrixAxes, ProductAxes, ProductAxis
 from coda_jax.primitives.dtypes import compute_dtype, wire_dtype
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import outputs_of, tiles_of, xla_form, xla_tiles
-from coda_jax.primitives.mesh_types import explicit_axes
+from coda_jax.primitives.mesh_types import MeshAxes, explicit_axes, explicit_cuts, mesh_axes_of
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
@@ -161,7 +161,7 @@ def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
 def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
     """A shard_map over the explicit axes, as the types of arguments and results say."""
     avals_in: Sequence[Any] = ctx.avals_in
-    mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
+    mesh = _mesh_of(avals_in)
     names = explicit_axes(mesh)
     plan = plan_of_types(avals_in, ctx.avals_out, spec)
     in_specs = plan.argument_specs(spec, [aval.ndim for aval in avals_in])
@@ -183,27 +183,24 @@ def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpe
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
 
 
+def _mesh_of(avals: Sequence[Any]) -> Any:
+    """The mesh of these types; those that are on none are replicated over it."""
+    return next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
+
+
 def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmSpec) -> Plan:
     """The plan for arrays whose types say how they are sharded over explicit axes."""
-    mesh = next(aval.sharding.mesh for aval in avals_in if not aval.sharding.mesh.empty)
-    explicit = explicit_axes(mesh)
-
-    def mesh_axes(aval: Any) -> list[MeshAxes]:
-        entries = mesh_axes_of(aval.sharding.spec, aval.ndim)
-        return [tuple(name for name in names if name in explicit) for names in entries]
-
     matrices, stores = spec.matrices, spec.program.stores
-    results: list[list[MeshAxes]] = [[()] * len(axes) for axes in matrices.result_axes]
+    results: list[tuple[MeshAxes, ...]] = [((),) * len(axes) for axes in matrices.result_axes]
     if matrices.num_stores == len(stores):  # else some have several pieces, which no type names
-        results[: len(stores)] = [mesh_axes(avals_out[store.output]) for store in stores]
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return plan(spec, [aval.shape for aval in avals_in], list(map(mesh_axes, avals_in)), results, sizes)
+        results[: len(stores)] = [explicit_cuts(avals_out[store.output]) for store in stores]
+    shapes, mesh_axes = [aval.shape for aval in avals_in], list(map(explicit_cuts, avals_in))
+    return plan(spec, shapes, mesh_axes, results, _mesh_of(avals_in).shape)
 
 
 def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
     """Types of the arguments' shards on a device; of the factors those of the product, before it is summed."""
-    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    sizes = _mesh_of(avals).shape
     specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
     shards = []
     for aval, of_aval in zip(avals, specs, strict=True):
@@ -214,12 +211,12 @@ def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
 
 
 def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
-    """Types of the arguments' shards on a device, as their types say over explicit axes; and what it multiplies.
+    """Types of the arguments' shards on a device, as their types say over explicit axes; and the product of these.
 
-    Where the epilogue is of a sum over devices that is the product of the factors alone, the first of the shards.
+    The product has no epilogue, and its factors are the first of the shards, where the devices' products are summed
+    before the epilogue.
     """
-    mesh = next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(_mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     shards = shards_of(avals, spec, plan)
     has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)

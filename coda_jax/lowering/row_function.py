@@ -22,14 +22,19 @@ from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations
-from coda_jax.lowering.mesh_plan import MeshAxes, mesh_axes_of
 from coda_jax.lowering.on_devices import digest_of
 from coda_jax.lowering.record import key_of
 from coda_jax.lowering.select import report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, devices_of, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.mesh_types import may_be_automatic, partition_spec
+from coda_jax.primitives.mesh_types import (
+    MeshAxes,
+    cutting_evenly,
+    may_be_automatic,
+    mesh_axes_of,
+    partition_spec,
+)
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
@@ -60,7 +65,7 @@ def on_row_shards(
     rows: Sequence[Any],
     columns: Sequence[Any],
     results: Sequence[Result],
-    of_shard: Callable[[MeshAxes, int], Callable[..., Any]],
+    sharded_f: Callable[[MeshAxes, int], Callable[..., Any]],
 ) -> list[jax.Array]:
     """f(*arguments), its results flat, which on automatic mesh axes each device computes of its own rows.
 
@@ -73,7 +78,7 @@ def on_row_shards(
         replicated on each device, but for their columns.
       columns: for each argument a prefix of it: the axis of the columns, or -1.
       results: what each is.
-      of_shard: gives f for a shard of the columns, from the mesh axes that shard them and the number of shards.
+      sharded_f: gives f for a shard of the columns, from the mesh axes that shard them and the number of shards.
     """
     leaves, tree = jax.tree.flatten(arguments)
     unflatten: Callable[..., Any] = tree.unflatten  # type: ignore[attr-defined]
@@ -82,7 +87,7 @@ def on_row_shards(
     flags, axes = (jax.tree.leaves(jax.tree.broadcast(tuple(x), arguments)) for x in (rows, columns))
 
     def flat(*leaves: jax.Array, columns: tuple[MeshAxes, int] | None = None) -> list[jax.Array]:
-        return jax.tree.leaves((of_shard(*columns) if columns else f)(*unflatten(leaves)))
+        return jax.tree.leaves((sharded_f(*columns) if columns else f)(*unflatten(leaves)))
 
     # The jaxpr is the function of all rows: what one device runs, and what readers of the program see.
     jaxpr = jax.make_jaxpr(flat)(*leaves)
@@ -161,10 +166,10 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
 
 def _record(unsharded: Any, shard: Any) -> None:
     """Puts on record what a device multiplies: its function has the products of the unsharded one, in their order."""
-    products, of_shard = products_of(unsharded.jaxpr), products_of(shard.jaxpr)
-    if len(products) == len(of_shard):  # else a shard has another function, and nothing is known
-        for (avals, spec), (avals_of_shard, spec_of_shard) in zip(products, of_shard, strict=True):
-            select_shard(avals_of_shard, spec_of_shard, key=key_of(avals, spec))
+    products, shards = products_of(unsharded.jaxpr), products_of(shard.jaxpr)
+    if len(products) == len(shards):  # else a shard has another function, and nothing is known
+        for (avals, spec), (shard_avals, shard_spec) in zip(products, shards, strict=True):
+            select_shard(shard_avals, shard_spec, key=key_of(avals, spec))
 
 
 def _refuse_fallbacks(shard: Any) -> None:
@@ -186,23 +191,14 @@ def _axes_of(
     """The mesh axes that shard the rows, of the first array that has them sharded; and those of the columns."""
     with_rows = [x for x, flag in zip(arguments, places.rows, strict=True) if flag]
     with_rows += [x for x, result in zip(results, places.results, strict=True) if not result.is_sum]
-    rows = next((axes for x in with_rows if (axes := _dividing(x.mesh_axes[0], x.shape[0], sizes))), ())
+    rows = next((axes for x in with_rows if (axes := cutting_evenly(x.mesh_axes[0], sizes, x.shape[0]))), ())
     with_columns, axis = next((x, axis) for x, axis in zip(arguments, places.columns, strict=True) if axis >= 0)
     others = tuple(name for name in with_columns.mesh_axes[axis] if name not in rows)
-    return rows, _dividing(others, with_columns.shape[axis], sizes)
+    return rows, cutting_evenly(others, sizes, with_columns.shape[axis])
 
 
 def _with_columns(axis: int, columns: MeshAxes) -> PartitionSpec:
     return PartitionSpec(*[None] * axis, columns or None) if axis >= 0 else PartitionSpec()
-
-
-def _dividing(axes: MeshAxes, size: int, sizes: Mapping[str, int]) -> MeshAxes:
-    """The mesh axes of these that together divide this size evenly."""
-    fit: MeshAxes = ()
-    for axis in axes:
-        if size % math.prod(sizes[name] for name in (*fit, axis)) == 0:
-            fit += (axis,)
-    return fit
 
 
 def _scattered(
@@ -210,7 +206,7 @@ def _scattered(
 ) -> PartitionSpec:
     """The sharding of a sum over `axes`: by those of them that are asked for, and its columns by theirs."""
     asked = [tuple(name for name in names if name in axes) for names in x.mesh_axes]
-    entries = [_dividing(names, size, sizes) for names, size in zip(asked, x.shape, strict=True)]
+    entries = [cutting_evenly(names, sizes, size) for names, size in zip(asked, x.shape, strict=True)]
     if columns and column_axis >= 0:
         entries[column_axis] = columns
     return partition_spec(entries)

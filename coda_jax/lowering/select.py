@@ -1,4 +1,4 @@
-"""What a product is lowered to on a GPU, and why: the kernel with one of its tiles, or its XLA form."""
+"""The choice of what a product is lowered to on a GPU: the kernel with one of its tiles, or its XLA form, and why."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhe
         *_, last = plans
         reason = last.reason and f"on a device's part, {last.factors}, {last.reason}"
         return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
-    shards, of_shards = shard_of_types(avals, spec)
-    selection = select(shards[: len(of_shards.batched)], of_shards, anywhere=anywhere)
+    shards, shard_spec = shard_of_types(avals, spec)
+    selection = select(shards[: len(shard_spec.batched)], shard_spec, anywhere=anywhere)
     return dataclasses.replace(selection, over=route.over, shards=(factors_of(shards, spec),))
 
 

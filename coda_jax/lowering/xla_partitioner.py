@@ -1,4 +1,4 @@
-"""What XLA's partitioner asks about a call that it shards over automatic mesh axes, and what it is told.
+"""The conversation with XLA's partitioner about a call that it shards over automatic mesh axes.
 
 It asks once it has decided how arrays are sharded, in terms of devices alone; here these become names of mesh axes
 again. In a region where some axes are manual, as a shard_map over them makes, it speaks of the devices of one group:
@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from coda_jax.lowering.mesh_plan import MeshAxes, mesh_axes_of
+from coda_jax.primitives.mesh_types import MeshAxes, mesh_axes_of
 
 WAY_OUT = "inside a jax.shard_map over all axes, or over explicit axes, each device runs the kernel on its own part"
 

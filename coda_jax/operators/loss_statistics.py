@@ -164,13 +164,13 @@ def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results
         rows=(_row_flags(tokens), False, *(True for _ in others)),
         columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
         results=of_results,
-        of_shard=lambda *columns: of(head.of_part(*columns)),
+        sharded_f=lambda *columns: of(head.of_part(*columns)),
     )
     return jax.tree.unflatten(structure, made)
 
 
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
-    """What each of the gradients is. Where W is sharded, each device's token gradients are partial sums.
+    """The kind of each gradient. Where W is sharded, each device's token gradients are partial sums.
 
     Those of the kernel are float32, and move as bfloat16 where it is bfloat16, as the gradients of other weights do;
     not as float16, whose range a sum that is not yet divided by the number of tokens leaves.

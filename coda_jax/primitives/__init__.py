@@ -1,4 +1,4 @@
-"""What a product with an epilogue means: the function, its derivative, the JAX primitive and its XLA form."""
+"""The meaning of a product with an epilogue: the function, its derivative, the JAX primitive and its XLA form."""
 
 from coda_jax.primitives.fallbacks import FallbackError as FallbackError
 from coda_jax.primitives.fallbacks import FallbackWarning as FallbackWarning

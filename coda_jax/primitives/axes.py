@@ -112,12 +112,16 @@ def concatenated(arrays: Sequence[jax.Array], pieces: Pieces, flags: Sequence[bo
     """
     if len(arrays) == 1:
         return arrays[0]
-    place = next(i for i, axis in enumerate(pieces[1]) if axis.piece)
     if flags is not None and any(flags) and not all(flags):
         batch = next(x.shape[0] for x, flag in zip(arrays, flags, strict=True) if flag)
         each = zip(arrays, flags, strict=True)
         arrays = [x if flag else jnp.broadcast_to(x, (batch, *x.shape)) for x, flag in each]
-    return jnp.concatenate(arrays, axis=place - len(pieces[1]))
+    return jnp.concatenate(arrays, axis=_joined_axis(pieces))
+
+
+def _joined_axis(pieces: Pieces) -> int:
+    """The axis of the matrix along which its pieces are concatenated, counted from the end."""
+    return next(i for i, axis in enumerate(pieces[1]) if axis.piece) - len(pieces[1])
 
 
 def as_array(x: jax.Array, axes: MatrixAxes, sizes: FactorSizes, *, has_batch: bool = False) -> jax.Array:
@@ -145,7 +149,7 @@ def as_pieces(x: jax.Array, pieces: Pieces, sizes: FactorSizes, *, has_batch: bo
     if len(pieces) == 1:
         yield as_array(x, pieces[0], sizes, has_batch=has_batch)
         return
-    axis = next(i for i, axis in enumerate(pieces[1]) if axis.piece) - len(pieces[1])
+    axis = _joined_axis(pieces)
     first = 0
     for axes, size in zip(pieces, sizes.pieces, strict=True):
         piece = jax.lax.slice_in_dim(x, first, first + size, axis=x.ndim + axis)

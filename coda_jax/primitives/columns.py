@@ -10,7 +10,7 @@ from coda_jax.primitives.mesh_types import cutting_evenly, explicit_cuts, reshap
 def axes_of_heads(x: jax.Array, head_dim: int) -> tuple[str, ...]:
     """The explicit mesh axes that shard x (..., H Dh) into whole heads."""
     axes = explicit_cuts(x)[-1]
-    return cutting_evenly(axes, jax.typeof(x).sharding.mesh, x.shape[-1] // head_dim) if axes else ()
+    return cutting_evenly(axes, jax.typeof(x).sharding.mesh.shape, x.shape[-1] // head_dim) if axes else ()
 
 
 def in_heads(x: jax.Array, head_dim: int) -> jax.Array:
@@ -31,5 +31,5 @@ def halves_apart(x: jax.Array) -> jax.Array:
     """x (..., 2F) as (..., 2, F), F sharded over the explicit mesh axes of the columns, if they divide it evenly."""
     *lead, columns = explicit_cuts(x)
     features = x.shape[-1] // 2
-    kept = cutting_evenly(columns, jax.typeof(x).sharding.mesh, features) if columns else ()
+    kept = cutting_evenly(columns, jax.typeof(x).sharding.mesh.shape, features) if columns else ()
     return reshaped(x, (*x.shape[:-1], 2, features), cuts=(*lead, (), kept))

@@ -1,4 +1,4 @@
-"""Which dtypes operators take, and in which dtypes a product is computed, kept and summed.
+"""The dtypes that operators take, and those in which a product is computed, kept and summed.
 
 Operators take the floats of `epilogue/dtypes.py`. float64, where jax_enable_x64 lets it be, is refused: it would be
 rounded unseen.

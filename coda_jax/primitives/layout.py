@@ -33,9 +33,9 @@ def spec_of_sum(a: jax.Array, b: jax.Array, *operands: jax.Array, transpose_b: b
     has_tile = any(x.ndim == a.ndim and x.shape[-1] != 1 for x in operands)
     if has_tile or not set(rows.k_mesh_axes[0]) & set(columns.k_mesh_axes[0]):
         return None
-    of_rows = {axis for axes in rows.mesh_axes for axis in axes}
+    row_axes = {axis for axes in rows.mesh_axes for axis in axes}
     return partition_spec(
-        [*rows.mesh_axes, *(tuple(axis for axis in axes if axis not in of_rows) for axes in columns.mesh_axes)]
+        [*rows.mesh_axes, *(tuple(axis for axis in axes if axis not in row_axes) for axes in columns.mesh_axes)]
     )
 
 
@@ -81,17 +81,20 @@ def laid_out(
       by_group: which operands are arrays by group.
     """
     a, b, *operands = (
-        placed_alike(of_one, axis) if len(of_one) > 1 else [*of_one] for of_one, axis in zip(arrays, along, strict=True)
+        placed_alike(pieces, axis) if len(pieces) > 1 else [*pieces] for pieces, axis in zip(arrays, along, strict=True)
     )
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
-    of_rows = frozenset(name for axes in rows.mesh_axes for name in axes)
-    grouped = {i: [_with_all_groups(x, of_rows) for x in operands[i]] for i in by_group}
-    operands = [[_whole_vector(x, of_rows) for x in of_one] for i, of_one in enumerate(operands) if i not in by_group]
+    row_axes = frozenset(name for names in rows.mesh_axes for name in names)
+    by_shape = [i for i in range(len(operands)) if i not in by_group]  # those that may be tiles
+    for i, pieces in enumerate(operands):
+        gathered = _whole_vector if i in by_shape else _with_all_groups
+        operands[i] = [gathered(x, row_axes) for x in pieces]
     if options.out_sharding is not None:
-        of_n = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
-        operands = [[_tile_placed(x, (*rows.sizes, *of_n), options) for x in of_one] for of_one in operands]
-    elif len(b) == 1 and (tile := _first_tile(operands, rows, columns, options)) is not None:
+        sizes = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
+        for i in by_shape:
+            operands[i] = [_tile_placed(x, (*rows.sizes, *sizes), options) for x in operands[i]]
+    elif len(b) == 1 and (tile := _first_tile([operands[i] for i in by_shape], rows, columns, options)) is not None:
         count = len(columns.sizes)
         mesh_axes = explicit_cuts(tile)
         if any(set(x) & set(y) for x, y in zip(rows.k_mesh_axes, columns.k_mesh_axes, strict=True)):
@@ -99,19 +102,18 @@ def laid_out(
             mesh = jax.typeof(a[0]).sharding.mesh
             options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, partition_spec(mesh_axes)))
         else:
-            b = [_with_columns(b[0], columns, mesh_axes[-count:], of_rows)]
-    rest = iter(operands)
-    return [a, b, *(grouped.get(i) or next(rest) for i in range(len(operands) + len(grouped)))], options
+            b = [_with_columns(b[0], columns, mesh_axes[-count:], row_axes)]
+    return [a, b, *operands], options
 
 
-def _whole_vector(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
+def _whole_vector(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
-    return without_axes(x, x.ndim - 1, of_rows) if is_vector and of_rows else x
+    return without_axes(x, x.ndim - 1, row_axes) if is_vector and row_axes else x
 
 
-def _with_all_groups(x: jax.Array, of_rows: frozenset[str]) -> jax.Array:
+def _with_all_groups(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
     x = without_axes(x, 0, axes_of_dimension(x, 0))
-    return without_axes(x, 1, of_rows)
+    return without_axes(x, 1, row_axes)
 
 
 def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> jax.Array:
@@ -123,15 +125,15 @@ def _first_tile(
 ) -> jax.Array | None:
     """The first operand of the product's shape, or of twice its columns where these are a half that is apart."""
     shapes = [(*rows.sizes, *columns.sizes), *([(*rows.sizes, 2, *columns.sizes)] if options.halves else [])]
-    tiles = (of_one[0] for of_one in operands if len(of_one) == 1)
+    tiles = (pieces[0] for pieces in operands if len(pieces) == 1)
     return next((x for x in tiles if any(same_shape(x.shape, shape) for shape in shapes)), None)
 
 
 def _with_columns(
-    b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], of_rows: frozenset[str]
+    b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], row_axes: frozenset[str]
 ) -> jax.Array:
     """b with its columns sharded so, unless they are but for mesh axes of the rows: over these it is gathered."""
-    if [tuple(axis for axis in axes if axis not in of_rows) for axes in columns.mesh_axes] == [*wanted]:
+    if [tuple(axis for axis in axes if axis not in row_axes) for axes in columns.mesh_axes] == [*wanted]:
         return b
     taken = {axis for axes in wanted for axis in axes}
     mesh_axes = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K

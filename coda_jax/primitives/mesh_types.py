@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh raises under jit
 from jax.sharding import AxisType
+
+MeshAxes = tuple[str, ...]
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -79,23 +82,27 @@ def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
     # Never hasattr(x, "sharding"): for the message of a miss jax 0.10 walks all equations that a tracer's trace has.
     is_type = isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct)
     sharding = x.sharding if is_type else jax.typeof(x).sharding
-    explicit = set(explicit_axes(sharding.mesh)) if sharding is not None else set()
-    entries = (*sharding.spec, *(None,) * x.ndim)[: x.ndim] if explicit else (None,) * x.ndim
-    names = (entry if isinstance(entry, tuple) else (entry,) for entry in entries)
-    return tuple(tuple(name for name in of_one if name in explicit) for of_one in names)
+    explicit = explicit_axes(sharding.mesh) if sharding is not None else ()
+    if not explicit:
+        return ((),) * x.ndim
+    return tuple(tuple(name for name in names if name in explicit) for names in mesh_axes_of(sharding.spec, x.ndim))
 
 
-def partition_spec(mesh_axes: Sequence[tuple[str, ...]]) -> jax.P:
-    """The PartitionSpec of an array from the mesh axes that shard each of its axes."""
+def mesh_axes_of(spec: Any, rank: int) -> tuple[MeshAxes, ...]:
+    """For each axis of an array, the mesh axes that a PartitionSpec shards it by."""
+    entries = (*spec, *(None,) * rank)[:rank]
+    return tuple(entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in entries)
+
+
+def partition_spec(mesh_axes: Sequence[MeshAxes]) -> jax.P:
+    """The PartitionSpec of an array from the mesh axes that shard each of its axes: `mesh_axes_of` the other way."""
     return jax.P(*(names or None for names in mesh_axes))
 
 
 def axes_of_dimension(x: Any, dimension: int) -> frozenset[str]:
-    """The explicit mesh axes that shard this axis of an array."""
-    sharding = jax.typeof(x).sharding
-    entry = sharding.spec[dimension] if len(sharding.spec) > dimension else None
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return frozenset(name for name in names if name in explicit_axes(sharding.mesh))
+    """The explicit mesh axes that shard this axis of an array; none where it has fewer axes."""
+    mesh_axes = explicit_cuts(x)
+    return frozenset(mesh_axes[dimension] if dimension < x.ndim else ())
 
 
 def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Array:
@@ -109,12 +116,11 @@ def without_axes(x: jax.Array, dimension: int, axes: frozenset[str]) -> jax.Arra
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.P(*entries)))
 
 
-def cutting_evenly(axes: Sequence[str], mesh: Any, *sizes: Any) -> tuple[str, ...]:
+def cutting_evenly(axes: Sequence[str], mesh_sizes: Mapping[str, int], *sizes: Any) -> MeshAxes:
     """The mesh axes that together divide all of these sizes evenly, the major one first."""
-    of_axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    fit: tuple[str, ...] = ()
+    fit: MeshAxes = ()
     for axis in axes:
-        parts = math.prod(of_axes[name] for name in (*fit, axis))
+        parts = math.prod(mesh_sizes[name] for name in (*fit, axis))
         if all(isinstance(size, int) and size % parts == 0 for size in sizes):
             fit = (*fit, axis)
     return fit
@@ -132,7 +138,7 @@ def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax
     first = next(i for i, names in enumerate(mesh_axes) if any(names))
     mesh, wanted = jax.typeof(arrays[first]).sharding.mesh, [*mesh_axes[first]]
     if dimension is not None:
-        wanted[dimension] = cutting_evenly(wanted[dimension], mesh, *(x.shape[dimension] for x in arrays))
+        wanted[dimension] = cutting_evenly(wanted[dimension], mesh.shape, *(x.shape[dimension] for x in arrays))
     sharding = jax.sharding.NamedSharding(mesh, partition_spec(wanted))
     return [placed(x, sharding) for x in arrays]
 
@@ -168,8 +174,8 @@ def sharding_over_explicit(spec: Any) -> Any:
 
 def _of_kind(spec: Any, mesh: Any, kind: AxisType) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return partition_spec([tuple(name for name in x if kinds.get(name) is kind) for x in names])
+    each = mesh_axes_of(spec, len(spec))
+    return partition_spec([tuple(name for name in names if kinds.get(name) is kind) for names in each])
 
 
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
@@ -180,17 +186,16 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
 
 def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
     """Over explicit mesh axes, where so many axes of an array are merged to one each."""
-    entries = iter((*sharding.spec, *(None,) * (sum(counts) - len(sharding.spec))))
-    taken = [[next(entries) for _ in range(count)] for count in counts]
-    names = [[n for entry in of for n in (entry if isinstance(entry, tuple) else (entry,)) if n] for of in taken]
-    return jax.sharding.NamedSharding(sharding.mesh, partition_spec([tuple(x) for x in names]))
+    each = iter(mesh_axes_of(sharding.spec, sum(counts)))
+    merged = [tuple(itertools.chain(*itertools.islice(each, count))) for count in counts]
+    return jax.sharding.NamedSharding(sharding.mesh, partition_spec(merged))
 
 
 def reshaped(
     x: jax.Array,
     shape: Sequence[Any],
     merged: Sequence[int] = (),
-    cuts: Sequence[tuple[str, ...]] = (),
+    cuts: Sequence[MeshAxes] = (),
 ) -> jax.Array:
     """x.reshape(shape); sharded over explicit mesh axes as `cuts` says, or as so many merged axes were together."""
     sharding = explicit_sharding(x)

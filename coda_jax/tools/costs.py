@@ -102,8 +102,8 @@ def part_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSp
         return None
     if all(aval.sharding.mesh.empty for aval in avals):
         return None
-    shards, of_shards = shard_of_types(avals, spec)
-    return shards[: len(of_shards.batched)], of_shards
+    shards, shard_spec = shard_of_types(avals, spec)
+    return shards[: len(shard_spec.batched)], shard_spec
 
 
 def pass_us(moved: int, device: str | None) -> float | None:
