@@ -17,7 +17,8 @@ from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, Redu
 from coda_jax.epilogue.user_names import is_usable
 
 # The lists of the struct, and the type of their entries; see cuda/epilogue_abi.cuh.
-_LISTS = {kind.list_name: "TileAccess" if kind.by_tensor_map else "VectorAccess" for kind in KINDS} | {
+_LISTS = {
+    **{kind.list_name: "TileAccess" if kind.by_tensor_map else "VectorAccess" for kind in KINDS if kind.list_name},
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
 }
@@ -73,7 +74,7 @@ class _Emitter:
 
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
-        kind, entries = operand.kind, self.lists[operand.kind.list_name]
+        kind, entries = operand.kind, self.lists.get(operand.kind.list_name, [])
         per_entry = self.entry_values if kind.has_columns else 1
         halves = self.program.halves.of(operand.width) if kind.has_columns and not kind.by_tensor_map else 1
         for half in self.program.loads(index):
@@ -83,12 +84,12 @@ class _Emitter:
                     "half": 0 if per_entry > 1 else half,
                     "halves": halves,
                     "dtype": _dtype(operand.dtype),
-                    "batched": bool(batched),
+                    "batched": bool(batched) or kind.by_group,
                     "period": operand.period,
                 }
                 entries.append(_entry(fields))
             at = (len(entries) - 1) * per_entry + (half if per_entry > 1 else 0)
-            self.places[index, half] = kind.word, at
+            self.places[index, half] = kind.member, at
 
     def value_names(self) -> dict[int, str]:
         """Names of the nodes that are no literals; in a reader's form operands have the user's names."""

@@ -24,7 +24,7 @@ def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
     a, b, _ = spec.split(avals)
     return (
         _unsupported_factors(a, b, spec)
-        or _unsupported_program(spec.program)
+        or _unsupported_program(spec)
         or _unsupported_rows(a, b, spec)
         or _unsupported_size(a, b)
         or _unsupported_count(spec.program)
@@ -48,10 +48,13 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     return None
 
 
-def _unsupported_program(program: Program) -> str | None:
+def _unsupported_program(spec: GemmSpec) -> str | None:
+    program = spec.program
+    if spec.ragged is not None:
+        return "a product of groups, of which the kernel has none yet"
     for i, operand in enumerate(program.operands):
-        if operand.kind.unloaded and program.loads(i):
-            return f"operand {i}: {operand.kind.unloaded}, which the kernel does not load yet"
+        if operand.kind.by_group and program.loads(i):
+            return f"operand {i} is by group in a dense product; the kernel takes it in a product of groups only"
     if not program.tiles_of_heads:
         return None
     return (

@@ -11,6 +11,7 @@ import numpy as np
 
 from coda_jax.epilogue import Program
 from coda_jax.epilogue.call_site import CallSite, call_site
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.matrices import ArrayAxes, Matrices
 from coda_jax.tiles.config import GemmConfig
 
@@ -37,6 +38,8 @@ class CallOptions:
       input_output_aliases: pairs (operand index, output index).
       k_axes: how many axes of the factors are summed over.
       halves: whether arrays with all columns of halves have the halves apart; see `ArrayAxes`.
+      ragged: the dimension that groups cut, of a product of groups: M, and each group of rows of a has a matrix of its
+        own in b; or K, and each group is a product of its own. The last operand is the offsets of the groups then.
       out_sharding: of the product, (M, N), where a mesh has explicit axes and the factors' shardings leave it open.
     """
 
@@ -47,6 +50,7 @@ class CallOptions:
     input_output_aliases: tuple[tuple[int, int], ...] = ()
     k_axes: int = 1
     halves: bool = False
+    ragged: Dimension | None = None
     out_sharding: Any = None
 
 
