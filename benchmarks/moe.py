@@ -10,10 +10,11 @@ variants interleaved in random order in one process. What takes ten times as lon
 apart, beside that product, and told at its clock. TFLOP/s count the rows that there are. A tile's speed is that of
 whole tiles, over the same of `jax.vmap` of `coda.gemm` on equal groups ("coda_batched") in the same run: of products
 that sum over rows, of k blocks. XLA's temporaries are those of `memory_analysis`; a program that does not fit the
-device has them in the place of its time. Writes benchmarks/results/<device>_moe.csv.
+device has them in the place of its time. Writes a file a shape,
+benchmarks/results/<device>_moe_<shape>.csv.
 
 `python -m benchmarks.moe tiles` times every tile on each single product, the fastest first, and writes
-<device>_moe_tiles.csv.
+<device>_moe_tiles_<shape>.csv.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if unknown := [one for one in chosen if one not in allowed]:
             parser.error(f"--{name}: {unknown[0]} is none of {', '.join(allowed)}")
         setattr(options, name, chosen)
-    options.cases = [cases[name] for name in options.shapes]
+    options.cases = {name: cases[name] for name in options.shapes}
     if options.command:
         options.parts = ["products"]
     if options.config:
@@ -167,8 +168,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     beside = [] if options.command else peers.available(filter(None, options.peers.split(",")), "load_grouped")
-    rows: list[dict[str, Any]] = []
-    for case in options.cases:
+    for name, case in options.cases.items():
+        rows: list[dict[str, Any]] = []
         print(f"{case}   [{timing.clock()}]\n{HEADER}", flush=True)
         for part in parts_of(case, options.parts):
             if part.product and options.products not in part.name:
@@ -183,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*map(shown, found), sep="\n", flush=True)
                 rows += found
         about = {"commit": options.commit, "peers": peers.versions(beside)}
-        suffix = "_moe_tiles" if options.command else "_moe"
-        results.write(suffix, COLUMNS, rows, folder=options.out, **about)  # what there is, if time runs out
+        suffix = f"_moe_tiles_{name}" if options.command else f"_moe_{name}"
+        results.write(suffix, COLUMNS, rows, folder=options.out, **about)
     return 0
 
 
