@@ -19,11 +19,12 @@
 #include "claims.cuh"
 #include "contracts.cuh"
 #include "epilogue_sm90.cuh"
+#include "grouped_scheduler.cuh"
 #include "partial_tiles_sm90.cuh"
 
 namespace coda {
 
-/// Shared memory: operand stages, the consumers' epilogue memory, barriers.
+/// Shared memory: operand stages, the consumers' epilogue memory, barriers, and what is known of claims or groups.
 template <class Config, class Epilogue>
 struct SharedLayout {
   static constexpr int a_bytes = Config::tile_m * factor_row_bytes;
@@ -36,7 +37,23 @@ struct SharedLayout {
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
   static constexpr int claims_offset =
       load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
-  static constexpr int bytes = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
+  static constexpr int groups_offset = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
+  static constexpr bool is_grouped = Config::ragged != Ragged::none;
+  static constexpr int bytes = groups_offset + (is_grouped ? GroupTable<Config::groups>::bytes : 0);
+};
+
+/// The scheduler of a kernel, by the dimension that groups divide; `columns` of a tile, within a half.
+template <class Config, int columns, class Epilogue, Ragged ragged>
+struct SchedulerOf {
+  using Type = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, Config::split_k, Epilogue>;
+};
+template <class Config, int columns, class Epilogue>
+struct SchedulerOf<Config, columns, Epilogue, Ragged::m> {
+  using Type = RowGroupScheduler<Config, columns, Epilogue>;
+};
+template <class Config, int columns, class Epilogue>
+struct SchedulerOf<Config, columns, Epilogue, Ragged::k> {
+  using Type = KGroupScheduler<Config, columns, Epilogue>;
 };
 
 /// Operand tiles are made of chunks of 64 rows: of a k-major operand 64 along m or n; of an mn-major one, which has 16
@@ -47,8 +64,8 @@ template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
-  using WorkScheduler =
-      Scheduler<Config::input, Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
+  static constexpr bool rows_in_groups = Config::ragged == Ragged::m, k_in_groups = Config::ragged == Ragged::k;
+  using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -62,6 +79,8 @@ struct Gemm {
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 &&
                     Config::tile_k == factor_row_elements(Config::input),
                 "a tile is whole operand chunks");
+  static_assert(!Layout::is_grouped || !Config::split_k, "tiles of groups are whole");
+  static_assert(!k_in_groups || (Config::transpose_a && !Config::transpose_b), "rows of k are rows of both factors");
   static_assert(bytes_of(Config::input) == 2 || (!Config::transpose_a && Config::transpose_b),
                 "wgmma reads mn-major operands of 16 bits only");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
@@ -70,7 +89,7 @@ struct Gemm {
   const ptx::uint32 shared;
   const int warpgroup, warp, lane;  // warp within the warpgroup
   const int rank;                   // of this CTA in its cluster
-  const WorkScheduler scheduler;
+  WorkScheduler scheduler;
   const Ring<Config::stages> stages;
 
   __device__ __forceinline__ Gemm(const Params& params, ptx::uint32 shared)
@@ -80,9 +99,16 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        scheduler(params.m, params.n / n_halves, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
-                  params.batch),
+        scheduler(make_scheduler(params, shared)),
         stages(stage_ring(shared)) {}
+
+  __device__ __forceinline__ static WorkScheduler make_scheduler(const Params& params, ptx::uint32 shared) {
+    const int n = params.n / n_halves, k_blocks = (params.k + Config::tile_k - 1) / Config::tile_k;
+    if constexpr (Layout::is_grouped)
+      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch, shared + Layout::groups_offset);
+    else
+      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch);
+  }
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
   __device__ __forceinline__ static Ring<Config::stages> stage_ring(ptx::uint32 shared) {
@@ -127,6 +153,7 @@ struct Gemm {
     // 2. The next kernel may start as CTAs end; this one waits for all that earlier ones have written.
     ptx::launch_dependents();
     ptx::wait_for_earlier_kernels();
+    if constexpr (Layout::is_grouped) scheduler.start(static_cast<const int*>(params.pointer[Config::offsets]));
     // 3. Each warp does its part. The producer gives its registers to the consumers.
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
@@ -150,8 +177,9 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
-        load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
+        load_a(work.tile, k, stage, stages.full(at.slot));
+        load_b(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot));
         at.advance();
       }
     }
@@ -260,7 +288,7 @@ struct Gemm {
       RingPosition<LoadRing::slots> at;
       for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
         const Work work = work_of(i, consumer);
-        if (work.has_tile())
+        if (has_product(work))
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
                                               at);
       }
@@ -277,6 +305,13 @@ struct Gemm {
       work.tile.index_m = work.tile.index_m * consumers + consumer;
     }
     return work;
+  }
+
+  /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros, nor where they
+  /// lie behind those of its group: there are none.
+  __device__ __forceinline__ static bool has_product(const Work& work) {
+    if constexpr (rows_in_groups) return work.blocks > 0 && work.tile.row < work.tile.row_end;
+    return work.has_tile();
   }
 
   /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
@@ -298,7 +333,8 @@ struct Gemm {
     for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
       // 1. The epilogue's vectors and scalars, whose latency the products hide.
       const Work work = work_of(i, consumer);
-      if (work.has_tile()) epilogue.begin(work.tile);
+      const bool is_empty = rows_in_groups && !has_product(work);
+      if (has_product(work)) epilogue.begin(work.tile);
 
       // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
       //    the vectors that `begin` puts into shared memory and the warps that read them.
@@ -310,6 +346,15 @@ struct Gemm {
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
+        if (is_empty) {  // the cluster's other tile is not
+          release(at.slot);
+          at.advance();
+          continue;
+        }
+        if constexpr (k_in_groups) {
+          const int left = work.k_end - work.first_k - k_block * Config::tile_k;
+          if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
+        }
         multiply(consumer, at.slot, k_block > 0, accumulator);
         if (k_block > 0) {
           wgmma::wait<1>();
@@ -323,14 +368,14 @@ struct Gemm {
       //    of a whole tile, for cooperative consumers never have a part of one.
       const bool is_last = cooperative || i + 1 == count(i + 1);
       if (!is_last) wake(consumer ^ 1);
-      epilogue.read_ahead();
+      if (!is_empty) epilogue.read_ahead();
 
       // 5. The accumulator is complete; the last stage is given back, and the other consumer's are skipped.
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
-      release(previous.slot);
+      if (!is_empty) release(previous.slot);
       if (!is_last) at.advance(piece(i + 1).blocks);
 
       // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
@@ -343,7 +388,9 @@ struct Gemm {
       }
 
       // 7. The epilogue, under the other consumer's products.
-      epilogue.visit(work.tile, accumulator);
+      if (!is_empty) epilogue.visit(work.tile, accumulator);
+      if constexpr (rows_in_groups)
+        if (work.blocks == 0) epilogue.store_zeros(work.tile);
     }
     epilogue.finish();
   }
@@ -371,6 +418,22 @@ struct Gemm {
             accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
             accumulate || step > 0);
     wgmma::commit();
+  }
+
+  /// Zeroes a stage's rows of k from the `first` on, in all that this consumer multiplies: of both factors, for the
+  /// other one's rows may be infinite.
+  __device__ __forceinline__ void zero_behind(int consumer, int slot, int first) const {
+    const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
+    constexpr int chunks_of_a = Config::consumer_m / 64, chunks_of_b = Config::tile_n / 64;
+    const ptx::uint32 a = stage + (cooperative ? consumer * chunks_of_a * chunk_bytes : 0);
+    for (int chunk = 0; chunk < chunks_of_a + chunks_of_b; ++chunk) {
+      const ptx::uint32 rows =
+          chunk < chunks_of_a ? a + chunk * chunk_bytes : stage + Layout::a_bytes + (chunk - chunks_of_a) * chunk_bytes;
+      for (int at = first * factor_row_bytes + 16 * (32 * warp + lane); at < chunk_bytes; at += 16 * 128)
+        ptx::store_zeros(rows + at);
+    }
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(barrier_number(NamedBarrier::column_results, consumer), 32 * consumer_warps);
   }
 
   __device__ __forceinline__ void release(int slot) const {

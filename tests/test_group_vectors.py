@@ -1,6 +1,7 @@
 """Operands of which a row's group chooses: values and gradients beside numpy in float64, under vmap, on meshes."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -10,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from coda_jax.epilogue import ByGroup, NotTileLocalError, emit, evaluate, trace
-from coda_jax.epilogue.groups import unmarked
-from coda_jax.epilogue.operand_kinds import GROUP_SCALAR, GROUP_SIZES, GROUP_VECTOR, TILE
+from coda_jax.epilogue.groups import GroupOffsets, group_offsets, unmarked
+from coda_jax.epilogue.operand_kinds import GROUP_OFFSETS, GROUP_SCALAR, GROUP_VECTOR, TILE
 from coda_jax.lowering import select
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.lowering.launch import _folds
@@ -330,43 +331,58 @@ def test_a_gradient_under_vmap_and_of_second_order():
 
 
 def traced(function, operands, m=M, groups=G):
-    return trace(functools.partial(function, jnp), typed(m, N), operands, typed(groups, dtype=jnp.int32))
+    return trace(functools.partial(function, jnp), typed(m, N), operands, typed(groups + 1, dtype=jnp.int32))
 
 
 def test_a_mark_and_no_shape_means_a_group():
     """(M, N) is a tile, and by group it is a vector of each, in a program of another text."""
     epilogue, captured = traced(lambda xp, acc, x, y: acc * x + y, [ByGroup(typed(M, N)), typed(M, N)], groups=M)
-    assert [one.kind for one in epilogue.program.operands] == [GROUP_VECTOR, TILE, GROUP_SIZES]
+    assert [one.kind for one in epilogue.program.operands] == [GROUP_VECTOR, TILE, GROUP_OFFSETS]
     assert len(captured) == 1
-    for line in ("operand 0: group_vector float32->float32 full", "operand 2: group_sizes int32->int32 full"):
+    for line in ("operand 0: group_vector float32->float32 full", "operand 2: group_offsets int32->int32 full"):
         assert line in str(epilogue.program).split("\n")
     tiles, _ = trace(lambda acc, x, y: acc * x + y, typed(M, N), [typed(M, N)] * 2)
     assert str(tiles.program) != str(epilogue.program)
     scalars = traced(lambda xp, acc, x, y: acc * x + y, [ByGroup(typed(G)), ByGroup(typed(G, 1))])[0]
-    assert [one.kind for one in scalars.program.operands] == [GROUP_SCALAR, GROUP_SCALAR, GROUP_SIZES]
+    assert [one.kind for one in scalars.program.operands] == [GROUP_SCALAR, GROUP_SCALAR, GROUP_OFFSETS]
 
 
-def test_captured_arrays_stand_before_the_sizes():
+def test_captured_arrays_stand_before_the_offsets():
     table = np.arange(N, dtype=np.float32)
     x, sizes, acc = random(G, N), sizes_of(M, G), random(M, N, seed=1)
-    epilogue, captured = trace(lambda acc, x: acc * table + x, acc, [ByGroup(x)], sizes)
-    assert [one.kind.word for one in epilogue.program.operands] == ["group_vector", "row_vector", "group_sizes"]
+    epilogue, captured = trace(lambda acc, x: acc * table + x, acc, [ByGroup(x)], group_offsets(sizes, M))
+    assert [one.kind.word for one in epilogue.program.operands] == ["group_vector", "row_vector", "group_offsets"]
     expected = acc * table + of_rows(x, sizes, M)
     for out in (evaluate(epilogue.program, acc, x, *captured), epilogue.call(acc, x, *captured)):
         np.testing.assert_allclose(out[0], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_group_of_as_many_scalars_as_twice_n_makes_no_halves():
-    """Neither does it where the sizes are so many."""
-    epilogue, _ = traced(scale, [ByGroup(typed(2 * N))], groups=2 * N)
-    assert epilogue.program.halves.count == 1
+    """Neither does it where the offsets are so many."""
+    for groups in (2 * N, 2 * N - 1):
+        epilogue, _ = traced(scale, [ByGroup(typed(groups))], groups=groups)
+        assert epilogue.program.halves.count == 1
 
 
-def test_the_struct_has_its_list():
-    program = traced(vector_and_scalars, [ByGroup(typed(G, N)), ByGroup(typed(G)), ByGroup(typed(G, 1))])[0].program
+def test_the_struct_has_them_in_the_lists_of_a_batch():
+    """In those of row vectors and scalars, at the index of a batch; the offsets have a number and no entry."""
+
+    def function(xp, acc, row, x, s, one, t):
+        return acc * s + row + xp.tanh(acc * x) * t * one, xp.sum(acc, axis=1)
+
+    operands = [typed(N), ByGroup(typed(G, N)), ByGroup(typed(G)), typed(), ByGroup(typed(G, 1))]
+    program = traced(function, operands)[0].program
     text = emit(program, [np.dtype(np.float32)], [False] * len(program.operands))
-    assert "VectorAccess group_vector[] = {{.pointer = 0, .dtype = DType::f32}};" in text
-    assert "VectorAccess group_scalar[] = " in text and "in.group_scalar[1].f" in text
+    found = {}
+    for name, entries in re.findall(r"VectorAccess (\w+)\[\] = {(.*?)};\n", text, re.DOTALL):
+        found[name] = re.findall(r"pointer = (\d)[^}]*?(batched = true)?}", entries)
+    batched = "batched = true"
+    assert found == {
+        "row_vector": [("0", ""), ("1", batched)],
+        "scalar": [("2", batched), ("3", ""), ("4", batched)],
+    }
+    assert "in.row_vector[1].f" in text and "in.scalar[2].f" in text and "group" not in text
+    assert "row_reduction[] = {{.pointer = 6, " in text
 
 
 def spec_and_types(function, operands, dtype=jnp.bfloat16, groups=G):
@@ -378,13 +394,11 @@ def spec_and_types(function, operands, dtype=jnp.bfloat16, groups=G):
 
 
 @pytest.mark.parametrize(
-    ("operand", "reason"),
-    [
-        (typed(G, N), "operand 1: a vector of each group, which the kernel does not load yet"),
-        (typed(G), "operand 1: a scalar of each group, which the kernel does not load yet"),
-    ],
+    "operand",
+    [typed(G, N), typed(G)],
 )
-def test_the_kernel_refuses_it(operand, reason):
+def test_the_kernel_refuses_it(operand):
+    reason = "operand 1 is by group in a dense product; the kernel takes it in a product of groups only"
     spec, types = spec_and_types(lambda xp, acc, row, x: acc * row + x, [typed(N), ByGroup(operand)])
     assert unsupported_reason(types, spec) == reason
     unread, types = spec_and_types(lambda xp, acc, row, x: acc * row, [typed(N), ByGroup(operand)])
@@ -410,7 +424,7 @@ def test_a_gpu_takes_xlas_form_and_says_so(monkeypatch):
         return grouped(a, b, [ByGroup(x)], sizes, bias)
 
     types = (typed(M, K, dtype=jnp.bfloat16), typed(K, N, dtype=jnp.bfloat16), typed(G, N), typed(G, dtype=jnp.int32))
-    with pytest.warns(UserWarning, match="operand 0: a vector of each group, which the kernel does not load yet"):
+    with pytest.warns(UserWarning, match="operand 0 is by group in a dense product"):
         lowered = jax.jit(f).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
     assert "dot_general" in lowered and "@coda_gemm(" not in lowered
 
@@ -495,6 +509,7 @@ VECTOR = ByGroup(jnp.ones((G, N)))
         (VECTOR, SIZES.astype(jnp.int16), TypeError, "group_sizes has dtype int16; it must be int32"),
         (VECTOR, SIZES[None], ValueError, "group_sizes has shape (1, 5); it must be (G,)"),
         (VECTOR, SIZES[0], ValueError, "group_sizes has shape (); it must be (G,)"),
+        (VECTOR, GroupOffsets(jnp.arange(5)), ValueError, "(5, 16) and is by group, and group_sizes has 4 groups"),
         (VECTOR, SIZES[:4], ValueError, "operand 'x' has shape (5, 16) and is by group, and group_sizes has 4 groups"),
         (ByGroup(jnp.ones(())), SIZES, ValueError, "operand 'x' has shape () and is by group"),
         (ByGroup(jnp.ones((G, 3))), SIZES, NotTileLocalError, "operand 'x' has shape (5, 3); beside acc (M, N)"),

@@ -10,7 +10,7 @@ from jax import lax
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.flatten import run
 from coda_jax.epilogue.operand import Beside
-from coda_jax.epilogue.operand_kinds import group_of_each_row
+from coda_jax.epilogue.operand_kinds import groups_of_rows
 from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, ReductionOp
 
 
@@ -32,7 +32,7 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
 def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
     """The kernel's part of a program: its stores, in the dtypes that f gives them, and its reductions, float32."""
     rows, columns = acc.shape[0], acc.shape[1] // program.halves.of_acc
-    beside = Beside(rows, columns, program.halves, group_of_each_row(program.operands, operands, rows))
+    beside = Beside(rows, columns, program.halves, groups_of_rows(program.operands, operands, rows))
     values: list[jax.Array] = []
     for node in program.nodes:
         values.append(_node(program, node, values, acc, operands, beside))
@@ -62,7 +62,7 @@ def finish(
       operands: as in `program.operands`; tile operands are not read and may be None.
       rows: M.
     """
-    group = group_of_each_row(program.operands, operands, rows)
+    groups = groups_of_rows(program.operands, operands, rows)
     values: dict[int, jax.Array] = {}
     for variable, source, index in program.finishing.inputs:
         if source == "reduction":
@@ -71,7 +71,7 @@ def finish(
             x = operands[index]
             assert x is not None
             operand = program.operands[index]
-            values[variable] = operand.kind.as_seen(x.astype(operand.traced_dtype), group)
+            values[variable] = operand.kind.as_seen(x.astype(operand.traced_dtype), groups)
     numbers, atoms = [output for output, _ in program.finishing.outputs], [x for _, x in program.finishing.outputs]
     finished = run(program.finishing.equations, values, atoms)
     return dict(zip(numbers, map(jnp.asarray, finished), strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
-from coda_jax.epilogue.program import Axis, Finish, Reduction
+from coda_jax.epilogue.program import Axis, Finish, Program, Reduction
 from coda_jax.epilogue.values import ROW, same_shape, same_size
 
 
@@ -52,6 +52,28 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
     row_axes = tuple(tuple(sorted(rows.get(atom, ()))) for _, atom in outputs)
     finish = Finish(tuple(inputs), tuple(equations), finished, row_axes, "\n".join(lines))
     return finish, [analysis.reductions[index] for index in reductions]
+
+
+# What keeps each row's results its own, beside elementwise operations.
+_BY_ROW = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "select_n", "squeeze", "transpose"})
+
+
+def mixes_rows(program: Program) -> bool:
+    """True if an equation over finished reductions of rows, or over what has rows, may make one value of several."""
+    finish = program.finishing
+
+    def has_rows(source: str, index: int) -> bool:
+        is_reduction = source == "reduction"
+        return program.reductions[index].axis is Axis.ROW if is_reduction else program.operands[index].kind.has_rows
+
+    of_rows = {variable for variable, source, index in finish.inputs if has_rows(source, index)}
+    for equation in finish.equations:
+        if of_rows.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
+            if equation.name not in _BY_ROW and equation.name not in elementwise.OPERATIONS:
+                return True
+            of_rows.update(equation.outputs)
+    outputs = zip(finish.outputs, finish.row_axes, strict=True)
+    return any(isinstance(atom, int) and atom in of_rows and not axes for (_, atom), axes in outputs)
 
 
 def _row_axes_of_source(analysis: Analysis, variable: int, source: str, index: int) -> frozenset[int]:

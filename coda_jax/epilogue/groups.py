@@ -1,17 +1,19 @@
-"""Arrays of which a row's group chooses its own: how a caller marks them, and what f sees of them.
+"""Groups of a product's rows, and arrays of which a row's group chooses its own.
 
-The rows of a product are sorted by group. Group g has `sizes[g]` of them, which may be none; rows behind the last group
-are in none, and f sees zeros there.
+The rows of a product are sorted by group. A caller gives the sizes of the groups, any of which may be zero; a product
+has their offsets: group g has the rows from `offsets[g]` on, before `offsets[g + 1]`. Rows before the first group and
+behind the last are in none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from coda_jax.epilogue.dtypes import INT32
 from coda_jax.epilogue.values import same_size
@@ -27,56 +29,86 @@ class Marked:
 class ByGroup(Marked):
     """A row for each group, (G, N) or (G, N/2), or a scalar for each, (G, 1) or (G,).
 
-    f sees those of each row of the product: (M, N), (M, N/2) or (M, 1).
+    f sees those of each row of the product: (M, N), (M, N/2) or (M, 1). For rows in no group it sees zeros.
     """
 
 
-class SizesOfGroups(Marked):
-    """The number of rows of each group, (G,) int32, beside arrays that are `ByGroup`."""
+class GroupOffsets(Marked):
+    """Where the groups begin and the last one ends, (G + 1,) int32, in the place of their sizes."""
 
 
 def unmarked(x: Any) -> Any:
     return x.array if isinstance(x, Marked) else x
 
 
-def check_groups(operands: Sequence[Any], sizes: Any, labels: Sequence[str], name: str) -> None:
-    """Checks that operands by group and the sizes of the groups go together.
+def check_group_sizes(sizes: Any, function: str) -> None:
+    """Raises TypeError where the sizes of groups are not int32, ValueError where they are not (G,).
+
+    Args:
+      function: for messages.
+    """
+    if sizes.dtype != INT32:
+        raise TypeError(f"{function}: group_sizes has dtype {sizes.dtype}; it must be int32")
+    if len(sizes.shape) != 1:
+        raise ValueError(f"{function}: group_sizes has shape {sizes.shape}; it must be (G,)")
+
+
+def group_offsets(sizes: jax.Array, rows: Any) -> jax.Array:
+    """The offsets of groups of these sizes, (G + 1,) int32, which rise from 0 and are at most `rows`.
+
+    Where sizes are negative, or are more than the rows, they are the offsets of some other groups.
+    """
+    ends = jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32)
+    ends = lax.cummax(jnp.clip(ends, 0, jnp.asarray(rows, jnp.int32)))
+    return jnp.concatenate([jnp.zeros_like(ends, shape=1), ends])
+
+
+def check_groups(operands: Sequence[Any], offsets: Any, labels: Sequence[str], name: str) -> None:
+    """Checks that operands by group and the groups go together.
 
     Args:
       labels: of the operands, for messages.
       name: of the epilogue, for messages.
 
     Raises:
-      TypeError: the sizes are not int32.
-      ValueError: one is without the other, or they have different numbers of groups.
+      ValueError: operands are by group without groups, or have another number of them.
     """
     by_group = {label: x.array for label, x in zip(labels, operands, strict=True) if isinstance(x, ByGroup)}
-    if sizes is None:
-        if by_group:
-            first = next(iter(by_group))
-            raise ValueError(f"epilogue '{name}': {first} is by group, and group_sizes is None; it must be (G,) int32")
-        return
-    if not by_group:
-        raise ValueError(f"epilogue '{name}': group_sizes has shape {sizes.shape}, and no operand is by group")
-    if sizes.dtype != INT32:
-        raise TypeError(f"epilogue '{name}': group_sizes has dtype {sizes.dtype}; it must be int32")
-    if len(sizes.shape) != 1:
-        raise ValueError(f"epilogue '{name}': group_sizes has shape {sizes.shape}; it must be (G,)")
     for label, x in by_group.items():
-        if not x.shape or not same_size(x.shape[0], sizes.shape[0]):
+        if offsets is None:
+            raise ValueError(f"epilogue '{name}': {label} is by group, and group_sizes is None; it must be (G,) int32")
+        groups = offsets.shape[0] - 1
+        if not x.shape or not same_size(x.shape[0], groups):
             raise ValueError(
                 f"epilogue '{name}': {label} has shape {x.shape} and is by group, and group_sizes has "
-                f"{sizes.shape[0]} groups; its first axis must be these"
+                f"{groups} groups; its first axis must be these"
             )
 
 
-def group_of_rows(sizes: jax.Array, rows: Any) -> jax.Array:
-    """The group of each row, (M,) int32; for those in none the number of groups."""
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    return jnp.searchsorted(ends, jnp.arange(rows, dtype=jnp.int32), side="right", method="compare_all")
+class RowGroups(NamedTuple):
+    """The groups of the rows of a product.
 
+    Attributes:
+      index: of each row, (M,) int32, rising; behind the last group it is the number of groups.
+      is_in: whether a row is in any, (M,) bool.
+    """
 
-def for_each_row(x: jax.Array, group: jax.Array) -> jax.Array:
-    """x (G, N), or (G,) as (G, 1), for each row that of its group. Its derivative sums over the rows of each group."""
-    x = x.reshape(-1, 1) if x.ndim == 1 else x
-    return jnp.take(x, group, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
+    index: jax.Array
+    is_in: jax.Array
+
+    @classmethod
+    def of(cls, offsets: jax.Array, rows: Any) -> RowGroups:
+        row = jnp.arange(rows, dtype=jnp.int32)
+        index = jnp.searchsorted(offsets[1:], row, side="right", method="compare_all").astype(jnp.int32)
+        return cls(index, (row >= offsets[0]) & (row < offsets[-1]))
+
+    def for_each_row(self, x: jax.Array) -> jax.Array:
+        """x (G, N), or (G,) as (G, 1), for each row that of its group. Its derivative sums over the rows of each."""
+        x = x.reshape(-1, 1) if x.ndim == 1 else x
+        taken = jnp.take(x, self.index, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
+        return self.masked(taken)
+
+    def masked(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """x with zeros for rows in no group; `axis` is that of the rows."""
+        shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+        return jnp.where(self.is_in.reshape(shape), x, jnp.zeros((), x.dtype))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue.dtypes import TILES
-from coda_jax.epilogue.groups import Marked
+from coda_jax.epilogue.groups import Marked, RowGroups
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, Tag
 
@@ -34,13 +34,13 @@ class Along(enum.Enum):
 class Beside(NamedTuple):
     """The matrices beside an operand when XLA evaluates a program: their rows, and the columns of one half.
 
-    `group` is that of each row, where rows have one.
+    `groups` are those of the rows, where these have any.
     """
 
     rows: Any
     columns: int
     halves: Halves
-    group: jax.Array | None
+    groups: RowGroups | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class OperandKind:
     by_tensor_map = False
     in_shared_memory = False
     is_kept = False
-    unloaded = ""
+    by_group = False
 
     def __repr__(self) -> str:
         return self.word
@@ -94,7 +94,12 @@ class OperandKind:
 
     @property
     def list_name(self) -> str:
-        """Its list in the generated struct."""
+        """Its list in the generated struct; empty where it is in none."""
+        return self.word
+
+    @property
+    def member(self) -> str:
+        """The member of Element that has its values."""
         return self.word
 
     @property
@@ -121,13 +126,13 @@ class OperandKind:
         both = (ROW if self.has_rows else None, self.columns.value[operand.width is Width.HALF])
         return both[2 - rank :]
 
-    def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
+    def as_seen(self, x: jax.Array, groups: RowGroups | None) -> jax.Array:
         """The array that f sees, beside rows of these groups."""
         return x
 
     def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
         """The value that XLA computes with: (rows or 1, columns or 1), of one half."""
-        matrix = self.as_seen(x, beside.group) if self.has_rows else x.reshape(1, -1)
+        matrix = self.as_seen(x, beside.groups) if self.has_rows else x.reshape(1, -1)
         return beside.halves.columns_of(matrix, half, beside.columns)
 
     # --- as an array

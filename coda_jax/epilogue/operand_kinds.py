@@ -10,10 +10,12 @@ A new kind is a class here, its values in CUDA and a test; no other file names a
   axes            which dimensions of the product its array's axes are: they are sharded alike, the others never
   as_seen, value  what f sees of its array, and its value for XLA, where that is not the array itself
   only_floats     whether it is never int32 or bool
-  by_tensor_map, in_shared_memory, is_kept, unloaded
+  by_tensor_map, in_shared_memory, is_kept, by_group
                   how the kernel loads it: by a tensor map or a pointer; as words for the columns of a tile; early, into
-                  registers; not at all, and then what it is, for the message. cuda/epilogue_abi.cuh declares its list
-                  and the member of Element that has its values, cuda/epilogue_operands_sm90.cuh loads them
+                  registers; at the index of the rows' group, which is that of a batch
+  list_name, member
+                  its list in the generated struct, and the member of Element that has its values, where these are not
+                  named by `word`. cuda/epilogue_abi.cuh declares both, cuda/epilogue_operands_sm90.cuh loads the values
   with_own_rows, more_rows, folds
                   what becomes of it where the products of a batch are more rows of one
   row_unit        of how many rows a device's share of the product must be a multiple
@@ -31,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from coda_jax.epilogue.groups import ByGroup, SizesOfGroups, for_each_row, group_of_rows
+from coda_jax.epilogue.groups import ByGroup, GroupOffsets, RowGroups
 from coda_jax.epilogue.operand import Along, Beside, Columns, Operand, OperandKind
 from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
 
@@ -43,9 +45,7 @@ class Tile(OperandKind):
     has_rows, columns = True, Columns.OF_PRODUCT
     only_floats = by_tensor_map = True
 
-    @property
-    def list_name(self) -> str:
-        return "tile_load"
+    list_name = "tile_load"
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
         return same_shape(shape, (rows, columns)) and not same_size(rows, 1) and not same_size(columns, 1)
@@ -162,14 +162,15 @@ class GroupVector(_OfGroups):
 
     word, shapes, mark = "group_vector", "(G, N)", ByGroup
     has_rows, columns = True, Columns.OF_PRODUCT
-    unloaded = "a vector of each group"
+    in_shared_memory = by_group = True
+    list_name = member = "row_vector"
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
         return len(shape) == 2 and same_size(shape[1], columns) and not same_size(columns, 1)
 
-    def as_seen(self, x: jax.Array, group: jax.Array | None) -> jax.Array:
-        assert group is not None
-        return for_each_row(x, group)
+    def as_seen(self, x: jax.Array, groups: RowGroups | None) -> jax.Array:
+        assert groups is not None
+        return groups.for_each_row(x)
 
     def axes(self, operand: Operand) -> tuple[Along | None, ...]:
         return (None, Along.COLUMNS)
@@ -180,7 +181,8 @@ class GroupScalar(GroupVector):
 
     word, shapes = "group_scalar", "(G, 1) or (G,)"
     columns = Columns.NONE
-    unloaded = "a scalar of each group"
+    in_shared_memory = False
+    list_name = member = "scalar"
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
         return len(shape) == 1 or (len(shape) == 2 and same_size(shape[1], 1))
@@ -189,10 +191,11 @@ class GroupScalar(GroupVector):
         return (None, None)
 
 
-class GroupSizes(_OfGroups):
-    """The number of rows of each group, once in a product that has any of the two above. f does not see it."""
+class Offsets(_OfGroups):
+    """Where groups begin: the last operand of a product that has groups. Neither f nor its code sees it."""
 
-    word, shapes, mark = "group_sizes", "(G,)", SizesOfGroups
+    word, shapes, mark = "group_offsets", "(G + 1,)", GroupOffsets
+    list_name = member = ""
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
         return len(shape) == 1
@@ -204,18 +207,17 @@ class GroupSizes(_OfGroups):
         return 0  # where a group begins depends on all rows before it
 
 
-def group_of_each_row(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> jax.Array | None:
-    """The groups of the product's rows, by the sizes among its operands' arrays; None where rows have none."""
-    each = zip(operands, arrays, strict=True)
-    sizes = next((x for operand, x in each if operand.kind is GROUP_SIZES), None)
-    return None if sizes is None else group_of_rows(sizes, rows)
+def groups_of_rows(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> RowGroups | None:
+    """The groups of the product's rows, by the offsets that are its last operand; None where it has no groups."""
+    has_groups = bool(operands) and operands[-1].kind is GROUP_OFFSETS
+    return RowGroups.of(arrays[-1], rows) if has_groups else None
 
 
 def seen(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> list[jax.Array]:
     """The arrays of operands as f sees them, in the dtypes in which it does."""
-    group = group_of_each_row(operands, arrays, rows)
+    groups = groups_of_rows(operands, arrays, rows)
     each = zip(operands, arrays, strict=True)
-    return [one.kind.as_seen(lax.convert_element_type(x, one.traced_dtype), group) for one, x in each]
+    return [one.kind.as_seen(lax.convert_element_type(x, one.traced_dtype), groups) for one, x in each]
 
 
 def _is_scalar(shape: Sequence[Any]) -> bool:
@@ -235,9 +237,9 @@ def _for_every_head(x: jax.Array, half: int, beside: Beside, repeats: int = 1) -
 
 TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR = Tile(), RowVector(), ColumnVector(), Scalar()
 ROPE_TABLE, HEAD_VECTOR = RopeTable(), HeadVector()
-GROUP_VECTOR, GROUP_SCALAR, GROUP_SIZES = GroupVector(), GroupScalar(), GroupSizes()
+GROUP_VECTOR, GROUP_SCALAR, GROUP_OFFSETS = GroupVector(), GroupScalar(), Offsets()
 # In the order of their lists in the generated struct.
 KINDS: tuple[OperandKind, ...] = (
     *(TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR, ROPE_TABLE, HEAD_VECTOR),
-    *(GROUP_VECTOR, GROUP_SCALAR, GROUP_SIZES),
+    *(GROUP_VECTOR, GROUP_SCALAR, GROUP_OFFSETS),
 )

@@ -16,7 +16,7 @@ from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
 from coda_jax.epilogue.dtypes import FLOATS, TILES, VECTORS, listed
 from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
-from coda_jax.epilogue.groups import Marked, SizesOfGroups, check_groups, unmarked
+from coda_jax.epilogue.groups import GroupOffsets, Marked, check_groups, unmarked
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.logsumexp import recognise
 from coda_jax.epilogue.operand import Columns, Operand, OperandKind
@@ -70,7 +70,7 @@ class Epilogue:
 
 
 def trace(
-    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any], group_sizes: Any = None
+    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any], group_offsets: Any = None
 ) -> tuple[Epilogue, tuple[Any, ...]]:
     """Traces f(acc, *operands), checks that it is local to a tile, and hoists the arrays that it closes over.
 
@@ -81,16 +81,16 @@ def trace(
         (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and there (S, Dh) or (S, Dh/2)
         where S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32. Those that are
         `ByGroup` are (G, N), (G, N/2), (G, 1) or (G,), and f sees those of each row's group, (M, N) and so on.
-      group_sizes: (G,) int32, beside operands by group: how many rows each group has; see groups.py.
+      group_offsets: (G + 1,) int32, beside operands by group and of a product that has groups; see groups.py.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones; the last
-      are the sizes of groups, if there are any.
+      are the offsets of groups, if there are any.
 
     Raises:
       NotTileLocalError: f needs more than one tile, asks for the value of an array, or an operand does not broadcast
         against acc.
-      TypeError, ValueError: operands by group and group_sizes that do not go together.
+      ValueError: operands by group and groups that do not go together.
     """
     f = _identity if f is None else f
     named = f.func if isinstance(f, partial) else f
@@ -112,11 +112,11 @@ def trace(
         found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=True)]
         return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
 
-    check_groups(operands, group_sizes, labels, name)
-    sizes = () if group_sizes is None else (SizesOfGroups(group_sizes),)
-    labels += ["group_sizes"] * len(sizes)
-    explicit = described((*operands, *sizes), _initial_layout(operands, n), is_final=False)
-    avals = _avals(acc, explicit, (*operands, *sizes))[: 1 + len(operands)]
+    check_groups(operands, group_offsets, labels, name)
+    offsets = () if group_offsets is None else (GroupOffsets(group_offsets),)
+    labels += ["group_offsets"] * len(offsets)
+    explicit = described((*operands, *offsets), _initial_layout(operands, n), is_final=False)
+    avals = _avals(acc, explicit, (*operands, *offsets))[: 1 + len(operands)]
     jaxpr = make_jaxpr(flat_f, avals, name)
     with default_types():
         constants = Constants()
@@ -124,12 +124,12 @@ def trace(
         flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
         recognise(flat)
         captured = tuple(keep_used_constants((differentiable, flat), constants))
-        arrays = (*operands, *captured, *sizes)
+        arrays = (*operands, *captured, *offsets)
         labels[len(operands) : len(operands)] = [f"captured array {i}" for i in range(len(captured))]
         order = [
             *range(1, len(avals)),
             *(flat.constants.get(i, flat.new(jax.typeof(x))) for i, x in enumerate(captured)),
-            *(flat.new(x.array) for x in sizes),
+            *(flat.new(x.array) for x in offsets),
         ]
 
         def program(layout: Layout) -> Program:
@@ -160,7 +160,7 @@ def trace(
                 raise error from None
         checked = replace(checked, user_names=UserNames.of(f, name, names))
         epilogue = Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands))
-        return epilogue, (*captured, *map(unmarked, sizes))
+        return epilogue, (*captured, *map(unmarked, offsets))
 
 
 def _identity(acc: jax.Array) -> jax.Array:

@@ -20,7 +20,8 @@ from coda_jax.primitives.axes import BATCH, Dimension, ProductAxes, ProductAxis
 from coda_jax.primitives.mesh_types import MeshAxes, partition_spec
 from coda_jax.primitives.spec import GemmSpec
 
-_ORDER = (Dimension.K, Dimension.BATCH, Dimension.M, Dimension.N)  # what shards one shards none behind it
+# What shards one shards none behind it.
+_ORDER = (Dimension.K, Dimension.BATCH, Dimension.M, Dimension.N, Dimension.GROUP)
 
 
 class Plan(NamedTuple):
@@ -61,8 +62,11 @@ def units(spec: GemmSpec, sizes: Mapping[ProductAxis, int]) -> dict[ProductAxis,
     Args:
       sizes: of the product's axes.
     """
-    unit_of = {BATCH: 1} | {axis: 1 for axis in sizes if axis.dimension is Dimension.K}
-    for dimension, unit in ((Dimension.M, row_unit(spec.program)), (Dimension.N, _column_unit(spec))):
+    of_k = spec.ragged is Dimension.K  # K is the rows that groups cut then
+    unit_of = {BATCH: 1} | {axis: int(not of_k) for axis in sizes if axis.dimension is Dimension.K}
+    unit_of |= {axis: 0 for axis in sizes if axis.dimension is Dimension.GROUP}
+    m_unit = 1 if of_k else row_unit(spec.program)
+    for dimension, unit in ((Dimension.M, m_unit), (Dimension.N, _column_unit(spec))):
         axes = sorted((axis for axis in sizes if axis.dimension is dimension), key=lambda axis: axis.number)
         inner = math.prod(sizes[axis] for axis in axes[1:])
         unit_of |= dict.fromkeys(axes, 1 if unit == 1 else 0)

@@ -76,8 +76,8 @@ def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
     if unsupported_reason(shard.matrices.flat_types(types), shard.matrices.spec_of_matrices) is not None:
         return False
     stores, accs = (
-        jax.eval_shape(functools.partial(xla_tiles, spec=x), *types[: len(x.batched)])[0]
-        for x in (shard, bare(spec, types))
+        jax.eval_shape(functools.partial(xla_tiles, spec=x), *of_x)[0]
+        for x, of_x in ((shard, types), (bare(spec, types), bare_arguments(spec, types)))
     )
     return sum(x.size for x in stores) <= sum(x.size for x in accs)
 
@@ -95,7 +95,7 @@ def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: T
     """The epilogue of the products' sum over the devices, by XLA, on the shard of it that this device keeps."""
     matrices = spec.matrices
     factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
-    (accs, _) = tiles(*factors, spec=bare(spec, factors))
+    (accs, _) = tiles(*bare_arguments(spec, arguments), spec=bare(spec, factors))
     summed = [_summed(acc, axes, plan) for acc, axes in zip(accs, matrices.acc_axes, strict=True)]
     return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
 
@@ -130,15 +130,22 @@ def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
     matrices = spec.matrices
     dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(matrices.a)]))
     columns = matrices.acc[0][1].rank
+    groups = () if spec.ragged is None else spec.program.operands[-1:]
     return spec.replace(
-        program=BARE,
+        program=dataclasses.replace(BARE, operands=groups) if groups else BARE,
         out_dtypes=(dtype,),
-        batched=spec.batched[: matrices.num_factors],
+        batched=spec.batched[: matrices.num_factors] + (False,) * len(groups),
         axes=spec.axes._replace(n=columns, halves=False),
         config=None,
         input_output_aliases=(),
         out_sharding=None,
     )
+
+
+def bare_arguments(spec: GemmSpec, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of `bare`: the factors, and the offsets of groups where there are any."""
+    groups = () if spec.ragged is None else arguments[-1:]
+    return [*arguments[: spec.matrices.num_factors], *groups]
 
 
 def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
@@ -220,7 +227,7 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     shards = shards_of(avals, spec, plan)
     has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)
-    return shards, spec if has_epilogue else bare(spec, shards)
+    return (shards, spec) if has_epilogue else (bare_arguments(spec, shards), bare(spec, shards))
 
 
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
@@ -285,7 +292,8 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
     each_result = zip(matrices.result_axes, map(piece, matrices.results), strict=True)
     results = tuple(factors(axes, None, of_piece) for axes, of_piece in each_result)
     pieces = [f"_{i}" for i in range(spec.axes.pieces)] if joined is Dimension.K else [""]
-    summed = tuple(f"{ProductAxis(Dimension.K, i)}{suffix}" for i in range(spec.axes.k) for suffix in pieces)
+    of_k = [ProductAxis(Dimension.K, i) for i in range(spec.axes.k)]
+    summed = tuple(f"{axis}{suffix}" for axis in of_k if unit_of[axis] for suffix in pieces)
     return SdyShardingRule(
         arguments, results, reduction_factors=summed, need_replication_factors=tuple(replicated), **sizes
     )
@@ -294,6 +302,7 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 def _digest(spec: GemmSpec) -> str:
     """A name of what a call computes on its arguments."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
+    options = (*options, *filter(None, [spec.ragged]))
     # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
     # chosen by: else with the tiles of another table.
     settings = (is_strict(), ffi.headers_hash(), chosen_by())

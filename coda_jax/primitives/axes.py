@@ -27,6 +27,7 @@ class Dimension(enum.Enum):
     M = "m"
     N = "n"
     K = "k"
+    GROUP = "group"
 
 
 class ProductAxis(NamedTuple):
@@ -48,7 +49,7 @@ class MatrixAxis(NamedTuple):
     """The axes of an array that are one axis of its matrix.
 
     Attributes:
-      dimension: M, N or K; None for what is never sharded.
+      dimension: M, N, K or the groups; None for what is never sharded.
       rank: how many axes of the array.
       piece: which piece of a concatenated dimension.
     """

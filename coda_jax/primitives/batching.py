@@ -23,6 +23,8 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     """Adds a batch axis, or merges it with the one already there, repeating what lacks one of the two."""
     mapped = [dim is not None for dim in dims]
+    if spec.ragged is not None:
+        return _one_by_one(arguments, dims, spec), [0] * len(spec.out_dtypes)
     new = next(x.shape[dim] for x, dim in zip(arguments, dims, strict=True) if dim is not None)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     more_rows = _as_rows(moved, mapped, spec)
@@ -40,6 +42,18 @@ def _batch(
     flags = [is_mapped or flag for is_mapped, flag in zip(mapped, spec.batched, strict=True)]
     outputs = bind(*merged, spec=_batched(spec, flags))
     return [x.reshape(new, old, *x.shape[1:]) for x in outputs], [0] * len(outputs)
+
+
+def _one_by_one(arguments: Sequence[jax.Array], dims: Sequence[int | None], spec: GemmSpec) -> list[jax.Array]:
+    """A batch of products of groups, one after the other: each has groups of its own, and so a kernel."""
+    batch = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True) if dim is not None]
+
+    def one(batch: Sequence[jax.Array]) -> list[jax.Array]:
+        rest = iter(batch)
+        return bind(*(x if dim is None else next(rest) for x, dim in zip(arguments, dims, strict=True)), spec=spec)
+
+    results: list[jax.Array] = jax.lax.map(one, batch)
+    return results
 
 
 def _as_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
-from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, Program, trace, types_of
-from coda_jax.epilogue.groups import unmarked
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, trace, types_of
+from coda_jax.epilogue.groups import GroupOffsets, unmarked
 from coda_jax.primitives.axes import (
-    UNSHARDED,
     Dimension,
     FactorSizes,
-    MatrixAxes,
-    MatrixAxis,
     Pieces,
     as_array,
     as_matrix,
@@ -30,18 +28,33 @@ from coda_jax.primitives.axes import (
     flat_rows,
 )
 from coda_jax.primitives.dtypes import compute_dtype, kept_dtype
-from coda_jax.primitives.gemm_primitive import accumulate, bind
+from coda_jax.primitives.gemm_primitive import bind
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
 from coda_jax.primitives.mesh_types import (
-    axes_of_dimension,
     explicit_sharding,
-    merged_sharding,
+    mesh_axes_of,
+    partition_spec,
     vary,
     varying_axes,
-    without_axes,
+)
+from coda_jax.primitives.product_arrays import (
+    Parts,
+    are_halves,
+    as_parts,
+    check_halves,
+    flat_product,
+    flat_sharding,
+    num_group_axes,
+    num_product_axes,
+    primitive_arguments,
+    product_axes,
+    row_sizes,
+    with_joined_halves,
+    with_whole_groups,
 )
 from coda_jax.primitives.pullback import Pullback
+from coda_jax.primitives.ragged import RowsInGroups, check_ragged, offsets_of_rows
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 
@@ -55,9 +68,6 @@ class Options(CallOptions):
     residuals: str = "preactivation"
 
 
-Parts = jax.Array | Sequence[jax.Array]  # an array, or the pieces of one, concatenated along one dimension
-
-
 def product(
     a: Parts,
     b: Parts,
@@ -65,7 +75,7 @@ def product(
     epilogue: Callable[..., Any] | None,
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
-    group_sizes: jax.Array | None = None,
+    group_sizes: jax.Array | GroupOffsets | None = None,
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
@@ -77,133 +87,73 @@ def product(
       a as above                                   | b several arrays (K, N_i): pieces of N
       a several arrays (M, K_i): pieces of K       | b as many (K_i, N)
 
+    With `options.ragged` M each of these b has an axis of groups in front, and the rows of each group are multiplied by
+    its matrix. With K, and transpose_a, a (*K, *M) and b (*K, *N) are as above, and the result is the product of each
+    group of K, (G, *M, *N); it has no epilogue. Rows in no group are zeros in all results and gradients.
+
     Args:
       a, b: the factors.
       operands: as the epilogue language has them; those with rows have either all axes of M or one; tiles may be as
         many arrays as N is. `laid_out` says how all of them are sharded over explicit mesh axes. `ByGroup(x)`: of each
         row that of its group.
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
-      group_sizes: (G,) int32, beside operands by group: how many rows, in their order, each group has.
+      group_sizes: (G,) int32, with `options.ragged` or beside operands by group: how many rows, in their order, each
+        group has. Or `GroupOffsets`, as `group_offsets` makes them of the sizes.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
-    arrays = [_parts(unmarked(x)) for x in (a, b, *operands)]
+    arrays = [as_parts(unmarked(x)) for x in (a, b, *operands)]
     by_group = [i for i, x in enumerate(operands) if isinstance(x, ByGroup)]
-    if group_sizes is not None:
-        group_sizes = without_axes(group_sizes, 0, axes_of_dimension(group_sizes, 0))
-    of_n = len(arrays[0]) == 1
-    columns = [-1 if options.transpose_b != of_n else 0, *[-1] * len(operands)]  # where b and operands are concatenated
+    offsets = offsets_of_rows(group_sizes, arrays, options, has_operands=bool(by_group))
+    of_n, first = len(arrays[0]) == 1, num_group_axes(options)
+    # where b and operands are concatenated
+    columns = [-1 if options.transpose_b != of_n else first, *[-1] * len(operands)]
     along = (0 if options.transpose_a else -1, *columns)
+    if options.ragged is not None:
+        arrays = with_whole_groups(arrays, options)
     arrays, options = laid_out(arrays, along, options, by_group)
     varying = varying_axes(*itertools.chain(*arrays))
-    rows = _rows(arrays[0][0], options)
+    rows = row_sizes(arrays[0][0], options)
 
     def matrices(*arrays: Sequence[jax.Array]) -> list[jax.Array]:
         a, b, *operands = (
             pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis)
             for pieces, axis in zip(arrays, along, strict=True)
         )
-        return [_flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
+        return [flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
 
     while True:
         leaves, tree = jax.tree.flatten(arrays)
         arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
         acc, *types = types_of(matrices, *arrays)
         marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
-        traced, captured = trace(epilogue, acc, marked, group_sizes)
+        traced, captured = trace(epilogue, acc, marked, offsets)
         if varying_axes(*captured) <= varying:
             break
         varying |= varying_axes(*captured)
-    if of_n and _are_halves(arrays[1], traced.program):
-        of_b = jnp.stack(arrays[1], 0 if options.transpose_b else options.k_axes)
+    if of_n and are_halves(arrays[1], traced.program):
+        of_b = jnp.stack(arrays[1], first + (0 if options.transpose_b else options.k_axes))
         options = dataclasses.replace(options, halves=True)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, options, group_sizes)
-        return [_with_joined_halves(x, len(rows)) for x in outputs], traced
+        return [with_joined_halves(x, len(rows)) for x in outputs], traced
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
-    _check_halves(traced, arrays[1][0], options)
-    axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim, options.k_axes, options.halves, traced.program)
+    check_halves(traced, arrays[1][0], options)
+    if options.ragged is not None:
+        check_ragged(traced)
+    axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim - first, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
         axes = axes._replace(joined=Dimension.N if of_n else Dimension.K, pieces=len(arrays[1]))
     spec = GemmSpec.of(
-        dataclasses.replace(options, out_sharding=_flat_sharding(arrays[0][0], arrays[1][0], options)),
+        dataclasses.replace(options, out_sharding=flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
         out_dtypes(traced),
         "gemm" if epilogue is None else traced.name,
         axes,
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
-    return _differentiable(traced, acc, tuple(types), spec, options)(*_arguments(arrays, rows, spec)), traced
-
-
-def _parts(x: Parts) -> list[jax.Array]:
-    return list(x) if isinstance(x, tuple | list) else [x]  # type: ignore[list-item]
-
-
-def _are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
-    """True if two arrays are the halves of N that the epilogue works on."""
-    same = len(arrays) == 2 and same_shape(arrays[0].shape, arrays[1].shape)
-    return same and program.halves.of_n == 2
-
-
-def _with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
-    return x.reshape(*x.shape[:row_axes], -1) if x.ndim == row_axes + 2 else x
-
-
-def _rows(a: jax.Array, options: Options) -> tuple[Any, ...]:
-    return a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
-
-
-def _arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec: GemmSpec) -> list[jax.Array]:
-    """The primitive's arguments, with the axes that go with the factors'."""
-    arguments = [x for pieces in arrays[:2] for x in pieces]
-    sizes = spec.matrices.factor_sizes(arguments)
-    for operand, pieces in zip(arrays[2:], spec.matrices.operands, strict=True):
-        # Beside one row a tile is a row vector, and has no rows of its own.
-        has_rows = any(axis.dimension is Dimension.M for axis in pieces[0])
-        matrices = operand if has_rows else [flat_rows(x, rows) for x in operand]
-        if len(matrices) == len(pieces):
-            arguments += [as_array(x, axes, sizes) for x, axes in zip(matrices, pieces, strict=True)]
-        else:  # one array beside several, or several beside one
-            along_columns: list[MatrixAxes] = [(UNSHARDED,), (MatrixAxis(Dimension.N, 1, 1),)]
-            arguments += as_pieces(concatenated(matrices, along_columns), pieces, sizes)
-    return arguments
-
-
-def _check_halves(epilogue: Epilogue, b: jax.Array, options: Options) -> None:
-    """Raises where columns are several axes, and the epilogue works on halves of them that none of these is."""
-    columns = b.shape[: b.ndim - options.k_axes] if options.transpose_b else b.shape[options.k_axes :]
-    halves = epilogue.program.halves
-    if halves.count == 1 or len(columns) == 1 or (options.halves and halves.of_n == 2):
-        return
-    raise ValueError(
-        f"gemm: b has columns {columns}, and epilogue '{epilogue.name}' works on "
-        f"{f'heads of {halves.head} columns' if halves.head else 'halves'}; they must be one axis, or for halves of "
-        "the product (2, N / 2)"
-    )
-
-
-def _flat_product(a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
-    """acc (M, N)."""
-    (m, n), k = _product_axes(a, b, options), MatrixAxis(Dimension.K, options.k_axes)
-    return accumulate(
-        as_matrix(a, (k, m) if options.transpose_a else (m, k)),
-        as_matrix(b, (n, k) if options.transpose_b else (k, n)),
-        transpose_a=options.transpose_a,
-        transpose_b=options.transpose_b,
-        out_sharding=_flat_sharding(a, b, options),
-    )
-
-
-def _product_axes(a: jax.Array, b: jax.Array, options: Options) -> MatrixAxes:
-    """The axes of a @ b."""
-    return MatrixAxis(Dimension.M, a.ndim - options.k_axes), MatrixAxis(Dimension.N, b.ndim - options.k_axes)
-
-
-def _flat_sharding(a: jax.Array, b: jax.Array, options: Options) -> Any:
-    counts = (a.ndim - options.k_axes, b.ndim - options.k_axes)
-    return None if options.out_sharding is None else merged_sharding(options.out_sharding, counts)
+    return _differentiable(traced, acc, tuple(types), spec, options)(*primitive_arguments(arrays, rows, spec)), traced
 
 
 def _differentiable(
@@ -238,7 +188,8 @@ def _differentiable(
             outputs = run(*arguments)
         factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
         needs = [needed for needed, pieces in zip(pullback().needs, matrices.operands, strict=True) for _ in pieces]
-        return outputs, (factors, kept, list(itertools.compress(operands, needs)))
+        offsets = None if spec.ragged is None else operands[-1]
+        return outputs, (factors, kept, list(itertools.compress(operands, needs)), offsets)
 
     run = differentiable(
         f"gemm '{spec.name}'",
@@ -265,44 +216,53 @@ class _ProductBackward(Backward):
 
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         dacc, darguments = self._of_epilogue(kept, cotangents)
-        return (*self._of_factors(kept[0], dacc), *darguments)
+        return (*self._of_factors(kept, dacc), *darguments)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         """A batch of a with one b: da is a product of all rows, db one that sums over them."""
         matrices = self.spec.matrices
         of_a, *of_b = batched[0][0]
-        if self.options.transpose_a or len(matrices.a) > 1 or not of_a or any(of_b):
+        if self.options.transpose_a or self.options.ragged or len(matrices.a) > 1 or not of_a or any(of_b):
             return None
         axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched)
         of_epilogue = jax.vmap(self._of_epilogue, in_axes=axes, axis_size=size)
 
         def backward(kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
             dacc, darguments = of_epilogue(kept, cotangents)
-            return (*self._of_factors(kept[0], dacc), *darguments)
+            return (*self._of_factors(kept, dacc), *darguments)
 
         num_operands = len(matrices.arguments) - matrices.num_factors
         return OfBatch(backward, kept, cotangents, [True, *[False] * len(of_b), *[True] * num_operands])
 
     def _of_epilogue(self, kept: Any, cotangents: Sequence[Any]) -> tuple[jax.Array, list[jax.Array | None]]:
         """The cotangents of acc, with all its axes, and of the operands' arrays."""
-        (factors, kept_acc, needed), options, matrices = kept, self.options, self.spec.matrices
+        (factors, kept_acc, needed, offsets), options, matrices = kept, self.options, self.spec.matrices
         a, b = self._concatenated(factors)
+        if options.ragged is Dimension.K:  # without an epilogue
+            return cotangents[0].astype(compute_dtype(a, b)), [None]
         pullback = self.pullback(frozenset(i for i, x in enumerate(cotangents) if x is None))
         arguments = pullback.needed(self.pullback(), matrices.flatten_some(needed, self.pullback().needs))
         cotangents = matrices.flatten_outputs(cotangents, [len(x.shape) for x in self.epilogue.out_avals])
-        product_axes, sizes = _product_axes(a, b, options), matrices.factor_sizes(factors)
+        axes, sizes = product_axes(a, b, options), matrices.factor_sizes(factors)
+
+        def at(acc: jax.Array | None) -> tuple[jax.Array, list[jax.Array | None]]:
+            if offsets is None:
+                return pullback(acc, arguments, cotangents)
+            rows = RowsInGroups(offsets, math.prod(sizes.m))
+            return rows.pulled_back(pullback, self.epilogue.program, acc, arguments, cotangents)
+
         if pullback.needs_acc and kept_acc is None:
-            dacc, darguments = _recomputed(pullback, a, b, arguments, cotangents, options)
+            dacc, darguments = _recomputed(pullback, at, a, b, arguments, cotangents, options, offsets)
         else:
-            acc = None if kept_acc is None else as_matrix(kept_acc, product_axes)
-            dacc, darguments = pullback(acc, arguments, cotangents)
-        dacc = as_array(dacc.astype(compute_dtype(a, b)), product_axes, sizes)
+            dacc, darguments = at(None if kept_acc is None else as_matrix(kept_acc, axes))
+        dacc = as_array(dacc.astype(compute_dtype(a, b)), axes, sizes)
         each = zip(darguments, matrices.operands, strict=True)
         return dacc, [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
-    def _of_factors(self, factors: Sequence[jax.Array], dacc: jax.Array) -> list[jax.Array]:
+    def _of_factors(self, kept: Any, dacc: jax.Array) -> list[jax.Array]:
         """The cotangents of the factors' arrays."""
-        matrices, cotangents = self.spec.matrices, _factors(*self._concatenated(factors), dacc, self.options)
+        factors, *_, offsets = kept
+        matrices, cotangents = self.spec.matrices, _factors(*self._concatenated(factors), dacc, self.options, offsets)
         sizes, each = matrices.factor_sizes(factors), zip(cotangents, (matrices.a, matrices.b), strict=True)
         return [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
@@ -315,11 +275,18 @@ def _as_pieces(x: jax.Array | None, pieces: Pieces, sizes: FactorSizes) -> list[
     return [None] * len(pieces) if x is None else list(as_pieces(x, pieces, sizes))
 
 
-def _factors(a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
+def _factors(
+    a: jax.Array, b: jax.Array, dacc: jax.Array, options: Options, offsets: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
-    rows, columns = a.ndim - options.k_axes, b.ndim - options.k_axes
-    of_a = functools.partial(_plain, dtype=a.dtype, options=options, like=a, k_axes=columns)
-    of_b = functools.partial(_plain, dtype=b.dtype, options=options, like=b, k_axes=rows)
+    rows, columns = num_product_axes(a, b, options)
+    plain = functools.partial(_plain, options=options, offsets=offsets)
+    of_m, of_k = Dimension.M if options.ragged else None, Dimension.K if options.ragged else None
+    if options.ragged is Dimension.K:  # dacc is (G, M, N), and a and b have a group's rows each
+        da = plain(b, dacc, dtype=a.dtype, like=a, k_axes=columns, transpose_b=True, ragged=of_m)
+        return da, plain(a, dacc, dtype=b.dtype, like=b, k_axes=rows, ragged=of_m)
+    of_a = functools.partial(plain, dtype=a.dtype, like=a, k_axes=columns, ragged=of_m)
+    of_b = functools.partial(plain, dtype=b.dtype, like=b, k_axes=rows, ragged=of_k)
     if options.transpose_a:  # (K, M) = b @ dacc.T
         da = of_a(b, dacc, transpose_a=options.transpose_b, transpose_b=True)
     else:  # (M, K) = dacc @ b.T
@@ -341,37 +308,53 @@ def _plain(
     transpose_b: bool = False,
     k_axes: int = 1,
     like: jax.Array | None = None,
+    ragged: Dimension | None = None,
+    offsets: jax.Array | None = None,
 ) -> jax.Array:
-    """A bare product; it is sharded as `like` where mesh axes are explicit."""
+    """A bare product; it is sharded as `like` where mesh axes are explicit, but for rows and groups of a ragged one."""
+    sharding = options.out_sharding if like is None else explicit_sharding(like)
+    if ragged is not None and like is not None and sharding is not None:
+        cuts = mesh_axes_of(sharding.spec, like.ndim)
+        kept = cuts[1:] if ragged is Dimension.K else ((),) * (a.ndim - k_axes) + cuts[a.ndim - k_axes :]
+        sharding = NamedSharding(sharding.mesh, partition_spec(kept))
     plain = Options(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         implementation=options.implementation,
         k_axes=k_axes,
-        out_sharding=options.out_sharding if like is None else explicit_sharding(like),
+        ragged=ragged,
+        out_sharding=sharding,
     )
-    (out,), _ = product(a, b, (), None, lambda _: (dtype,), plain)
+    groups = None if ragged is None or offsets is None else GroupOffsets(offsets)
+    (out,), _ = product(a, b, (), None, lambda _: (dtype,), plain, groups)
     return out
 
 
 def _recomputed(
     pullback: Pullback,
+    at: Callable[[jax.Array], tuple[jax.Array, list[jax.Array | None]]],
     a: jax.Array,
     b: jax.Array,
     arguments: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
     options: Options,
+    offsets: jax.Array | None,
 ) -> tuple[jax.Array, list[jax.Array | None]]:
-    """The pullback at the product computed again: in its epilogue if tile-local, else from the rounded product."""
+    """The pullback at the product computed again: in its epilogue if tile-local, else from the rounded product.
+
+    Args:
+      at: the pullback as a function of acc.
+    """
     again = dataclasses.replace(options, config=None, input_output_aliases=())
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:
-        flags, k_axes = (options.transpose_a, options.transpose_b), options.k_axes
-        acc = _plain(a, b, kept_dtype(dtype), options, transpose_a=flags[0], transpose_b=flags[1], k_axes=k_axes)
-        return pullback(as_matrix(acc, _product_axes(a, b, options)), arguments, cotangents)
+        given = {name: getattr(options, name) for name in ("transpose_a", "transpose_b", "k_axes", "ragged")}
+        acc = _plain(a, b, kept_dtype(dtype), options, offsets=offsets, **given)
+        return at(as_matrix(acc, product_axes(a, b, options)))
 
-    if not pullback.is_uniform:
+    reads_groups = options.ragged is not None and pullback.needs[-1]
+    if not pullback.is_uniform or reads_groups:
         return at_rounded_product()
     try:
         outputs, _ = product(
@@ -381,6 +364,7 @@ def _recomputed(
             pullback.as_epilogue(),
             lambda epilogue: pullback.out_dtypes(epilogue, dtype),
             again,
+            None if offsets is None else GroupOffsets(offsets),
         )
     except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()

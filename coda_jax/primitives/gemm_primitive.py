@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.extend import core as jex_core
 from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
-from coda_jax.primitives.axes import FactorSizes
-from coda_jax.primitives.dtypes import compute_dtype
-from coda_jax.primitives.mesh_types import axes_of_dimension, may_be_automatic, without_axes
+from coda_jax.epilogue.groups import RowGroups
+from coda_jax.primitives.accumulate import accumulate, accumulate_groups
+from coda_jax.primitives.axes import Dimension, FactorSizes
+from coda_jax.primitives.mesh_types import may_be_automatic
+from coda_jax.primitives.ragged import RowsInGroups
 from coda_jax.primitives.spec import GemmSpec
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
@@ -36,25 +37,6 @@ def bind(*arguments: Any, spec: GemmSpec) -> list[jax.Array]:
     return outputs
 
 
-def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
-    """a @ b, (M, N) float32, from two matrices converted to their common dtype.
-
-    An explicit mesh axis that cuts m in a and n in b, as that of FSDP does, cuts m: b is gathered.
-    """
-    dtype = compute_dtype(a, b)
-    contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
-    if out_sharding is None:
-        taken = axes_of_dimension(a, 1 if transpose_a else 0)
-        b = without_axes(b.astype(dtype), 0 if transpose_b else 1, taken)
-    return lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
-        (contraction, ((), ())),
-        preferred_element_type=jnp.float32,
-        out_sharding=out_sharding,
-    )
-
-
 def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     """f's flat outputs by XLA. Arguments flagged in `spec.batched`, and then results, have a batch axis."""
     stores, reductions = xla_tiles(*arguments, spec=spec)
@@ -69,6 +51,11 @@ def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], l
     multiply = functools.partial(
         accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
     )
+    if spec.ragged is not None:
+        multiply = functools.partial(
+            accumulate_groups, ragged=spec.ragged, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
+        )
+        return _tiles(multiply(a, b, operands[-1]), operands, matrices.factor_sizes(arguments), spec)
     has_batch = flags_a or flags_b
     acc = jax.vmap(multiply, in_axes=(_axis(flags_a), _axis(flags_b)))(a, b) if has_batch else multiply(a, b)
     return _tiles(acc, operands, matrices.factor_sizes(arguments), spec)
@@ -97,9 +84,13 @@ def _tiles(
 
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         stores, reductions = evaluate_tiles(spec.program, acc.astype(jnp.float32), *operands)
+        if spec.ragged is Dimension.M:
+            stores = [RowGroups.of(operands[-1], acc.shape[0]).masked(x) for x in stores]
         return [x.astype(dtype) for x, dtype in zip(stores, spec.store_dtypes, strict=True)], reductions
 
     batched = (flags_a or flags_b, *flags)
+    if spec.ragged is Dimension.K:  # each group has a matrix of acc
+        batched = (True, *flags)
     function = jax.vmap(matrix, in_axes=tuple(map(_axis, batched))) if any(batched) else matrix
     stores, reductions = function(acc, *operands)
     return spec.matrices.split_results(spec.matrices.unflatten_results([*stores, *reductions], sizes))
@@ -117,7 +108,11 @@ def outputs_of(results: Sequence[jax.Array], arguments: Sequence[jax.Array], spe
             (batch,) = {x.shape[0] for x in results} or {spec.batch(arguments)}
             function = jax.vmap(function, in_axes=(0, [*map(_axis, flags)]), axis_size=batch)
         operands = matrices.flatten_operands(arguments[matrices.num_factors :])
-        outputs |= function(matrices.flat_reductions(results[len(program.stores) :]), operands)
+        finished = function(matrices.flat_reductions(results[len(program.stores) :]), operands)
+        if spec.ragged is Dimension.M:
+            rows = RowsInGroups(operands[-1], math.prod(matrices.factor_sizes(arguments).m))
+            finished = {i: rows.masked(x, program.row_axes[i]) for i, x in finished.items()}
+        outputs |= finished
     ordered = [outputs[i].astype(dtype) for i, dtype in enumerate(spec.out_dtypes)]
     return matrices.unflatten_outputs(ordered, arguments)
 

@@ -84,12 +84,13 @@ class Matrices:
         program = spec.program
         m, n = MatrixAxis(Dimension.M, spec.axes.m), _columns(spec, program.halves.acc)
         k = MatrixAxis(Dimension.K, spec.axes.k)
+        each = (MatrixAxis(Dimension.GROUP),) * (spec.ragged is Dimension.M)  # group has a matrix of b
         return cls(
             spec,
             a=_pieces((k, m) if spec.transpose_a else (m, k), spec),
-            b=_pieces((n, k) if spec.transpose_b else (k, n), spec),
+            b=_pieces((*each, n, k) if spec.transpose_b else (*each, k, n), spec),
             operands=[_pieces(_operand_axes(spec, operand), spec) for operand in program.operands],
-            acc=_pieces((m, n), spec),
+            acc=_pieces((*_groups_of_results(spec), m, n), spec),
             stores=[_store_pieces(spec, store) for store in program.stores],
             reductions=[
                 [(m,)] if reduction.axis is Axis.ROW else _pieces((_columns(spec, reduction.width),), spec)
@@ -145,7 +146,8 @@ class Matrices:
 
     def _product_axes(self, axes: MatrixAxes) -> ProductAxes:
         """The product's axis for each axis of an array. An axis of two halves is none."""
-        own = {Dimension.M: self.spec.axes.m, Dimension.N: self.spec.axes.n, Dimension.K: self.spec.axes.k}
+        of = self.spec.axes
+        own = {Dimension.M: of.m, Dimension.N: of.n, Dimension.K: of.k, Dimension.GROUP: 1}
         product_axes: ProductAxes = ()
         for dimension, count, _ in axes:
             if dimension is None:
@@ -261,6 +263,11 @@ def _columns(spec: GemmSpec, width: Width) -> MatrixAxis:
     return MatrixAxis(Dimension.N, 2 if spec.axes.halves and spec.program.halves.of(width) == 2 else spec.axes.n)
 
 
+def _groups_of_results(spec: GemmSpec) -> MatrixAxes:
+    """The axis in front of a result of which each group has its own."""
+    return (MatrixAxis(Dimension.GROUP),) if spec.ragged is Dimension.K else ()
+
+
 def _operand_axes(spec: GemmSpec, operand: Operand) -> MatrixAxes:
     along = {Along.ROWS: MatrixAxis(Dimension.M, spec.axes.m), Along.COLUMNS: _columns(spec, operand.width)}
     return tuple(UNSHARDED if axis is None else along[axis] for axis in operand.axes)
@@ -269,7 +276,7 @@ def _operand_axes(spec: GemmSpec, operand: Operand) -> MatrixAxes:
 def _store_pieces(spec: GemmSpec, store: TileStore) -> Pieces:
     m, program = MatrixAxis(Dimension.M, spec.axes.m), spec.program
     if store.slice is None:
-        return _pieces((m, _columns(spec, store.width)), spec)
+        return _pieces((*_groups_of_results(spec), m, _columns(spec, store.width)), spec)
     if spec.axes.joined is Dimension.N and store.slice in program.sections:
         return [(m, MatrixAxis(Dimension.N, 1, program.sections.index(store.slice)))]
     return [(m, UNSHARDED)]

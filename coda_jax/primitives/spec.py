@@ -11,6 +11,7 @@ import numpy as np
 
 from coda_jax.epilogue import Program
 from coda_jax.epilogue.call_site import CallSite, call_site
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.matrices import ArrayAxes, Matrices
 from coda_jax.tiles.config import GemmConfig
 
@@ -37,6 +38,8 @@ class CallOptions:
       input_output_aliases: pairs (operand index, output index).
       k_axes: how many axes of the factors are summed over.
       halves: whether arrays with all columns of halves have the halves apart; see `ArrayAxes`.
+      ragged: the dimension that groups cut, of a product of groups: M, and each group of rows of a has a matrix of its
+        own in b; or K, and each group is a product of its own. The last operand is the offsets of the groups then.
       out_sharding: of the product, (M, N), where a mesh has explicit axes and the factors' shardings leave it open.
     """
 
@@ -47,6 +50,7 @@ class CallOptions:
     input_output_aliases: tuple[tuple[int, int], ...] = ()
     k_axes: int = 1
     halves: bool = False
+    ragged: Dimension | None = None
     out_sharding: Any = None
 
 
@@ -119,6 +123,10 @@ class GemmSpec(CallOptions):
     def batch(self, arguments: Sequence[Any]) -> Any:
         """The size of the batch axis; None if there is none."""
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
+
+    def num_groups(self, arguments: Sequence[Any]) -> int:
+        """How many groups its offsets tell apart, the last argument; 0 of a product without groups."""
+        return 0 if self.ragged is None else arguments[-1].shape[0] - 1
 
     def unbatched(self) -> GemmSpec:
         """The spec of this product for arguments without a batch axis."""

@@ -1,0 +1,83 @@
+"""Products as float32 accumulators, by XLA: of two matrices, and of groups of rows with a matrix each.
+
+Rows are sorted by group, and `offsets` (G + 1,) are where the groups begin and the last one ends; see groups.py in
+`epilogue/`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from coda_jax.epilogue import types_of
+from coda_jax.epilogue.groups import RowGroups
+from coda_jax.primitives.axes import Dimension
+from coda_jax.primitives.dtypes import compute_dtype
+from coda_jax.primitives.mesh_types import (
+    axes_of_dimension,
+    explicit_sharding,
+    mesh_axes_of,
+    partition_spec,
+    without_axes,
+)
+
+_NO_BATCH: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
+    """a @ b, (M, N) float32, from two matrices converted to their common dtype.
+
+    An explicit mesh axis that cuts m in a and n in b, as that of FSDP does, cuts m: b is gathered.
+    """
+    dtype = compute_dtype(a, b)
+    contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
+    if out_sharding is None:
+        taken = axes_of_dimension(a, 1 if transpose_a else 0)
+        b = without_axes(b.astype(dtype), 0 if transpose_b else 1, taken)
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (contraction, ((), ())),
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
+
+
+def accumulate_groups(
+    a: jax.Array, b: jax.Array, offsets: jax.Array, *, ragged: Dimension, transpose_b: bool, out_sharding: Any
+) -> jax.Array:
+    """`accumulate` of groups, whatever stands in rows that are in none.
+
+    Args:
+      a, b: of ragged M (M, K) and (G, K, N), or (G, N, K) with transpose_b; of ragged K (K, M) and (K, N).
+      out_sharding: of the product of one group.
+
+    Returns:
+      (M, N) of ragged M, (G, M, N) of ragged K; float32.
+    """
+    groups, of_k, dtype = RowGroups.of(offsets, a.shape[0]), ragged is Dimension.K, compute_dtype(a, b)
+    if (sharding := explicit_sharding(a)) is not None:
+        of_one = functools.partial(accumulate, transpose_a=of_k, transpose_b=transpose_b, out_sharding=out_sharding)
+        (dense,) = types_of(lambda a, b: of_one(a, b if of_k else b[0]), a, b)
+        cuts = mesh_axes_of(dense.sharding.spec, 2)
+        sharding = NamedSharding(sharding.mesh, partition_spec([(), *cuts] if of_k else cuts))
+    # The rows before the first group are zeros, and may be its.
+    sizes = jnp.diff(offsets.at[0].set(0))
+    contraction = ((0,), (0,)) if of_k else ((1,), (2 if transpose_b else 1,))
+    return lax.ragged_dot_general(
+        groups.masked(a.astype(dtype)),
+        groups.masked(b.astype(dtype)) if of_k else b.astype(dtype),
+        sizes,
+        lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(contraction, _NO_BATCH),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[] if of_k else [0],
+        ),
+        preferred_element_type=jnp.float32,
+        out_sharding=sharding,
+    )

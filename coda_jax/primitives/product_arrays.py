@@ -1,0 +1,136 @@
+"""The arrays that a product is given, as the primitive has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from coda_jax.epilogue import Epilogue, Program
+from coda_jax.epilogue.values import same_shape
+from coda_jax.primitives.accumulate import accumulate
+from coda_jax.primitives.axes import (
+    UNSHARDED,
+    Dimension,
+    MatrixAxes,
+    MatrixAxis,
+    as_array,
+    as_matrix,
+    as_pieces,
+    concatenated,
+    flat_rows,
+)
+from coda_jax.primitives.mesh_types import axes_of_dimension, merged_sharding, without_axes
+from coda_jax.primitives.spec import CallOptions, GemmSpec
+
+Parts = jax.Array | Sequence[jax.Array]  # an array, or the pieces of one, concatenated along one dimension
+
+
+def as_parts(x: Parts) -> list[jax.Array]:
+    return list(x) if isinstance(x, tuple | list) else [x]  # type: ignore[list-item]
+
+
+def are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
+    """True if two arrays are the halves of N that the epilogue works on."""
+    same = len(arrays) == 2 and same_shape(arrays[0].shape, arrays[1].shape)
+    return same and program.halves.of_n == 2
+
+
+def with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
+    return x.reshape(*x.shape[:row_axes], -1) if x.ndim == row_axes + 2 else x
+
+
+def row_sizes(a: jax.Array, options: CallOptions) -> tuple[Any, ...]:
+    """The sizes of M."""
+    return a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
+
+
+def primitive_arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec: GemmSpec) -> list[jax.Array]:
+    """The primitive's arguments, with the axes that go with the factors'."""
+    arguments = [x for pieces in arrays[:2] for x in pieces]
+    sizes = spec.matrices.factor_sizes(arguments)
+    for operand, pieces in zip(arrays[2:], spec.matrices.operands, strict=True):
+        # Beside one row a tile is a row vector, and has no rows of its own.
+        has_rows = any(axis.dimension is Dimension.M for axis in pieces[0])
+        matrices = operand if has_rows else [flat_rows(x, rows) for x in operand]
+        if len(matrices) == len(pieces):
+            arguments += [as_array(x, axes, sizes) for x, axes in zip(matrices, pieces, strict=True)]
+        else:  # one array beside several, or several beside one
+            along_columns: list[MatrixAxes] = [(UNSHARDED,), (MatrixAxis(Dimension.N, 1, 1),)]
+            arguments += as_pieces(concatenated(matrices, along_columns), pieces, sizes)
+    return arguments
+
+
+def check_halves(epilogue: Epilogue, b: jax.Array, options: CallOptions) -> None:
+    """Raises where columns are several axes, and the epilogue works on halves of them that none of these is."""
+    shape = b.shape[num_group_axes(options) :]
+    columns = shape[: len(shape) - options.k_axes] if options.transpose_b else shape[options.k_axes :]
+    halves = epilogue.program.halves
+    if halves.count == 1 or len(columns) == 1 or (options.halves and halves.of_n == 2):
+        return
+    raise ValueError(
+        f"gemm: b has columns {columns}, and epilogue '{epilogue.name}' works on "
+        f"{f'heads of {halves.head} columns' if halves.head else 'halves'}; they must be one axis, or for halves of "
+        "the product (2, N / 2)"
+    )
+
+
+def flat_product(a: jax.Array, b: jax.Array, options: CallOptions) -> jax.Array:
+    """acc (M, N); of groups that of the first, of all rows."""
+    b = b[0] if options.ragged is Dimension.M else b
+    options = dataclasses.replace(options, ragged=None)
+    (m, n), k = product_axes(a, b, options), MatrixAxis(Dimension.K, options.k_axes)
+    return accumulate(
+        as_matrix(a, (k, m) if options.transpose_a else (m, k)),
+        as_matrix(b, (n, k) if options.transpose_b else (k, n)),
+        transpose_a=options.transpose_a,
+        transpose_b=options.transpose_b,
+        out_sharding=flat_sharding(a, b, options),
+    )
+
+
+def product_axes(a: jax.Array, b: jax.Array, options: CallOptions) -> MatrixAxes:
+    """The axes of a @ b."""
+    groups = (MatrixAxis(Dimension.GROUP),) * (options.ragged is Dimension.K)
+    return (*groups, *(map(MatrixAxis, (Dimension.M, Dimension.N), num_product_axes(a, b, options))))
+
+
+def num_product_axes(a: jax.Array, b: jax.Array, options: CallOptions) -> tuple[int, int]:
+    """How many axes M and N are."""
+    return a.ndim - options.k_axes, b.ndim - options.k_axes - num_group_axes(options)
+
+
+def num_group_axes(options: CallOptions) -> int:
+    """How many axes in front of b's matrix the groups are."""
+    return int(options.ragged is Dimension.M)
+
+
+def flat_sharding(a: jax.Array, b: jax.Array, options: CallOptions) -> Any:
+    """Of the product (M, N), from that with all axes."""
+    counts = num_product_axes(a, b, options)
+    return None if options.out_sharding is None else merged_sharding(options.out_sharding, counts)
+
+
+def with_whole_groups(arrays: Sequence[Sequence[jax.Array]], options: CallOptions) -> list[list[jax.Array]]:
+    """The arrays of a product of groups, gathered over explicit mesh axes that shard its rows or its groups."""
+    (first, *_), *_ = arrays
+    of_k = options.ragged is Dimension.K
+    shape = first.shape[: options.k_axes] if of_k else row_sizes(first, options)
+
+    def gathered(x: jax.Array, count: int) -> jax.Array:
+        for axis in range(count):
+            x = without_axes(x, axis, axes_of_dimension(x, axis))
+        return x
+
+    def rows_gathered(x: jax.Array) -> jax.Array:
+        has_rows = x.ndim > len(shape) and same_shape(x.shape[: len(shape)], shape)
+        return gathered(x, len(shape) if has_rows else int(x.ndim == 2))
+
+    a, b, *operands = arrays
+    return [
+        [gathered(x, len(shape)) for x in a],
+        [gathered(x, len(shape) if of_k else 1) for x in b],
+        *([rows_gathered(x) for x in pieces] for pieces in operands),
+    ]

@@ -1,0 +1,121 @@
+"""Groups of the rows of a product: their offsets, and what stands in the place of rows in none."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from coda_jax.epilogue import Axis, Epilogue, NotTileLocalError, Operand, Program
+from coda_jax.epilogue.finishing import mixes_rows
+from coda_jax.epilogue.groups import GroupOffsets, RowGroups, check_group_sizes, group_offsets, unmarked
+from coda_jax.primitives.axes import Dimension
+from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
+from coda_jax.primitives.product_arrays import row_sizes
+from coda_jax.primitives.pullback import Pullback
+from coda_jax.primitives.spec import CallOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsInGroups:
+    """What the derivative of an epilogue takes in the place of rows in no group, and leaves of them.
+
+    A sum over the rows would have their part in it, which is no number where f or its derivative is none there: in the
+    place of such a row stands the nearest one that is in a group, with a cotangent of zeros.
+
+    Attributes:
+      offsets: of the groups.
+      rows: M.
+    """
+
+    offsets: jax.Array
+    rows: Any
+
+    @property
+    def groups(self) -> RowGroups:
+        return RowGroups.of(self.offsets, self.rows)
+
+    def pulled_back(
+        self,
+        pullback: Pullback,
+        program: Program,
+        acc: jax.Array | None,
+        arguments: Sequence[jax.Array],
+        cotangents: Sequence[Any],
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        """pullback(acc, arguments, cotangents) of a program's epilogue, whose cotangents of such rows may be NaN."""
+        needed = itertools.compress(program.operands, pullback.needs)
+        given = [self.filled(x) if operand.has_rows else x for operand, x in zip(needed, arguments, strict=True)]
+        if pullback.needs[-1]:  # the offsets
+            given[-1] = self._stretched()
+        of_groups = [
+            None if x is None else self.masked(x, axes) for x, axes in zip(cotangents, program.row_axes, strict=True)
+        ]
+        acc = None if acc is None else self.filled(acc)
+        dacc, found = pullback(acc, given, of_groups)
+        each = zip(found, program.operands, strict=True)
+        return self.masked(dacc, (0,)), [None if x is None else self.cotangent(x, operand) for x, operand in each]
+
+    def filled(self, x: jax.Array) -> jax.Array:
+        """An array of the rows, (M, ...), with rows of the groups' in the place of those in none."""
+        if isinstance(self.rows, int) and self.rows == 0:
+            return x
+        first, last = self.offsets[0], self.offsets[-1] - 1
+        row = jnp.arange(self.rows, dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
+        before, behind = (lax.dynamic_slice_in_dim(x, jnp.maximum(i, 0), 1) for i in (first, last))
+        return jnp.where(row < first, before, jnp.where(row > last, behind, x))
+
+    def _stretched(self) -> jax.Array:
+        """Offsets by which the rows in no group are in the group of the nearest row that is in one."""
+        ends = self.offsets[1:]
+        rows = jnp.asarray(self.rows, jnp.int32)
+        ends = jnp.where(ends == self.offsets[-1], rows, jnp.where(ends == self.offsets[0], 0, ends))
+        return jnp.concatenate([jnp.zeros_like(ends, shape=1), ends])
+
+    def masked(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """x with zeros in rows in no group, along these axes of it."""
+        for axis in axes:
+            x = self.groups.masked(x, axis)
+        return x
+
+    def cotangent(self, x: jax.Array, operand: Operand) -> jax.Array:
+        """An operand's cotangent: zeros in rows in no group; of what has no rows all zeros where no row is in any."""
+        if operand.has_rows:
+            return self.masked(x, (0,))
+        return jnp.where(self.offsets[0] < self.offsets[-1], x, jnp.zeros((), x.dtype))
+
+
+def offsets_of_rows(
+    group_sizes: jax.Array | GroupOffsets | None,
+    arrays: Sequence[Sequence[jax.Array]],
+    options: CallOptions,
+    *,
+    has_operands: bool,
+) -> jax.Array | None:
+    """The offsets of groups of the rows of a product, whole on each device; None where it has none."""
+    if group_sizes is None:
+        return None
+    offsets = unmarked(group_sizes)
+    offsets = without_axes(offsets, 0, axes_of_dimension(offsets, 0))
+    if isinstance(group_sizes, GroupOffsets):
+        return offsets
+    check_group_sizes(offsets, "gemm")
+    if options.ragged is None and not has_operands:
+        raise ValueError(f"gemm: group_sizes has shape {offsets.shape}, and no operand is by group")
+    a, of_k = arrays[0][0], options.ragged is Dimension.K
+    return group_offsets(offsets, math.prod(a.shape[: options.k_axes] if of_k else row_sizes(a, options)))
+
+
+def check_ragged(epilogue: Epilogue) -> None:
+    """Raises where a result is of all rows, which are of several groups."""
+    program = epilogue.program
+    if any(reduction.axis is Axis.COLUMN for reduction in program.reductions) or mixes_rows(program):
+        raise NotTileLocalError(
+            f"epilogue '{epilogue.name}': a reduction over all rows beside groups of them; here it can be of one row"
+        )

@@ -1,0 +1,168 @@
+// The order in which clusters take the tiles of grouped products, whose groups' sizes are known on the device only.
+// Rows of the factors are sorted by group; group g has rows offsets[g] .. offsets[g + 1].
+//
+//   Ragged::m   a (m, k), b (groups, k, n), out (m, n). Each group's rows are tiles of their own: the last one of a
+//               group also multiplies rows of the next, and stores only its own. Rows of no group are tiles without k
+//               blocks, which store zeros.
+//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k; the last k block
+//               of one is zeroed behind its end (`mainloop_sm90.cuh`).
+//
+// Whatever the offsets are, no tile reaches outside of the arrays.
+#pragma once
+
+#include "ptx_sm90.cuh"
+#include "scheduler.cuh"
+
+namespace coda {
+
+/// The groups in shared memory: the row at which each begins; and for Ragged::m where each segment's clusters of tiles
+/// begin, counted in rows of clusters. Segments are the groups, the rows behind the last one, and those before the first.
+/// One warp makes it, in three steps between which it synchronises; each lane has a run of segments.
+template <int groups_>
+struct GroupTable {
+  static constexpr int groups = groups_, segments = groups + 2, lanes = 32;
+  static constexpr int per_lane = (segments + lanes - 1) / lanes;
+  static constexpr int bytes = (4 * (groups + 1 + segments + 1 + lanes) + 15) / 16 * 16;
+  ptx::uint32 address;
+
+  __device__ __forceinline__ int row(int group) const { return ptx::load_word(address + 4 * group); }
+  /// Of the rows of clusters, the segment's first one; of `segments` how many there are.
+  __device__ __forceinline__ int first_cluster(int segment) const { return ptx::load_word(cluster_address(segment)); }
+
+  /// 1. Where groups begin, within the `rows` that there are.
+  __device__ __forceinline__ void read_rows(const int* offsets, int rows, int lane) const {
+    for (int group = lane; group <= groups; group += lanes)
+      ptx::store_word(address + 4 * group, min(max(offsets[group], 0), rows));
+  }
+  /// 2. How many rows of clusters the lane's segments have.
+  __device__ __forceinline__ void count_clusters(int rows, int cluster_rows, int lane) const {
+    int total = 0;
+    for (int i = 0; i < per_lane; ++i) total += clusters(lane * per_lane + i, rows, cluster_rows);
+    ptx::store_word(lane_address(lane), total);
+  }
+  /// 3. Where each of them begins.
+  __device__ __forceinline__ void number_clusters(int rows, int cluster_rows, int lane) const {
+    int next = 0;
+    for (int other = 0; other < lane; ++other) next += ptx::load_word(lane_address(other));
+    for (int i = 0; i < per_lane; ++i) {
+      const int segment = lane * per_lane + i;
+      if (segment <= segments) ptx::store_word(cluster_address(segment), next);
+      next += clusters(segment, rows, cluster_rows);
+    }
+    if (lane == lanes - 1 && lanes * per_lane == segments) ptx::store_word(cluster_address(segments), next);
+  }
+
+  /// First row of a segment, and the row behind its last one, of an array with so many.
+  __device__ __forceinline__ int begin(int segment) const { return segment <= groups ? row(segment) : 0; }
+  __device__ __forceinline__ int end(int segment, int rows) const {
+    return segment < groups ? row(segment + 1) : segment == groups ? rows : row(0);
+  }
+  /// The segment of which this row of clusters is one: the last that does not begin behind it, for empty ones begin
+  /// where the next one does.
+  __device__ __forceinline__ int segment_of(int cluster) const {
+    int found = 0;
+#pragma unroll
+    for (int step = 1 << 10; step > 0; step /= 2)
+      if (step < segments && found + step < segments && first_cluster(found + step) <= cluster) found += step;
+    return found;
+  }
+
+ private:
+  __device__ __forceinline__ ptx::uint32 cluster_address(int segment) const {
+    return address + 4 * (groups + 1 + segment);
+  }
+  __device__ __forceinline__ ptx::uint32 lane_address(int lane) const {
+    return address + 4 * (groups + 1 + segments + 1 + lane);
+  }
+  __device__ __forceinline__ int clusters(int segment, int rows, int cluster_rows) const {
+    if (segment >= segments) return 0;
+    return (max(end(segment, rows) - begin(segment), 0) + cluster_rows - 1) / cluster_rows;
+  }
+};
+
+/// Ragged::m: the tiles of one segment after the other, in bands as `Scheduler` has them.
+template <class Config, int columns, class Epilogue>
+struct RowGroupScheduler {
+  using Bands = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
+  using Table = GroupTable<Config::groups>;
+  static constexpr int cluster_rows = Config::tile_m * Config::cluster_m;
+  const int m, n, k_blocks;
+  const int band;                   // rows of clusters
+  const Divisor tiles_n, per_band;  // tiles
+  const Table table;
+  int count = 0;  // of this cluster's pieces of work
+
+  __device__ __forceinline__ RowGroupScheduler(int m, int n, int k, int k_blocks, int, ptx::uint32 table)
+      : m(m),
+        n(n),
+        k_blocks(k_blocks),
+        band(Bands(m, n, k, k_blocks, 1).band.value),
+        tiles_n(tiles_along_n<columns, Epilogue>(n)),
+        per_band(band * tiles_n.value),
+        table{table} {}
+
+  /// Reads the groups; all threads of the CTA call it.
+  __device__ __forceinline__ void start(const int* offsets) {
+    if (threadIdx.x < Table::lanes) {
+      const int lane = threadIdx.x;
+      table.read_rows(offsets, m, lane);
+      __syncwarp();
+      table.count_clusters(m, cluster_rows, lane);
+      __syncwarp();
+      table.number_clusters(m, cluster_rows, lane);
+    }
+    __syncthreads();
+    count = Divisor(Bands::clusters()).quotient(total(0) - Bands::cluster() + Bands::clusters() - 1);
+  }
+
+  __device__ __forceinline__ static int cluster() { return Bands::cluster(); }
+  __device__ __forceinline__ static int clusters() { return Bands::clusters(); }
+  __device__ __forceinline__ int total(int) const { return table.first_cluster(Table::segments) * tiles_n.value; }
+  __device__ __forceinline__ Work work(int i, int rank) const { return claimed(i * clusters() + cluster(), rank); }
+
+  __device__ __forceinline__ Work claimed(int index, int rank) const {
+    const int segment = table.segment_of(tiles_n.quotient(index));
+    const int first_cluster = table.first_cluster(segment);
+    const int in_segment = index - first_cluster * tiles_n.value;
+    const int first_row = per_band.quotient(in_segment) * band;
+    const int rows = min(band, table.first_cluster(segment + 1) - first_cluster - first_row);
+    const int in_band = in_segment - first_row * tiles_n.value;
+    const int index_n = Divisor(rows).quotient(in_band);
+    const int index_m = (first_row + in_band - index_n * rows) * Config::cluster_m + rank;
+    const int row = table.begin(segment) + index_m * Config::tile_m;
+    Tile tile{row, index_n * columns, segment, index_m, index_n, 0, n, table.end(segment, m)};
+    Bands::place_in_section(tile);
+    return {tile, 0, segment < Config::groups ? k_blocks : 0};
+  }
+};
+
+/// Ragged::k: the tiles of a batch, with the k blocks of its group. An empty group has one k block, all of it behind
+/// its end.
+template <class Config, int columns, class Epilogue>
+struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue> {
+  using Batch = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
+  using Table = GroupTable<Config::groups>;
+  const int k;
+  const Table table;
+
+  __device__ __forceinline__ KGroupScheduler(int m, int n, int k, int k_blocks, int batch, ptx::uint32 table)
+      : Batch(m, n, k / batch + 1, k_blocks, batch), k(k), table{table} {}
+
+  __device__ __forceinline__ void start(const int* offsets) const {
+    if (threadIdx.x < Table::lanes) table.read_rows(offsets, k, threadIdx.x);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ Work work(int i, int rank) const { return of_group(Batch::work(i, rank)); }
+  __device__ __forceinline__ Work claimed(int index, int rank) const { return of_group(Batch::claimed(index, rank)); }
+
+ private:
+  __device__ __forceinline__ Work of_group(Work work) const {
+    work.first_k = table.row(work.tile.batch);
+    work.k_end = max(work.first_k, table.row(work.tile.batch + 1));
+    work.blocks = max(1, (work.k_end - work.first_k + Config::tile_k - 1) / Config::tile_k);
+    return work;
+  }
+};
+
+}  // namespace coda
