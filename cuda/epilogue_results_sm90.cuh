@@ -82,7 +82,8 @@ struct EpilogueResults {
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
   }
-  /// The first rows of a box, those of the tile's group: the copy engine would store the others too.
+  /// The first rows of a box, those of the tile's group: the copy engine would store the others too. It has an empty
+  /// group of stores for the box, since slots are told apart by how many groups are pending.
   template <int variant>
   __device__ __forceinline__ void store_rows(const Tile& tile, int box, int block, int rows) const {
     static_for<Epilogue::tile_stores(variant)>([&](auto index) {
@@ -101,6 +102,7 @@ struct EpilogueResults {
         *reinterpret_cast<int4*>(to) = ptx::load_16_bytes(from + Result::offset(row, chunk));
       }
     });
+    if (lane == 0) ptx::tma_store_commit();
   }
 
   /// Zeros in the place of a tile's results.

@@ -113,7 +113,7 @@ def test_forward_and_gradient(name):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", [name for name in CASES if name != "expert_mlp"])
+@pytest.mark.parametrize("name", CASES)
 def test_lowering_for_a_gpu(name):
     run, shapes = CASES[name]
     arrays = [

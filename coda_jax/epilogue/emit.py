@@ -299,8 +299,12 @@ class _Emitter:
 
 
 _DEFAULTS: Mapping[str, object] = {
-    **{"half": 0, "halves": 1, "first": 0, "batched": False, "period": 0},
-    **{"columns": 0},  # of a row of a store, where that is not those of its halves
+    "half": 0,
+    "halves": 1,
+    "first": 0,
+    "batched": False,
+    "period": 0,
+    "columns": 0,  # of a row of a store, where that is not those of its halves
 }
 
 

@@ -32,8 +32,8 @@ class GemmShape:
       batch: how many such products one launch makes (an int, or symbolic, which is taken as one).
       transpose_b: whether b is stored as (N, K).
       element_bytes: of an element of a or b.
-      ragged: "m" or "k", the dimension that the groups of a grouped product divide; else "". Groups along k are a batch,
-        and k is what one has of it on average.
+      ragged: "m" or "k", the dimension that the groups of a grouped product divide; else "". Groups along k are a
+        batch, and k is what one has of it on average.
       groups: how many.
     """
 

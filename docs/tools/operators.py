@@ -39,6 +39,7 @@ SIZES = {
     "Hkv Dh": 96,
     "Q": 384,
     "E": 12,
+    "(E+1)": 13,
 }
 NAMES = {size: name for name, size in SIZES.items()}
 

@@ -1,0 +1,108 @@
+"""Gated feed-forward experts: their parameters, and what they make of rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from flax_layers.activation import Activation, activation_of
+from flax_layers.axis_metadata import parameter
+from flax_layers.linear import default_kernel_init
+from flax_layers.remat import named
+
+
+class Experts(nnx.Module):
+    """E gated feed-forward layers, each of the rows of its tokens.
+
+    y = row_scale * (activation(x @ gate[e]) * (x @ up[e])) @ down[e]           e the expert of a row
+
+    Args:
+      in_features: D.
+      hidden_features: F of each expert.
+      num_experts: E.
+      activation: applied to the gate; a function, or its name: see `flax_layers.activation`.
+      dtype: compute dtype; default the promotion of input and parameters.
+      param_dtype: storage dtype of `gate_up` (E, D, 2, F) and `down` (E, F, D).
+      kernel_init: initialiser of all; it sees one expert's, (D, 2F) and (F, D), and returns an array.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        *,
+        activation: str | Activation = "silu",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        def of_each_expert(rows: int, columns: int) -> jax.Array:
+            def one(key: jax.Array) -> Any:
+                made = kernel_init(key, (rows, columns), param_dtype)
+                if isinstance(made, nnx.VariableMetadata):
+                    raise TypeError("Experts: kernel_init has metadata; give one that returns an array, and axis rules")
+                return made
+
+            return jax.vmap(one)(jax.random.split(rngs.params(), num_experts))
+
+        gate_up = of_each_expert(in_features, 2 * hidden_features)
+        gate_up = gate_up.reshape(num_experts, in_features, 2, hidden_features)
+        self.gate_up = parameter(gate_up, "expert", "embed", None, "mlp")
+        self.down = parameter(of_each_expert(hidden_features, in_features), "expert", ("mlp", "fan_in"), "embed")
+        self.activation = activation_of(activation)
+        self.dtype = dtype
+
+    def __call__(self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """What the experts make of rows sorted by expert.
+
+        Args:
+          rows: (R, D).
+          row_scale: (R,) float32.
+          group_sizes: (E,) int32, how many rows each expert has; rows beyond their sum give zeros.
+
+        Returns:
+          (R, D) in the compute dtype.
+        """
+        return expert_mlp(
+            rows,
+            self.gate_up[...],
+            self.down[...],
+            group_sizes,
+            row_scale=row_scale,
+            activation=self.activation,
+            dtype=self.dtype,
+        )
+
+
+def expert_mlp(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    row_scale: jax.Array,
+    activation: Activation,
+    dtype: DTypeLike | None,
+) -> jax.Array:
+    """row_scale * (activation(gate) * up) w_down, rows of x (R, D) sorted by expert, by `jax.lax.ragged_dot`."""
+    dtype = dtype or jnp.result_type(x, w_gate_up, w_down)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    count, features = w_gate_up.shape[:2]
+    z = lax.ragged_dot(
+        x.astype(dtype),
+        w_gate_up.reshape(count, features, -1).astype(dtype),
+        group_sizes,
+        preferred_element_type=wide,
+    )
+    gate, up = jnp.split(named(z, "mlpwi"), 2, axis=-1)
+    hidden = (activation(gate) * up).astype(dtype)
+    y = lax.ragged_dot(hidden, w_down.astype(dtype), group_sizes, preferred_element_type=wide)
+    return (row_scale[:, None] * y).astype(dtype)

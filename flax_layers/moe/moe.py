@@ -1,0 +1,172 @@
+"""The mixture of experts as a layer, in the place of a block's feed-forward layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from coda_jax import DeferredNorm, Stream
+from coda_jax.extend import array
+from flax_layers.activation import Activation
+from flax_layers.axis_metadata import name_parameters
+from flax_layers.linear import Linear, Residual, Sum, default_kernel_init
+from flax_layers.mlp import GatedMLP
+from flax_layers.moe.balancing import RouterStatistics, router_statistics
+from flax_layers.moe.experts import Experts
+from flax_layers.moe.router import Router, Scoring
+from flax_layers.moe.routing import sorted_experts
+
+
+class MoE(nnx.Module):
+    """Mixture of experts: each token's feed-forward layer is a weighted sum of k of E experts. No token is dropped.
+
+    y = sum over j of weight[j] * expert[j](x) [+ [sigmoid(x @ shared_gate)] * shared(x)] [+ residual]
+
+    Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32, which the
+    residual joins before the one rounding: no scatter with additions, in either pass. `router` is a `Router`, `experts`
+    an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it.
+
+    Args:
+      in_features: D.
+      hidden_features: F of each expert.
+      num_experts: E.
+      experts_per_token: k.
+      activation: applied to the gates; a function, or its name: see `flax_layers.activation`.
+      scoring, normalized, scaling, groups, groups_kept: as in Router.
+      use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
+      shared_features: F of the shared expert; default there is none.
+      use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
+      dtype: compute dtype of the experts; default the promotion of input and parameters.
+      param_dtype: storage dtype of `router.kernel` (D, E), `experts.gate_up` (E, D, 2, F), `experts.down` (E, F, D) and
+        of the shared expert.
+      kernel_init: initialiser of all; it sees one expert's kernels, as in Experts.
+      rngs: source of keys.
+
+    Raises:
+      ValueError: as Router, or a shared gate without a shared expert.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        activation: str | Activation = "silu",
+        scoring: Scoring = "softmax",
+        normalized: bool = True,
+        scaling: float = 1.0,
+        groups: int | None = None,
+        groups_kept: int | None = None,
+        use_balance_bias: bool = False,
+        shared_features: int | None = None,
+        use_shared_gate: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        if use_shared_gate and shared_features is None:
+            raise ValueError(f"{use_shared_gate=} wants a shared expert: give shared_features")
+        options: dict[str, Any] = {"param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        self.router = Router(
+            in_features,
+            num_experts,
+            experts_per_token,
+            scoring=scoring,
+            normalized=normalized,
+            scaling=scaling,
+            groups=groups,
+            groups_kept=groups_kept,
+            use_bias=use_balance_bias,
+            **options,
+        )
+        self.experts = Experts(in_features, hidden_features, num_experts, activation=activation, dtype=dtype, **options)
+        shared = partial(GatedMLP, in_features, activation=activation, dtype=dtype, **options)
+        self.shared: Any = nnx.data(None) if shared_features is None else shared(shared_features)
+        gate = partial(Linear, in_features, 1, dtype=dtype, **options)
+        self.shared_gate: Any = gate() if use_shared_gate else nnx.data(None)
+        name_parameters(self)
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: Literal[False] = False,
+        token_mask: jax.Array | None = None,
+    ) -> Any: ...
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: Literal[True],
+        token_mask: jax.Array | None = None,
+    ) -> tuple[Any, RouterStatistics]: ...
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: bool = False,
+        token_mask: jax.Array | None = None,
+    ) -> Any:
+        """Applies the layer to x (..., D); `residual` as in Linear.
+
+        Args:
+          x: (..., D). A norm that is not applied yet is formed, once for router and experts.
+          residual: (..., D) to add before the one rounding; True for what x, a norm, normalises.
+          statistics: whether to return what is counted of the router too.
+          token_mask: (...,) bool, False of tokens that the statistics leave out, as padding. They are computed all the
+            same.
+
+        Returns:
+          (..., D), in the residual's dtype if there is one, else in the compute dtype, a Stream as of Linear; with
+          `statistics` a pair of it and of `RouterStatistics`.
+
+        Raises:
+          ValueError: x, residual or token_mask of another shape.
+        """
+        target = Sum.of(residual, x)
+        formed = array(x)
+        features = self.router.kernel.shape[0]
+        if formed.ndim < 1 or formed.shape[-1] != features:
+            raise ValueError(f"MoE: x has shape {formed.shape}; it must be (..., {features})")
+        if token_mask is not None and token_mask.shape != formed.shape[:-1]:
+            raise ValueError(f"token_mask has shape {token_mask.shape}; of x {formed.shape} it is {formed.shape[:-1]}")
+        rows = formed.reshape(-1, features)
+        routing = self.router(rows)
+        dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
+        wide = jnp.promote_types(dtype, jnp.float32)
+        y = sorted_experts(self.experts, rows, routing.ids, routing.weights, self.router.num_experts, dtype=wide)
+        if self.shared is not None:
+            y = y + self._shared(rows, wide)
+        y = y.reshape(formed.shape)
+        added = y.astype(dtype) if target is None else _added(y, target)
+        if not statistics:
+            return added
+        return added, router_statistics(routing, None if token_mask is None else token_mask.reshape(-1))
+
+    def _shared(self, rows: jax.Array, wide: DTypeLike) -> jax.Array:
+        """What the shared expert adds, (T, D) of the dtype `wide`."""
+        y: jax.Array = self.shared(rows).astype(wide)
+        return y if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(rows).astype(wide)) * y
+
+
+def _added(y: jax.Array, residual: Sum) -> jax.Array | Stream:
+    """residual + y in float32, rounded once."""
+    if residual.array.shape != y.shape:
+        raise ValueError(f"a residual of shape {residual.array.shape} is added to an output of shape {y.shape}")
+    total = (residual.array.astype(y.dtype) + y).astype(residual.array.dtype)
+    if not residual.is_stream:
+        return total
+    return Stream(total).with_statistic() if residual.has_sums else Stream(total)
