@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks.grouped import Product
+from flax_layers.moe import sorted_experts
 
 ROWS_OF_GROUPS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -215,8 +216,15 @@ def ours(config: Any = None, implementation: str = "auto") -> Form:
 
 
 def expert_mlp() -> Form:
-    """`coda.expert_mlp`."""
-    return dataclasses.replace(ours(), name="coda_mlp", mlp=coda.expert_mlp)
+    """`coda.expert_mlp`; as a layer within `flax_layers.moe.sorted_experts`, the routing weights in its epilogue."""
+
+    def whole(x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, ids: jax.Array) -> jax.Array:
+        def experts(rows: jax.Array, row_scale: jax.Array, sizes: jax.Array) -> jax.Array:
+            return coda.expert_mlp(rows, w_gate_up, w_down, sizes, row_scale=row_scale)
+
+        return sorted_experts(experts, x, ids, weights, w_down.shape[0])
+
+    return dataclasses.replace(ours(), name="coda_mlp", mlp=coda.expert_mlp, layer=whole)
 
 
 # --- what all are compared with ---

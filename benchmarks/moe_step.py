@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
     labels = jnp.roll(tokens, -1, axis=1)
     parameters = Parameters(config)
-    about = {"batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
+    about = {"model": "qwen3_moe", "batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
     print(f"value and gradient of a Qwen3-MoE's loss, {about}   [{timing.clock()}]", flush=True)
 
     def steps() -> Iterator[Step]:
