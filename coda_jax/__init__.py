@@ -19,6 +19,7 @@ from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
+from coda_jax.operators import expert_mlp as expert_mlp
 from coda_jax.operators import gated as gated
 from coda_jax.operators import gated_mlp as gated_mlp
 from coda_jax.operators import layer_norm as layer_norm
@@ -60,6 +61,7 @@ __all__ = [
     "Stream",
     "Tuning",
     "__version__",
+    "expert_mlp",
     "explain",
     "gated",
     "gated_mlp",

@@ -41,6 +41,8 @@ namespace coda {
   value(bool, split_k)                                     \
   value(bool, claims)                                      \
   value(bool, keeps_tables)                                \
+  value(Ragged, ragged)                                    \
+  value(int, groups) value(int, offsets)                   \
   value(bool, transpose_a) value(bool, transpose_b)        \
   value(bool, a_batched) value(bool, b_batched)            \
   value(int, shared_bytes)

@@ -9,6 +9,9 @@ namespace coda {
 
 enum class Op { sum, max, min, logsumexp };
 
+/// The dimension that the groups of a grouped product divide (grouped_scheduler.cuh).
+enum class Ragged { none, m, k };
+
 /// One operand value in a register: .f for floating types (converted to float32), .i for int32 and bool.
 union Word {
   float f;
@@ -26,13 +29,16 @@ struct Section {
 };
 
 /// A tile read or written: its tensor map, the half that this entry stands for, and the product's column that is the
-/// array's first.
+/// array's first. Of one written to rows in groups also its pointer, and what a row has: halves, or so many columns.
 struct TileAccess {
   int map = -1;
   int half = 0;
   int first = 0;
   DType dtype = DType::f32;
   bool batched = false;
+  int pointer = -1;
+  int halves = 1;
+  int columns = 0;
 
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };

@@ -67,18 +67,64 @@ struct EpilogueResults {
     if constexpr (Epilogue::tile_stores(variant) > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
-      if (lane == 0) {
+      const int rows = rows_in_groups ? tile.row_end - (tile.row + 64 * block + 16 * warp) : 16;
+      if (rows < 16) {
+        store_rows<variant>(tile, box, block, rows);
+      } else if (lane == 0) {
         static_for<Epilogue::tile_stores(variant)>([&](auto index) {
           const TileAccess access = store_access<variant, index>(tile);
           ptx::tma_store(params.map[access.map], slot_address() + 16 * Layout::store_row_bytes(variant, index),
                          tile.column - access.first + Layout::memory_column(access.half, box * Layout::box_n),
-                         Layout::head > 0 ? 0 : access.half, tile.row + 64 * block + 16 * warp, tile.batch);
+                         Layout::head > 0 ? 0 : access.half, tile.row + 64 * block + 16 * warp, batch_of(tile));
         });
         ptx::tma_store_commit();
       }
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
   }
+  /// The first rows of a box, those of the tile's group: the copy engine would store the others too. It has an empty
+  /// group of stores for the box, since slots are told apart by how many groups are pending.
+  template <int variant>
+  __device__ __forceinline__ void store_rows(const Tile& tile, int box, int block, int rows) const {
+    static_for<Epilogue::tile_stores(variant)>([&](auto index) {
+      const TileAccess access = store_access<variant, index>(tile);
+      using Result = Box<Epilogue::tile_store[first_section_of<Epilogue>(variant)][index].dtype, Layout::box_n>;
+      constexpr int row_bytes = Result::row_bytes, chunks = row_bytes / 16, of_element = row_bytes / Layout::box_n;
+      const int width = access.columns > 0 ? access.columns : (Layout::head > 0 ? 1 : access.halves) * n;
+      const int column = tile.column + Layout::memory_column(access.half, box * Layout::box_n);
+      const ptx::uint32 from = slot_address() + 16 * Layout::store_row_bytes(variant, index);
+#pragma unroll 1
+      for (int i = lane; i < rows * chunks; i += 32) {
+        const int row = i / chunks, chunk = i % chunks, at = column + chunk * (16 / of_element);
+        if (at >= tile.column_end) continue;
+        const long long element = static_cast<long long>(tile.row + 64 * block + 16 * warp + row) * width +
+                                  (Layout::head > 0 ? 0 : access.half * n) + at - access.first;
+        char* const to = static_cast<char*>(params.pointer[access.pointer]) + element * of_element;
+        *reinterpret_cast<int4*>(to) = ptx::load_16_bytes(from + Result::offset(row, chunk));
+      }
+    });
+    if (lane == 0) ptx::tma_store_commit();
+  }
+
+  /// Zeros in the place of a tile's results.
+  template <int variant>
+  __device__ __forceinline__ void store_zeros(const Tile& tile) {
+    const Subtile zeros[at_least_one(Epilogue::tile_stores(variant))] = {};
+#pragma unroll 1
+    for (int box = 0; box < Layout::boxes; ++box)
+#pragma unroll 1
+      for (int block = 0; block < Layout::blocks; ++block) {
+        wait_slot<variant>();
+#pragma unroll
+        for (int subtile = 0; subtile < Layout::subtiles; ++subtile) put_tiles<variant>(subtile, zeros);
+        send_tiles<variant>(tile, box, block);
+      }
+  }
+
+  static constexpr bool rows_in_groups = Config::ragged == Ragged::m;
+  /// Of results and their partials; of rows in groups there is no batch, and the tile's is its group.
+  __device__ __forceinline__ static int batch_of(const Tile& tile) { return rows_in_groups ? 0 : tile.batch; }
+
   __device__ __forceinline__ ptx::uint32 slot_address() const {
     return base + Layout::store_offset + (warp * Layout::store_slots + store_slot) * Layout::store_slot_bytes;
   }
@@ -89,14 +135,14 @@ struct EpilogueResults {
       constexpr ReductionAccess access = Epilogue::row_reduction[index];
       const int tiles_n = tiles_along_n<Config::tile_n / Layout::n_halves, Epilogue>(n);
       float* partial = static_cast<float*>(params.pointer[access.pointer]) +
-                       (static_cast<long long>(tile.batch) * tiles_n + tile.index_n) * params.m;
+                       (static_cast<long long>(batch_of(tile)) * tiles_n + tile.index_n) * params.m;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float total = row_total[index][block][r].template over_quad<access.op>();
           const int at = Layout::row(tile, warp, lane, block, r);
-          if ((lane & 3) == 0 && at < params.m) partial[at] = total;
+          if ((lane & 3) == 0 && at < (rows_in_groups ? tile.row_end : params.m)) partial[at] = total;
         }
     });
   }

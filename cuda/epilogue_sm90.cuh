@@ -65,6 +65,15 @@ struct EpilogueVisitor {
   }
   __device__ __forceinline__ void finish() const { results.finish(); }
 
+  /// Stores zeros in all tile results of a tile, whose rows are in no group.
+  __device__ __forceinline__ void store_zeros(const Tile& tile) {
+    static_for<Epilogue::sections>([&](auto index) {
+      constexpr int variant = Epilogue::section[index].variant;
+      if constexpr (first_section_of<Epilogue>(variant) == index)
+        if (Epilogue::variants == 1 || runs<variant>(tile)) results.template store_zeros<variant>(tile);
+    });
+  }
+
   /// Uses the accumulator up.
   __device__ __forceinline__ void visit(const Tile& tile, TileAccumulator& accumulator) {
     if constexpr (Epilogue::variants == 1) {

@@ -19,11 +19,12 @@
 #include "claims.cuh"
 #include "contracts.cuh"
 #include "epilogue_sm90.cuh"
+#include "grouped_scheduler.cuh"
 #include "partial_tiles_sm90.cuh"
 
 namespace coda {
 
-/// Shared memory: operand stages, the consumers' epilogue memory, barriers.
+/// Shared memory: operand stages, the consumers' epilogue memory, barriers, and what is known of claims or groups.
 template <class Config, class Epilogue>
 struct SharedLayout {
   static constexpr int a_bytes = Config::tile_m * factor_row_bytes;
@@ -36,7 +37,23 @@ struct SharedLayout {
   static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
   static constexpr int claims_offset =
       load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
-  static constexpr int bytes = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
+  static constexpr int groups_offset = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
+  static constexpr bool is_grouped = Config::ragged != Ragged::none;
+  static constexpr int bytes = groups_offset + (is_grouped ? GroupTable<Config::groups, RowsOfTiles<1, 1>>::bytes : 0);
+};
+
+/// The scheduler of a kernel, by the dimension that groups divide; `columns` of a tile, within a half.
+template <class Config, int columns, class Epilogue, Ragged ragged>
+struct SchedulerOf {
+  using Type = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, Config::split_k, Epilogue>;
+};
+template <class Config, int columns, class Epilogue>
+struct SchedulerOf<Config, columns, Epilogue, Ragged::m> {
+  using Type = RowGroupScheduler<Config, columns, Epilogue>;
+};
+template <class Config, int columns, class Epilogue>
+struct SchedulerOf<Config, columns, Epilogue, Ragged::k> {
+  using Type = KGroupScheduler<Config, columns, Epilogue>;
 };
 
 /// Operand tiles are made of chunks of 64 rows: of a k-major operand 64 along m or n; of an mn-major one, which has 16
@@ -47,8 +64,8 @@ template <class Config, class Epilogue, class Params>
 struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
-  using WorkScheduler =
-      Scheduler<Config::input, Config::tile_m, Config::tile_n / n_halves, Config::cluster_m, Config::split_k, Epilogue>;
+  static constexpr bool rows_in_groups = Config::ragged == Ragged::m, k_in_groups = Config::ragged == Ragged::k;
+  using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -62,6 +79,8 @@ struct Gemm {
   static_assert(Config::tile_m % 64 == 0 && Config::tile_n % 64 == 0 &&
                     Config::tile_k == factor_row_elements(Config::input),
                 "a tile is whole operand chunks");
+  static_assert(!Layout::is_grouped || !Config::split_k, "tiles of groups are whole");
+  static_assert(!k_in_groups || (Config::transpose_a && !Config::transpose_b), "rows of k are rows of both factors");
   static_assert(bytes_of(Config::input) == 2 || (!Config::transpose_a && Config::transpose_b),
                 "wgmma reads mn-major operands of 16 bits only");
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
@@ -70,7 +89,7 @@ struct Gemm {
   const ptx::uint32 shared;
   const int warpgroup, warp, lane;  // warp within the warpgroup
   const int rank;                   // of this CTA in its cluster
-  const WorkScheduler scheduler;
+  WorkScheduler scheduler;
   const Ring<Config::stages> stages;
 
   __device__ __forceinline__ Gemm(const Params& params, ptx::uint32 shared)
@@ -80,9 +99,16 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        scheduler(params.m, params.n / n_halves, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
-                  params.batch),
+        scheduler(make_scheduler(params, shared)),
         stages(stage_ring(shared)) {}
+
+  __device__ __forceinline__ static WorkScheduler make_scheduler(const Params& params, ptx::uint32 shared) {
+    const int n = params.n / n_halves, k_blocks = (params.k + Config::tile_k - 1) / Config::tile_k;
+    if constexpr (Layout::is_grouped)
+      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch, shared + Layout::groups_offset);
+    else
+      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch);
+  }
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
   __device__ __forceinline__ static Ring<Config::stages> stage_ring(ptx::uint32 shared) {
@@ -127,6 +153,7 @@ struct Gemm {
     // 2. The next kernel may start as CTAs end; this one waits for all that earlier ones have written.
     ptx::launch_dependents();
     ptx::wait_for_earlier_kernels();
+    if constexpr (Layout::is_grouped) scheduler.start(static_cast<const int*>(params.pointer[Config::offsets]));
     // 3. Each warp does its part. The producer gives its registers to the consumers.
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
@@ -150,8 +177,14 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
-        load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
+        load_a(work.tile, k, stage, stages.full(at.slot));
+        if (rows_in_groups && Config::cluster_m > 1 && work.is_apart) {
+          for (int part = 0; part < Config::cluster_m; ++part)
+            load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
+        } else {
+          load_b<(Config::cluster_m > 1)>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), rank);
+        }
         at.advance();
       }
     }
@@ -215,8 +248,10 @@ struct Gemm {
     }
   }
 
-  /// A k block of b's tile. The CTAs of a cluster share b: each loads a part of every stage for all of them.
-  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+  /// A part of a k block of b's tile, as many as a cluster has CTAs. They share b: each loads one for all of them.
+  template <bool for_all>
+  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
+                                         int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one half.
@@ -224,9 +259,9 @@ struct Gemm {
       constexpr int rows = Config::tile_n / boxes, boxes_per_half = boxes / n_halves;
 #pragma unroll
       for (int i = 0; i < boxes / Config::cluster_m; ++i) {
-        const int box = i * Config::cluster_m + rank;
-        load_b_box(target + box * rows * factor_row_bytes, barrier, k, box / boxes_per_half,
-                   tile.column + box % boxes_per_half * rows, tile.batch);
+        const int box = i * Config::cluster_m + part;
+        load_b_box<for_all>(target + box * rows * factor_row_bytes, barrier, k, box / boxes_per_half,
+                            tile.column + box % boxes_per_half * rows, tile.batch);
       }
     } else {
       // Chunks of 64 columns: an equal number of them for each CTA, or else of each chunk an equal number of its rows.
@@ -236,22 +271,32 @@ struct Gemm {
       constexpr int rows = by_chunk ? 64 : 64 / Config::cluster_m;
 #pragma unroll
       for (int i = 0; i < chunks / (by_chunk ? Config::cluster_m : 1); ++i) {
-        const int chunk = by_chunk ? i * Config::cluster_m + rank : i, row = by_chunk ? 0 : rank * rows;
-        load_b_box(target + chunk * chunk_bytes + row * factor_row_bytes, barrier,
-                   tile.column + 64 * (chunk % chunks_per_half), chunk / chunks_per_half, k + row, tile.batch);
+        const int chunk = by_chunk ? i * Config::cluster_m + part : i, row = by_chunk ? 0 : part * rows;
+        load_b_box<for_all>(target + chunk * chunk_bytes + row * factor_row_bytes, barrier,
+                            tile.column + 64 * (chunk % chunks_per_half), chunk / chunks_per_half, k + row, tile.batch);
       }
     }
   }
 
+  template <bool for_all>
   __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int half, int outer,
                                              int batch) const {
     const int of_b = Config::b_batched ? batch : 0;
-    if constexpr (Config::cluster_m > 1) {
+    if constexpr (for_all) {
       constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
       ptx::tma_load_multicast(target, params.map[1], barrier, inner, half, outer, of_b, everyone);
     } else {
       ptx::tma_load(target, params.map[1], barrier, inner, half, outer, of_b);
     }
+  }
+
+  /// The k blocks of the i-th piece alone, which take no search for its group.
+  __device__ __forceinline__ int blocks(int i) const {
+    if constexpr (rows_in_groups) {
+      if constexpr (Config::claims) return scheduler.blocks_of(claims(shared).wait(i));
+      return scheduler.blocks_of(i * scheduler.clusters() + scheduler.cluster());
+    }
+    return piece(i).blocks;
   }
 
   /// One thread for each consumer.
@@ -260,7 +305,7 @@ struct Gemm {
       RingPosition<LoadRing::slots> at;
       for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
         const Work work = work_of(i, consumer);
-        if (work.has_tile())
+        if (has_product(work))
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
                                               at);
       }
@@ -279,6 +324,12 @@ struct Gemm {
     return work;
   }
 
+  /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros.
+  __device__ __forceinline__ static bool has_product(const Work& work) {
+    if constexpr (rows_in_groups) return work.blocks > 0;
+    return work.has_tile();
+  }
+
   /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
   __device__ __forceinline__ PartialTiles<TileAccumulator> partial_tiles() const {
     constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
@@ -292,13 +343,13 @@ struct Gemm {
                                                        consumer, warp, lane);
     RingPosition<Config::stages> at;
     if (!cooperative && consumer == 1 && count(0) > 0) {
-      at.advance(piece(0).blocks);
+      at.advance(blocks(0));
       wake(0);
     }
     for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
       // 1. The epilogue's vectors and scalars, whose latency the products hide.
       const Work work = work_of(i, consumer);
-      if (work.has_tile()) epilogue.begin(work.tile);
+      if (has_product(work)) epilogue.begin(work.tile);
 
       // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
       //    the vectors that `begin` puts into shared memory and the warps that read them.
@@ -310,6 +361,10 @@ struct Gemm {
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
+        if constexpr (k_in_groups) {
+          const int left = work.k_end - work.first_k - k_block * Config::tile_k;
+          if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
+        }
         multiply(consumer, at.slot, k_block > 0, accumulator);
         if (k_block > 0) {
           wgmma::wait<1>();
@@ -323,15 +378,15 @@ struct Gemm {
       //    of a whole tile, for cooperative consumers never have a part of one.
       const bool is_last = cooperative || i + 1 == count(i + 1);
       if (!is_last) wake(consumer ^ 1);
-      epilogue.read_ahead();
+      if (!rows_in_groups || has_product(work)) epilogue.read_ahead();
 
       // 5. The accumulator is complete; the last stage is given back, and the other consumer's are skipped.
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
-      release(previous.slot);
-      if (!is_last) at.advance(piece(i + 1).blocks);
+      if (!rows_in_groups || has_product(work)) release(previous.slot);
+      if (!is_last) at.advance(blocks(i + 1));
 
       // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {
@@ -343,6 +398,12 @@ struct Gemm {
       }
 
       // 7. The epilogue, under the other consumer's products.
+      if constexpr (rows_in_groups) {
+        if (!has_product(work)) {
+          epilogue.store_zeros(work.tile);
+          continue;
+        }
+      }
       epilogue.visit(work.tile, accumulator);
     }
     epilogue.finish();
@@ -371,6 +432,22 @@ struct Gemm {
             accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
             accumulate || step > 0);
     wgmma::commit();
+  }
+
+  /// Zeroes a stage's rows of k from the `first` on, in all that this consumer multiplies: of both factors, for the
+  /// other one's rows may be infinite.
+  __device__ __forceinline__ void zero_behind(int consumer, int slot, int first) const {
+    const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
+    constexpr int chunks_of_a = Config::consumer_m / 64, chunks_of_b = Config::tile_n / 64;
+    const ptx::uint32 a = stage + (cooperative ? consumer * chunks_of_a * chunk_bytes : 0);
+    for (int chunk = 0; chunk < chunks_of_a + chunks_of_b; ++chunk) {
+      const ptx::uint32 rows =
+          chunk < chunks_of_a ? a + chunk * chunk_bytes : stage + Layout::a_bytes + (chunk - chunks_of_a) * chunk_bytes;
+      for (int at = first * factor_row_bytes + 16 * (32 * warp + lane); at < chunk_bytes; at += 16 * 128)
+        ptx::store_zeros(rows + at);
+    }
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(barrier_number(NamedBarrier::column_results, consumer), 32 * consumer_warps);
   }
 
   __device__ __forceinline__ void release(int slot) const {

@@ -194,6 +194,17 @@ __device__ __forceinline__ int load_word(uint32 address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
 }
+__device__ __forceinline__ void store_zeros(uint32 address) {  // 16 bytes
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ int4 load_16_bytes(uint32 address) {
+  int4 words;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
 __device__ __forceinline__ void load_pair(uint32 address, float& first, float& second) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
 }

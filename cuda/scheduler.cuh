@@ -37,6 +37,7 @@ struct Tile {
   int row, column, batch;
   int index_m, index_n;
   int section, column_end;
+  int row_end;  // of rows in groups: bounds what it may write
 };
 
 /// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
@@ -44,6 +45,8 @@ struct Tile {
 struct Work {
   Tile tile;
   int first_block, blocks;
+  int first_k, k_end;  // of k in groups
+  bool is_apart;       // of rows in groups: the tiles of the cluster do not share b's
 
   __device__ __forceinline__ bool has_tile() const { return first_block == 0; }
 };
@@ -144,19 +147,25 @@ struct Scheduler {
     const int index_n = rows == band.value ? band.quotient(in_band) : in_band / rows;
     const int index_m = (first_row + in_band - index_n * rows) * cluster_m + rank;
     Tile tile{index_m * tile_m, index_n * columns, batch, index_m, index_n, 0, n};
+    place_in_section(tile);
+    return tile;
+  }
+
+ public:
+  /// Gives a tile of the product the columns of the section that it lies in.
+  __device__ __forceinline__ static void place_in_section(Tile& tile) {
     if constexpr (Epilogue::sections > 1) {
       int before = 0;
       static_for<Epilogue::sections>([&](auto index) {
         constexpr Section section = Epilogue::section[index];
-        if (index_n >= before) {
-          tile.column = section.first + (index_n - before) * columns;
+        if (tile.index_n >= before) {
+          tile.column = section.first + (tile.index_n - before) * columns;
           tile.section = index;
           tile.column_end = section.end;
         }
         before += (section.end - section.first + columns - 1) / columns;
       });
     }
-    return tile;
   }
 };
 

@@ -128,8 +128,8 @@ def test_labels_and_symbols_are_no_difference():
 SWAPPED = """
 from coda_jax.lowering import kernel
 original = kernel._pointers
-def swapped(*arguments):
-    pointers = original(*arguments)
+def swapped(*arguments, **options):
+    pointers = original(*arguments, **options)
     return [*pointers[:-2], pointers[-1], pointers[-2]] if len(pointers) > 1 else pointers
 kernel._pointers = swapped
 """

@@ -32,26 +32,38 @@ _LINE = 120
 
 
 def emit(
-    program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool], *, for_reader: bool = False
+    program: Program,
+    out_dtypes: Sequence[np.dtype],
+    batched_operands: Sequence[bool],
+    *,
+    rows_in_groups: bool = False,
+    for_reader: bool = False,
 ) -> str:
     """The CUDA definition of `struct Epilogue` for a program; cuda/epilogue_abi.cuh tells how the kernel uses it.
 
     Where interleaved halves are worked on together, one entry of a list over columns stands for both, and its values
     follow each other. Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered
-    non-tile operands in order, then reductions. A vector that the program does not read has a number but no entry.
+    non-tile operands in order, then, of rows in groups, stores, then reductions. A vector that the program does not
+    read has a number but no entry.
 
     Args:
       program: the checked epilogue.
       out_dtypes: of results in the table of dtypes, one for each of `program.stores`.
       batched_operands: for each operand, whether it has a batch axis.
+      rows_in_groups: whether groups divide the product's rows.
       for_reader: with the names and the line of the user's function, as far as `program.user_names` has them.
     """
-    return _Emitter(program, out_dtypes, batched_operands, for_reader).text()
+    return _Emitter(program, out_dtypes, batched_operands, rows_in_groups, for_reader).text()
 
 
 class _Emitter:
     def __init__(
-        self, program: Program, out_dtypes: Sequence[np.dtype], batched_operands: Sequence[bool], for_reader: bool
+        self,
+        program: Program,
+        out_dtypes: Sequence[np.dtype],
+        batched_operands: Sequence[bool],
+        rows_in_groups: bool,
+        for_reader: bool,
     ):
         self.program = program
         self.user_names = program.user_names if for_reader else None
@@ -68,9 +80,10 @@ class _Emitter:
             elif index in others:
                 self.load(index, others.index(index), batched)
         self.names = self.value_names()
-        self.stores(2 + len(tiles), out_dtypes)
+        self.stores(2 + len(tiles), len(others) if rows_in_groups else None, out_dtypes)
+        first_reduction = len(others) + (len(program.stores) if rows_in_groups else 0)
         for number, reduction in enumerate(program.reductions):
-            self.reduction(len(others) + number, reduction)
+            self.reduction(first_reduction + number, reduction)
 
     def load(self, index: int, position: int, batched: bool) -> None:
         operand = self.program.operands[index]
@@ -118,8 +131,12 @@ class _Emitter:
                 return f"{member}_{at}"
         return ""
 
-    def stores(self, first_map: int, out_dtypes: Sequence[np.dtype]) -> None:
-        """Sections whose tiles store the same values in the same dtypes share a variant."""
+    def stores(self, first_map: int, first_pointer: int | None, out_dtypes: Sequence[np.dtype]) -> None:
+        """Sections whose tiles store the same values in the same dtypes share a variant.
+
+        Args:
+          first_pointer: of the stores; None if they have none.
+        """
         self.sections: list[str] = []
         self.tile_stores: list[list[str]] = []  # of each section
         self.tile_results: list[list[str]] = []  # of each variant
@@ -132,10 +149,13 @@ class _Emitter:
             results: list[tuple[str, np.dtype]] = []
             for i in chosen:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
-                column = store.slice[0] if store.slice else 0
+                column, end = store.slice or (0, 0)
                 for half, value in enumerate(store.values):
                     if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
+                        if first_pointer is not None:
+                            halves = self.program.halves.apart(store.width)
+                            fields |= {"pointer": first_pointer + i, "halves": halves, "columns": end - column}
                         entries.append(_entry(fields))
                     results.append((self.name(value), dtype))
             if results not in variants:
@@ -278,7 +298,14 @@ class _Emitter:
         return text if operation.exact else rounded(text, node.dtype)
 
 
-_DEFAULTS: Mapping[str, object] = {"half": 0, "halves": 1, "first": 0, "batched": False, "period": 0}
+_DEFAULTS: Mapping[str, object] = {
+    "half": 0,
+    "halves": 1,
+    "first": 0,
+    "batched": False,
+    "period": 0,
+    "columns": 0,  # of a row of a store, where that is not those of its halves
+}
 
 
 def _entry(fields: Mapping[str, object]) -> str:

@@ -20,8 +20,10 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   const auto a_dims = a.dims.last(2), b_dims = b.dims.last(2);
   const int64_t m = a_dims[call.transpose_a ? 1 : 0], k = a_dims[call.transpose_a ? 0 : 1];
   const int64_t n = b_dims[call.transpose_b ? 0 : 1], b_k = b_dims[call.transpose_b ? 1 : 0];
-  // All results have the batch when any operand has it, be it only the epilogue's.
-  const int64_t batch = result.dims.size() == 3 ? result.dims[0] : 1;
+  // All results have the batch when any operand has it, be it only the epilogue's; unless rows of a are in groups, each
+  // of which is multiplied by a matrix of b.
+  const bool has_groups = result.dims.size() == 2 && a.dims.size() == 2 && b.dims.size() == 3;
+  const int64_t batch = has_groups ? b.dims[0] : result.dims.size() == 3 ? result.dims[0] : 1;
   if (k != b_k) throw std::invalid_argument("k is " + std::to_string(k) + " in a and " + std::to_string(b_k) + " in b");
   for (const Buffer* factor : {&a, &b}) {
     if (factor->dims.size() == 3 && factor->dims[0] != batch) throw std::invalid_argument("batch sizes differ");
@@ -41,8 +43,10 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.n = static_cast<int32_t>(n);
   geometry.k = static_cast<int32_t>(k);
   geometry.batch = static_cast<int32_t>(batch);
+  // Of groups at most: each may end within a cluster's tiles, and so may the rows of none before and behind them.
+  const int64_t clusters_m = ceil_div(ceil_div(m, call.tile_m), call.cluster_m);
   geometry.clusters =
-      batch * ceil_div(ceil_div(m, call.tile_m), call.cluster_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
+      (has_groups ? clusters_m + batch + 1 : batch * clusters_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
   // With split-K, which has flags and does not yield, even few tiles may be work for all, and each cluster counts on
   // the others being there.

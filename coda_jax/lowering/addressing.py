@@ -10,9 +10,11 @@ import numpy as np
 
 from coda_jax.epilogue import Program
 from coda_jax.epilogue.dtypes import FACTORS, listed
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
+_MOST_GROUPS = 1024
 
 
 def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
@@ -24,6 +26,7 @@ def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
     a, b, _ = spec.split(avals)
     return (
         _unsupported_factors(a, b, spec)
+        or _unsupported_groups(spec.num_groups(avals))
         or _unsupported_program(spec)
         or _unsupported_rows(a, b, spec)
         or _unsupported_size(a, b)
@@ -48,12 +51,18 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     return None
 
 
+def _unsupported_groups(groups: Any) -> str | None:
+    if not isinstance(groups, int):
+        return f"{groups} groups is symbolic; only their rows may be"
+    if groups > _MOST_GROUPS:
+        return f"{groups} groups; the kernel keeps where they begin in shared memory, of at most {_MOST_GROUPS}"
+    return None
+
+
 def _unsupported_program(spec: GemmSpec) -> str | None:
     program = spec.program
-    if spec.ragged is not None:
-        return "a product of groups, of which the kernel has none yet"
     for i, operand in enumerate(program.operands):
-        if operand.kind.by_group and program.loads(i):
+        if spec.ragged is not Dimension.M and operand.kind.by_group and program.loads(i):
             return f"operand {i} is by group in a dense product; the kernel takes it in a product of groups only"
     if not program.tiles_of_heads:
         return None

@@ -14,6 +14,7 @@ import numpy as np
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Program, Width, emit
 from coda_jax.epilogue.dtypes import TABLE
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import ROW_BYTES, THREADS, KernelConfig, tile_k
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
@@ -64,7 +65,10 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
     a, b, operands = spec.split(types)
     program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
     m, n, _ = spec.sizes(a, b)
-    smem_bytes = shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes))
+    groups = spec.num_groups(types)
+    if spec.ragged is Dimension.K:
+        size = groups
+    smem_bytes = shared_bytes(config, program, EpilogueTraffic.of(program, out_dtypes), groups)
     claims = (
         yields
         and not config.split_k
@@ -72,9 +76,20 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
         and _clusters(program, size, m, n, config) > NUM_SMS // config.cluster_m  # else each has a tile, in any order
     )
     scratch = _scratch(config, claims)
-    pointers, rows = _pointers(program, len(operands), len(scratch)), _rows(m, config)
+    stored, rows = spec.ragged is Dimension.M, _rows(m, config)
+    pointers = _pointers(program, len(operands), len(scratch), stored=stored)
     source = _source(
-        program, a.dtype, out_dtypes, spec.transpose_a, spec.transpose_b, spec.batched, config, rows, claims=claims
+        program,
+        a.dtype,
+        out_dtypes,
+        spec.transpose_a,
+        spec.transpose_b,
+        spec.batched,
+        config,
+        rows,
+        ragged=spec.ragged.value if spec.ragged else "none",
+        groups=groups,
+        claims=claims,
     )
     return Kernel(
         results=[*_results(spec, () if size is None else (size,), m, n, config), *scratch],
@@ -145,7 +160,7 @@ def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig
     """The number of clusters of tiles; infinite where a size is not known."""
     if not isinstance(m, int) or not isinstance(batch, int | None):
         return math.inf
-    return (batch or 1) * -(-m // (config.tile_m * config.cluster_m)) * _tiles_along_n(program, n, config)
+    return (batch or 1) * -(-m // (config.tile_m * config.cluster_m)) * _tiles_along_n(program, n, config)  # at least
 
 
 def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -182,12 +197,16 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
     return maps
 
 
-def _pointers(program: Program, operand_count: int, scratch: int) -> list[int]:
-    """Buffers in the order of the kernel's pointers: vectors and scalars, the partials, the scratch ones."""
+def _pointers(program: Program, operand_count: int, scratch: int, *, stored: bool) -> list[int]:
+    """Buffers in the order of the kernel's pointers: vectors and scalars, the stores, the partials, the scratch ones.
+
+    Args:
+      stored: whether stores have pointers beside their tensor maps, as rows in groups need them.
+    """
     vectors = [2 + i for i, operand in enumerate(program.operands) if not operand.kind.by_tensor_map]
-    partials = len(program.reductions) + scratch
-    first_partial = 2 + operand_count + len(program.stores)
-    return vectors + [first_partial + i for i in range(partials)]
+    first_store, partials = 2 + operand_count, len(program.reductions) + scratch
+    first = first_store + (0 if stored else len(program.stores))
+    return vectors + list(range(first, first_store + len(program.stores) + partials))
 
 
 def readable_source(problem: Problem, config: KernelConfig) -> str:
@@ -201,6 +220,8 @@ def readable_source(problem: Problem, config: KernelConfig) -> str:
         problem.batched,
         config,
         _rows(problem.shape.m, config),
+        ragged=problem.shape.ragged or "none",
+        groups=problem.shape.groups,
         for_reader=True,
     )
 
@@ -215,16 +236,27 @@ def _source(
     config: KernelConfig,
     rows: int,
     *,
+    ragged: str,
+    groups: int,
     claims: bool = False,
     for_reader: bool = False,
 ) -> str:
-    traffic = EpilogueTraffic.of(program, out_dtypes)
+    traffic, stored = EpilogueTraffic.of(program, out_dtypes), ragged == "m"
     maps = 2 + len(program.tile_operands) + len(program.stores)
-    pointers = len(_pointers(program, len(program.operands), len(_scratch(config, claims))))
+    pointers = len(_pointers(program, len(program.operands), len(_scratch(config, claims)), stored=stored))
+    # The groups' offsets are the last operand.
+    offsets = sum(not operand.kind.by_tensor_map for operand in program.operands) - 1 if groups else -1
+    emitted = emit(
+        program,
+        out_dtypes,
+        tuple(batched[2 : 2 + len(program.operands)]),
+        rows_in_groups=stored,
+        for_reader=for_reader,
+    )
     flags = {True: "true", False: "false"}
     return f"""#include "mainloop_sm90.cuh"
 
-{emit(program, out_dtypes, tuple(batched[2 : 2 + len(program.operands)]), for_reader=for_reader)}
+{emitted}
 struct Config {{
   static constexpr coda::DType input = coda::DType::{TABLE[np.dtype(dtype).name].cuda};
   static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {tile_k(dtype)};
@@ -237,8 +269,10 @@ struct Config {{
   static constexpr bool claims = {flags[claims]};
   static constexpr bool keeps_tables = {flags[keeps_tables(program, config.tile.size)]};
   static constexpr bool transpose_a = {flags[transpose_a]}, transpose_b = {flags[transpose_b]};
-  static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1]]};
-  static constexpr int shared_bytes = {shared_bytes(config, program, traffic) + CLAIMS_BYTES * claims};
+  static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1] or stored]};
+  static constexpr coda::Ragged ragged = coda::Ragged::{ragged};
+  static constexpr int groups = {groups}, offsets = {offsets};
+  static constexpr int shared_bytes = {shared_bytes(config, program, traffic, groups) + CLAIMS_BYTES * claims};
 }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}, 1)

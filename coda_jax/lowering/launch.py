@@ -14,6 +14,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from coda_jax import ffi
 from coda_jax.epilogue import Axis, Operand
 from coda_jax.lowering import kernel
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
@@ -52,7 +53,19 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     a, b, _ = spec.split(types)
     m, n, k = spec.sizes(a, b)
     batch = spec.batch(types)
-    shape = GemmShape(m, n, k, 1 if batch is None else batch, spec.transpose_b, a.dtype.itemsize)
+    groups = spec.num_groups(types)
+    if spec.ragged is Dimension.K:
+        batch, k = groups, -(-k // groups)
+    shape = GemmShape(
+        m,
+        n,
+        k,
+        1 if batch is None else batch,
+        spec.transpose_b,
+        a.dtype.itemsize,
+        spec.ragged.value if spec.ragged else "",
+        groups,
+    )
     return Problem(shape, spec.program, a.dtype, spec.store_dtypes, spec.transpose_a, spec.batched)
 
 

@@ -124,6 +124,10 @@ class GemmSpec(CallOptions):
         """The size of the batch axis; None if there is none."""
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
 
+    def num_groups(self, arguments: Sequence[Any]) -> int:
+        """How many groups its offsets tell apart, the last argument; 0 of a product without groups."""
+        return 0 if self.ragged is None else arguments[-1].shape[0] - 1
+
     def unbatched(self) -> GemmSpec:
         """The spec of this product for arguments without a batch axis."""
         return self.replace(batched=(False,) * len(self.batched))

@@ -61,7 +61,7 @@ def choose_config(
     for tile in tiles:
         fitting = []  # but their code outgrows the cache
         for config in _configs(tile, program, traffic, given, shape.k_bytes):
-            if shared_bytes(config, program, traffic) <= SHARED_BYTES_PER_BLOCK:
+            if shared_bytes(config, program, traffic, shape.groups) <= SHARED_BYTES_PER_BLOCK:
                 if given.column_passes or not _uncached_instructions(program, tile, config.column_passes):
                     return config
                 fitting.append(config)
@@ -126,7 +126,7 @@ def _possible_tiles(shape: GemmShape, program: Program, traffic: EpilogueTraffic
         for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(shape, tile_m):
             for split_k in (False, True) if given.split_k is None else (given.split_k,):
                 tile = TileShape(tile_m, tile_n, cluster_m, split_k)
-                if split_k and tile.is_cooperative:
+                if split_k and (tile.is_cooperative or shape.groups):
                     continue
                 if given.split_k is not None or not split_k or may_split(shape, tile):
                     found.append(tile)

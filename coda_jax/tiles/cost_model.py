@@ -32,6 +32,9 @@ class GemmShape:
       batch: how many such products one launch makes (an int, or symbolic, which is taken as one).
       transpose_b: whether b is stored as (N, K).
       element_bytes: of an element of a or b.
+      ragged: "m" or "k", the dimension that the groups of a grouped product divide; else "". Groups along k are a
+        batch, and k is what one has of it on average.
+      groups: how many.
     """
 
     m: Any
@@ -40,6 +43,8 @@ class GemmShape:
     batch: Any = 1
     transpose_b: bool = False
     element_bytes: int = 2
+    ragged: str = ""
+    groups: int = 0
 
     @property
     def k_bytes(self) -> int:
@@ -126,7 +131,8 @@ def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
 def _megabytes(shape: GemmShape) -> float:
     """Megabytes of a and b, which are read from memory at least once."""
     m, batch = _rows_and_batch(shape)
-    return 1e-6 * batch * (m + shape.n) * shape.k_bytes
+    of_b = shape.groups if shape.ragged == "m" else batch
+    return 1e-6 * (batch * m + of_b * shape.n) * shape.k_bytes
 
 
 def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> float:
@@ -180,7 +186,11 @@ def may_split(shape: GemmShape, tile: TileShape) -> bool:
 def _clusters(shape: GemmShape, tile: TileShape) -> int:
     """Clusters' tiles of a product."""
     m, batch = _rows_and_batch(shape)
-    return -(-m // (tile.tile_m * tile.cluster_m)) * -(-shape.n // tile.tile_n) * batch
+    tiles_n = -(-shape.n // tile.tile_n)
+    if shape.ragged == "m":  # a group ends anywhere within a tile; of few rows not each has some
+        tiles_m = max(m / tile.tile_m + shape.groups / 2, min(m, shape.groups))
+        return math.ceil(tiles_m * tiles_n / tile.cluster_m)
+    return -(-m // (tile.tile_m * tile.cluster_m)) * tiles_n * batch
 
 
 def _rows_and_batch(shape: GemmShape) -> tuple[int, int]:

@@ -81,7 +81,8 @@ class Problem:
         flags = "".join(str(int(flag)) for flag in self.batched)
         names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
-        return f"{batch}x{m}x{n}x{k} {layout} {np.dtype(self.dtype).name} {digest}"
+        groups = f" {self.shape.ragged} in {self.shape.groups}" if self.shape.ragged else ""
+        return f"{batch}x{m}x{n}x{k}{groups} {layout} {np.dtype(self.dtype).name} {digest}"
 
     def config(self, given: GemmConfig | None, device: str | None) -> KernelConfig:
         """`given` completed: what it leaves open is chosen by the cost model of this kind of device."""

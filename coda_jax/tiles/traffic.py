@@ -123,8 +123,12 @@ def has_logsumexp(program: Program) -> bool:
     return any(reduction.op is ReductionOp.LOGSUMEXP for reduction in program.reductions)
 
 
-def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffic) -> int:
-    """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout)."""
+def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffic, groups: int = 0) -> int:
+    """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout).
+
+    Args:
+      groups: of a grouped product; 0 of any other.
+    """
     operands = config.stages * (config.tile_m + config.tile_n) * ROW_BYTES
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
     store_rings = 4 * config.store_slots * 16 * config.box_n * traffic.store_bytes
@@ -133,7 +137,13 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
     over_columns = (traffic.column_reductions * 4 + traffic.vectors_over_columns * 2) * columns * 4
     epilogue = _round_up(load_ring + store_rings + over_columns, 1024)
     barriers = 16 * config.stages + CONSUMERS * 16 * (config.load_slots if traffic.load_bytes else 1)
-    return operands + CONSUMERS * epilogue + barriers
+    return operands + CONSUMERS * epilogue + barriers + (_group_table_bytes(groups) if groups else 0)
+
+
+def _group_table_bytes(groups: int) -> int:
+    """Of `GroupTable` in cuda/grouped_scheduler.cuh."""
+    segments = groups + 2
+    return _round_up(4 * (groups + 1 + segments + 1 + 32), 16)
 
 
 def keeps_tables(program: Program, size: tuple[int, int]) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from benchmarks.programs import Program, lowered, spec_of
 from coda_jax import ffi
 from coda_jax.epilogue import trace
+from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import GemmConfig
 
 
@@ -36,27 +37,47 @@ def poisoned_call(
     n = b.shape[0] if transpose_b else b.shape[1]
     epilogue, captured = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     assert not captured
+    spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
+    return poisoned(spec, (a, b, *operands), config=config, yields=yields, rewrite=rewrite)
 
-    def lower(extra):
-        types = (a, b, *operands, *extra)
-        spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
-        return lowered(types, spec.replace(batched=(False,) * len(types)), config, yields=yields)
+
+def poisoned(
+    spec: GemmSpec,
+    arguments: Sequence[jax.Array],
+    *,
+    config: GemmConfig | None = None,
+    yields: bool = False,
+    rewrite: Callable[[str], str] = lambda source: source,
+) -> Callable[[], list[jax.Array]]:
+    """`poisoned_call` of any product."""
 
     def poison_of(result):
         return jnp.full(result.shape, jnp.nan if jnp.issubdtype(result.dtype, jnp.floating) else 1, result.dtype)
 
-    poison = [poison_of(result) for result in lower(()).results]
-    outputs = len(epilogue.program.stores) + len(epilogue.program.reductions)  # what follows is scratch
-    kernel = lower(poison)
-    rewritten = dataclasses.replace(kernel.call, source=rewrite(inline_headers(kernel.call.source)))
+    kernel = lowered(arguments, spec, config, yields=yields)
+    poison = [poison_of(result) for result in kernel.results]
+    outputs = len(spec.program.stores) + len(spec.program.reductions)  # what follows is scratch
+    # The poison comes in as operands behind all others, and so the results' buffers have greater numbers.
+    first, more = len(arguments), len(poison)
+
+    def number(buffer: int) -> int:
+        return buffer + more if buffer >= first else buffer
+
+    maps = [number(x) if i % 6 == 0 else x for i, x in enumerate(kernel.call.maps)]
+    rewritten = dataclasses.replace(
+        kernel.call,
+        source=rewrite(inline_headers(kernel.call.source)),
+        maps=maps,
+        pointers=[number(x) for x in kernel.call.pointers],
+        flags=number(kernel.call.flags) if kernel.call.flags >= 0 else -1,
+    )
 
     @jax.jit
-    def call(a, b, operands, poison):
-        arguments = (a, b, *operands, *poison)
-        aliases = {2 + len(operands) + i: i for i in range(len(poison))}
-        return ffi.gemm_call(arguments, kernel.results, rewritten, input_output_aliases=aliases)
+    def call(arguments, poison):
+        aliases = {first + i: i for i in range(more)}
+        return ffi.gemm_call((*arguments, *poison), kernel.results, rewritten, input_output_aliases=aliases)
 
-    return lambda: call(a, b, tuple(operands), poison)[:outputs]
+    return lambda: call(tuple(arguments), poison)[:outputs]
 
 
 def inline_headers(source: str) -> str:
