@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from benchmarks.lab.machine_code import resource_usage
+from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.expert_cases import HIDDEN, ROWS, SIZES, arguments, compare, experts, plain
 from tests.gemm_cases import assert_close, jit
+from tests.nvrtc import kernels, needs_nvrtc
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -113,6 +116,30 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
         if jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.size >= ROWS * HIDDEN
     ]
     assert set(passes) <= {"name", "reshape", "pjit", "jit", "custom_vjp_call"}, passes
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rows, width, hidden, count", [(16384, 2048, 3072, 8), (131072, 2048, 768, 128)])
+def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
+    """Six, none of which spills a register."""
+    sources = {}
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name: sources.update({source: name}))
+    shapes = [
+        ((rows, width), "bfloat16"),
+        ((count, width, 2 * hidden), "bfloat16"),
+        ((count, hidden, width), "bfloat16"),
+    ]
+    shapes += [((rows,), "float32"), ((count,), "int32")]
+
+    def step(*given):
+        *arrays, sizes = given
+        y, back = jax.vjp(functools.partial(experts, sizes=sizes), *arrays)
+        return y, back(y)
+
+    assert kernels(step, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)) == 6
+    assert set(sources.values()) == {"expert_gated", "scale_rows", "expert_gated_backward", "gemm"}
+    for source, name in sources.items():
+        assert resource_usage(ffi.compile(source, name).log).spilled_bytes == 0, name
 
 
 def test_what_is_kept():
@@ -239,21 +266,27 @@ def test_second_derivatives():
     assert_close(got, want, rtol=2e-4)
 
 
-def test_data_parallel_gradient():
-    """Under shard_map each device has rows and sizes of its own; a replicated weight's gradient is summed over them."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("others", [False, True], ids=["all axes", "one of two axes"])
+def test_data_parallel_gradient(others, kind):
+    """Under shard_map each device has rows and sizes of its own; a replicated weight's gradient is summed over them.
+
+    The weights are cut over the other axis of the mesh, which shard_map leaves to XLA or to types.
+    """
+    shape = (2, 2) if others else (2,)
+    kinds = (jax.sharding.AxisType[kind],) * len(shape)
+    devices = jax.devices()[: len(shape) * 2]
+    mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=kinds, devices=devices)
     sizes = np.array([(7, 0, 1, 12, 9), (0, 20, 0, 4, 13)], np.int32)
-    x, gate_up, down, row_scale = arguments(jnp.float32, sizes[0], rows=2 * ROWS, poison=False)
-    given = (x, gate_up, down, row_scale)
+    given = arguments(jnp.float32, sizes[0], rows=2 * ROWS, poison=False)
     specs = (jax.P("data"), jax.P(), jax.P(), jax.P("data"))
+    cuts = (specs[0], jax.P(None, None, "model"), jax.P(None, "model"), specs[3]) if others else specs
 
     def of_shard(sizes, *given):
         def loss(*given):
             return jax.lax.psum(loss_of(functools.partial(experts, sizes=sizes[0]))(*given), "data")
 
         return jax.value_and_grad(loss, range(4))(*given)
-
-    shards = jax.shard_map(of_shard, mesh=mesh, in_specs=(jax.P("data"), *specs), out_specs=(jax.P(), specs))
 
     def on_one(*given):
         x, gate_up, down, row_scale = given
@@ -263,7 +296,37 @@ def test_data_parallel_gradient():
         ]
         return sum(parts)
 
-    assert_close(jit(shards)(sizes, *given), jit(jax.value_and_grad(on_one, range(4)))(*given), rtol=1e-4)
+    with jax.set_mesh(mesh):
+        shards = jax.shard_map(
+            of_shard, in_specs=(jax.P("data"), *specs), out_specs=(jax.P(), specs), axis_names={"data"}
+        )
+        each = zip((sizes, *given), (jax.P("data"), *cuts), strict=True)
+        got = jit(shards)(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in each))
+    assert_close(got, jit(jax.value_and_grad(on_one, range(4)))(*given), rtol=1e-4)
+
+
+SHARDED = {
+    "rows": (jax.P("data"), jax.P(), jax.P(), jax.P("data")),
+    "hidden features": (jax.P(), jax.P(None, None, "data"), jax.P(None, "data"), jax.P()),
+    "width of weights": (jax.P("data"), jax.P(None, "data"), jax.P(None, None, "data"), jax.P()),
+    "width of rows": (jax.P(None, "data"), jax.P(), jax.P(), jax.P()),
+}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("specs", SHARDED.values(), ids=SHARDED)
+def test_sharded_arguments(specs, kind):
+    """Rows of all experts and weights are cut over a mesh axis; gradients are cut as their arguments are."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType[kind],), devices=jax.devices()[:2])
+    sizes = SIZES["unaligned"]
+    given = arguments(jnp.float32, sizes, rows=40, poison=False)
+    want = gradients(functools.partial(plain, sizes=sizes), given)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+        got = gradients(functools.partial(experts, sizes=sizes), placed)
+        if kind == "Explicit":
+            assert [jax.typeof(x).sharding for x in got[1]] == [jax.typeof(x).sharding for x in placed]
+    assert_close(got, want, rtol=1e-4)
 
 
 def test_forward_mode_is_refused_by_name():
