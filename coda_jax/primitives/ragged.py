@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from coda_jax.epilogue import Axis, Epilogue, NotTileLocalError, Operand, Program
-from coda_jax.epilogue.finishing import mixes_rows
+from coda_jax.epilogue import Operand, Program
 from coda_jax.epilogue.groups import GroupOffsets, RowGroups, check_group_sizes, group_offsets, unmarked
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
@@ -110,12 +109,3 @@ def offsets_of_rows(
         raise ValueError(f"gemm: group_sizes has shape {offsets.shape}, and no operand is by group")
     a, of_k = arrays[0][0], options.ragged is Dimension.K
     return group_offsets(offsets, math.prod(a.shape[: options.k_axes] if of_k else row_sizes(a, options)))
-
-
-def check_ragged(epilogue: Epilogue) -> None:
-    """Raises where a result is of all rows, which are of several groups."""
-    program = epilogue.program
-    if any(reduction.axis is Axis.COLUMN for reduction in program.reductions) or mixes_rows(program):
-        raise NotTileLocalError(
-            f"epilogue '{epilogue.name}': a reduction over all rows beside groups of them; here it can be of one row"
-        )
