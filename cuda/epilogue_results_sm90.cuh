@@ -93,6 +93,7 @@ struct EpilogueResults {
       const int width = access.columns > 0 ? access.columns : (Layout::head > 0 ? 1 : access.halves) * n;
       const int column = tile.column + Layout::memory_column(access.half, box * Layout::box_n);
       const ptx::uint32 from = slot_address() + 16 * Layout::store_row_bytes(variant, index);
+#pragma unroll 1
       for (int i = lane; i < rows * chunks; i += 32) {
         const int row = i / chunks, chunk = i % chunks, at = column + chunk * (16 / of_element);
         if (at >= tile.column_end) continue;

@@ -3,8 +3,10 @@
 //
 //   Ragged::m   a (m, k), b (groups, k, n), out (m, n). Each group's rows are tiles of their own: the last one of a
 //               group also multiplies rows of the next, and stores only its own. Rows of no group are tiles without k
-//               blocks, which store zeros.
-//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k; the last k block
+//               blocks, which store zeros. A cluster of two takes two tiles of a group, one below the other, which
+//               share b's; of an odd last row of tiles two neighbours, and each loads its own tile of b.
+//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k; the last k
+//   block
 //               of one is zeroed behind its end (`mainloop_sm90.cuh`).
 //
 // Whatever the offsets are, no tile reaches outside of the arrays.
@@ -15,10 +17,26 @@
 
 namespace coda {
 
-/// The groups in shared memory: the row at which each begins; and for Ragged::m where each segment's clusters of tiles
-/// begin, counted in rows of clusters. Segments are the groups, the rows behind the last one, and those before the first.
-/// One warp makes it, in three steps between which it synchronises; each lane has a run of segments.
-template <int groups_>
+/// How many clusters' tiles there are: of so many rows of tiles, `pairs` of them by twos and an odd last one.
+template <int tile_m, int cluster_m>
+struct RowsOfTiles {
+  int pairs;  // of rows, or rows where clusters have one tile
+  bool is_odd;
+
+  __device__ __forceinline__ explicit RowsOfTiles(int rows) {
+    const int tiles = (rows + tile_m - 1) / tile_m;
+    pairs = tiles / cluster_m;
+    is_odd = tiles % cluster_m != 0;
+  }
+  __device__ __forceinline__ int clusters(int tiles_n) const {
+    return pairs * tiles_n + (is_odd ? (tiles_n + cluster_m - 1) / cluster_m : 0);
+  }
+};
+
+/// The groups in shared memory: the row at which each begins; and for Ragged::m each segment's first cluster of tiles.
+/// Segments are the groups, the rows behind the last one, and those before the first. One warp makes it, in three steps
+/// between which it synchronises; each lane has a run of segments.
+template <int groups_, class Rows>
 struct GroupTable {
   static constexpr int groups = groups_, segments = groups + 2, lanes = 32;
   static constexpr int per_lane = (segments + lanes - 1) / lanes;
@@ -26,7 +44,7 @@ struct GroupTable {
   ptx::uint32 address;
 
   __device__ __forceinline__ int row(int group) const { return ptx::load_word(address + 4 * group); }
-  /// Of the rows of clusters, the segment's first one; of `segments` how many there are.
+  /// The segment's first one; of `segments` how many there are.
   __device__ __forceinline__ int first_cluster(int segment) const { return ptx::load_word(cluster_address(segment)); }
 
   /// 1. Where groups begin, within the `rows` that there are.
@@ -34,20 +52,20 @@ struct GroupTable {
     for (int group = lane; group <= groups; group += lanes)
       ptx::store_word(address + 4 * group, min(max(offsets[group], 0), rows));
   }
-  /// 2. How many rows of clusters the lane's segments have.
-  __device__ __forceinline__ void count_clusters(int rows, int cluster_rows, int lane) const {
+  /// 2. How many clusters of tiles the lane's segments have.
+  __device__ __forceinline__ void count_clusters(int rows, int tiles_n, int lane) const {
     int total = 0;
-    for (int i = 0; i < per_lane; ++i) total += clusters(lane * per_lane + i, rows, cluster_rows);
+    for (int i = 0; i < per_lane; ++i) total += clusters(lane * per_lane + i, rows, tiles_n);
     ptx::store_word(lane_address(lane), total);
   }
   /// 3. Where each of them begins.
-  __device__ __forceinline__ void number_clusters(int rows, int cluster_rows, int lane) const {
+  __device__ __forceinline__ void number_clusters(int rows, int tiles_n, int lane) const {
     int next = 0;
     for (int other = 0; other < lane; ++other) next += ptx::load_word(lane_address(other));
     for (int i = 0; i < per_lane; ++i) {
       const int segment = lane * per_lane + i;
       if (segment <= segments) ptx::store_word(cluster_address(segment), next);
-      next += clusters(segment, rows, cluster_rows);
+      next += clusters(segment, rows, tiles_n);
     }
     if (lane == lanes - 1 && lanes * per_lane == segments) ptx::store_word(cluster_address(segments), next);
   }
@@ -57,8 +75,12 @@ struct GroupTable {
   __device__ __forceinline__ int end(int segment, int rows) const {
     return segment < groups ? row(segment + 1) : segment == groups ? rows : row(0);
   }
-  /// The segment of which this row of clusters is one: the last that does not begin behind it, for empty ones begin
-  /// where the next one does.
+  /// The number of rows of a segment.
+  __device__ __forceinline__ int size(int segment, int rows) const {
+    return max(end(segment, rows) - begin(segment), 0);
+  }
+  /// The segment that has this cluster of tiles: the last that does not begin behind it, for empty ones begin where the
+  /// next one does.
   __device__ __forceinline__ int segment_of(int cluster) const {
     int found = 0;
 #pragma unroll
@@ -74,9 +96,8 @@ struct GroupTable {
   __device__ __forceinline__ ptx::uint32 lane_address(int lane) const {
     return address + 4 * (groups + 1 + segments + 1 + lane);
   }
-  __device__ __forceinline__ int clusters(int segment, int rows, int cluster_rows) const {
-    if (segment >= segments) return 0;
-    return (max(end(segment, rows) - begin(segment), 0) + cluster_rows - 1) / cluster_rows;
+  __device__ __forceinline__ int clusters(int segment, int rows, int tiles_n) const {
+    return segment < segments ? Rows(size(segment, rows)).clusters(tiles_n) : 0;
   }
 };
 
@@ -84,11 +105,10 @@ struct GroupTable {
 template <class Config, int columns, class Epilogue>
 struct RowGroupScheduler {
   using Bands = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
-  using Table = GroupTable<Config::groups>;
-  static constexpr int cluster_rows = Config::tile_m * Config::cluster_m;
+  using Rows = RowsOfTiles<Config::tile_m, Config::cluster_m>;
+  using Table = GroupTable<Config::groups, Rows>;
   const int m, n, k_blocks;
-  const int band;                   // rows of clusters
-  const Divisor tiles_n, per_band;  // tiles
+  const int band, tiles_n;  // rows of clusters; tiles
   const Table table;
   int count = 0;  // of this cluster's pieces of work
 
@@ -98,7 +118,6 @@ struct RowGroupScheduler {
         k_blocks(k_blocks),
         band(Bands(m, n, k, k_blocks, 1).band.value),
         tiles_n(tiles_along_n<columns, Epilogue>(n)),
-        per_band(band * tiles_n.value),
         table{table} {}
 
   /// Reads the groups; all threads of the CTA call it.
@@ -107,9 +126,9 @@ struct RowGroupScheduler {
       const int lane = threadIdx.x;
       table.read_rows(offsets, m, lane);
       __syncwarp();
-      table.count_clusters(m, cluster_rows, lane);
+      table.count_clusters(m, tiles_n, lane);
       __syncwarp();
-      table.number_clusters(m, cluster_rows, lane);
+      table.number_clusters(m, tiles_n, lane);
     }
     __syncthreads();
     count = Divisor(Bands::clusters()).quotient(total(0) - Bands::cluster() + Bands::clusters() - 1);
@@ -117,22 +136,34 @@ struct RowGroupScheduler {
 
   __device__ __forceinline__ static int cluster() { return Bands::cluster(); }
   __device__ __forceinline__ static int clusters() { return Bands::clusters(); }
-  __device__ __forceinline__ int total(int) const { return table.first_cluster(Table::segments) * tiles_n.value; }
+  __device__ __forceinline__ int total(int) const { return table.first_cluster(Table::segments); }
   __device__ __forceinline__ Work work(int i, int rank) const { return claimed(i * clusters() + cluster(), rank); }
 
+  /// The k blocks of a tile of this number: none of one whose rows are in no group.
+  __device__ __forceinline__ int blocks_of(int index) const {
+    return index < table.first_cluster(Config::groups) ? k_blocks : 0;
+  }
+
   __device__ __forceinline__ Work claimed(int index, int rank) const {
-    const int segment = table.segment_of(tiles_n.quotient(index));
-    const int first_cluster = table.first_cluster(segment);
-    const int in_segment = index - first_cluster * tiles_n.value;
-    const int first_row = per_band.quotient(in_segment) * band;
-    const int rows = min(band, table.first_cluster(segment + 1) - first_cluster - first_row);
-    const int in_band = in_segment - first_row * tiles_n.value;
-    const int index_n = Divisor(rows).quotient(in_band);
-    const int index_m = (first_row + in_band - index_n * rows) * Config::cluster_m + rank;
+    const int segment = table.segment_of(index), in_segment = index - table.first_cluster(segment);
+    const int pairs = Rows(table.size(segment, m)).pairs, in_odd_row = in_segment - pairs * tiles_n;
+    int index_m, index_n;
+    if (in_odd_row >= 0) {
+      index_m = pairs * Config::cluster_m;
+      index_n = in_odd_row * Config::cluster_m + rank;
+    } else {
+      const int first_row = Divisor(band * tiles_n).quotient(in_segment) * band, rows = min(band, pairs - first_row);
+      const int in_band = in_segment - first_row * tiles_n;
+      index_n = Divisor(rows).quotient(in_band);
+      index_m = (first_row + in_band - index_n * rows) * Config::cluster_m + rank;
+    }
     const int row = table.begin(segment) + index_m * Config::tile_m;
-    Tile tile{row, index_n * columns, segment, index_m, index_n, 0, n, table.end(segment, m)};
+    const int row_end = index_n < tiles_n ? table.end(segment, m) : row;  // of an odd number of tiles the last has none
+    Tile tile{row, index_n * columns, segment, index_m, index_n, 0, n, row_end};
     Bands::place_in_section(tile);
-    return {tile, 0, segment < Config::groups ? k_blocks : 0};
+    Work work{tile, 0, segment < Config::groups ? k_blocks : 0};
+    work.is_apart = in_odd_row >= 0;
+    return work;
   }
 };
 
@@ -141,7 +172,7 @@ struct RowGroupScheduler {
 template <class Config, int columns, class Epilogue>
 struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue> {
   using Batch = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
-  using Table = GroupTable<Config::groups>;
+  using Table = GroupTable<Config::groups, RowsOfTiles<1, 1>>;
   const int k;
   const Table table;
 

@@ -39,7 +39,7 @@ struct SharedLayout {
       load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
   static constexpr int groups_offset = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
   static constexpr bool is_grouped = Config::ragged != Ragged::none;
-  static constexpr int bytes = groups_offset + (is_grouped ? GroupTable<Config::groups>::bytes : 0);
+  static constexpr int bytes = groups_offset + (is_grouped ? GroupTable<Config::groups, RowsOfTiles<1, 1>>::bytes : 0);
 };
 
 /// The scheduler of a kernel, by the dimension that groups divide; `columns` of a tile, within a half.
@@ -179,7 +179,12 @@ struct Gemm {
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
         const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
         load_a(work.tile, k, stage, stages.full(at.slot));
-        load_b(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot));
+        if (rows_in_groups && Config::cluster_m > 1 && work.is_apart) {
+          for (int part = 0; part < Config::cluster_m; ++part)
+            load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
+        } else {
+          load_b<(Config::cluster_m > 1)>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), rank);
+        }
         at.advance();
       }
     }
@@ -243,8 +248,10 @@ struct Gemm {
     }
   }
 
-  /// A k block of b's tile. The CTAs of a cluster share b: each loads a part of every stage for all of them.
-  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+  /// A part of a k block of b's tile, as many as a cluster has CTAs. They share b: each loads one for all of them.
+  template <bool for_all>
+  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
+                                         int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one half.
@@ -252,9 +259,9 @@ struct Gemm {
       constexpr int rows = Config::tile_n / boxes, boxes_per_half = boxes / n_halves;
 #pragma unroll
       for (int i = 0; i < boxes / Config::cluster_m; ++i) {
-        const int box = i * Config::cluster_m + rank;
-        load_b_box(target + box * rows * factor_row_bytes, barrier, k, box / boxes_per_half,
-                   tile.column + box % boxes_per_half * rows, tile.batch);
+        const int box = i * Config::cluster_m + part;
+        load_b_box<for_all>(target + box * rows * factor_row_bytes, barrier, k, box / boxes_per_half,
+                            tile.column + box % boxes_per_half * rows, tile.batch);
       }
     } else {
       // Chunks of 64 columns: an equal number of them for each CTA, or else of each chunk an equal number of its rows.
@@ -264,22 +271,32 @@ struct Gemm {
       constexpr int rows = by_chunk ? 64 : 64 / Config::cluster_m;
 #pragma unroll
       for (int i = 0; i < chunks / (by_chunk ? Config::cluster_m : 1); ++i) {
-        const int chunk = by_chunk ? i * Config::cluster_m + rank : i, row = by_chunk ? 0 : rank * rows;
-        load_b_box(target + chunk * chunk_bytes + row * factor_row_bytes, barrier,
-                   tile.column + 64 * (chunk % chunks_per_half), chunk / chunks_per_half, k + row, tile.batch);
+        const int chunk = by_chunk ? i * Config::cluster_m + part : i, row = by_chunk ? 0 : part * rows;
+        load_b_box<for_all>(target + chunk * chunk_bytes + row * factor_row_bytes, barrier,
+                            tile.column + 64 * (chunk % chunks_per_half), chunk / chunks_per_half, k + row, tile.batch);
       }
     }
   }
 
+  template <bool for_all>
   __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int half, int outer,
                                              int batch) const {
     const int of_b = Config::b_batched ? batch : 0;
-    if constexpr (Config::cluster_m > 1) {
+    if constexpr (for_all) {
       constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
       ptx::tma_load_multicast(target, params.map[1], barrier, inner, half, outer, of_b, everyone);
     } else {
       ptx::tma_load(target, params.map[1], barrier, inner, half, outer, of_b);
     }
+  }
+
+  /// The k blocks of the i-th piece alone, which take no search for its group.
+  __device__ __forceinline__ int blocks(int i) const {
+    if constexpr (rows_in_groups) {
+      if constexpr (Config::claims) return scheduler.blocks_of(claims(shared).wait(i));
+      return scheduler.blocks_of(i * scheduler.clusters() + scheduler.cluster());
+    }
+    return piece(i).blocks;
   }
 
   /// One thread for each consumer.
@@ -307,10 +324,9 @@ struct Gemm {
     return work;
   }
 
-  /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros, nor where they
-  /// lie behind those of its group: there are none.
+  /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros.
   __device__ __forceinline__ static bool has_product(const Work& work) {
-    if constexpr (rows_in_groups) return work.blocks > 0 && work.tile.row < work.tile.row_end;
+    if constexpr (rows_in_groups) return work.blocks > 0;
     return work.has_tile();
   }
 
@@ -327,13 +343,12 @@ struct Gemm {
                                                        consumer, warp, lane);
     RingPosition<Config::stages> at;
     if (!cooperative && consumer == 1 && count(0) > 0) {
-      at.advance(piece(0).blocks);
+      at.advance(blocks(0));
       wake(0);
     }
     for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
       // 1. The epilogue's vectors and scalars, whose latency the products hide.
       const Work work = work_of(i, consumer);
-      const bool is_empty = rows_in_groups && !has_product(work);
       if (has_product(work)) epilogue.begin(work.tile);
 
       // 2. Pingpong: wait until the other consumer's products are all issued. In both modes the barrier is also between
@@ -346,11 +361,6 @@ struct Gemm {
       RingPosition<Config::stages> previous = at;
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
-        if (is_empty) {  // the cluster's other tile is not
-          release(at.slot);
-          at.advance();
-          continue;
-        }
         if constexpr (k_in_groups) {
           const int left = work.k_end - work.first_k - k_block * Config::tile_k;
           if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
@@ -368,15 +378,15 @@ struct Gemm {
       //    of a whole tile, for cooperative consumers never have a part of one.
       const bool is_last = cooperative || i + 1 == count(i + 1);
       if (!is_last) wake(consumer ^ 1);
-      if (!is_empty) epilogue.read_ahead();
+      if (!rows_in_groups || has_product(work)) epilogue.read_ahead();
 
       // 5. The accumulator is complete; the last stage is given back, and the other consumer's are skipped.
       wgmma::wait<0>();
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
-      if (!is_empty) release(previous.slot);
-      if (!is_last) at.advance(piece(i + 1).blocks);
+      if (!rows_in_groups || has_product(work)) release(previous.slot);
+      if (!is_last) at.advance(blocks(i + 1));
 
       // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {
@@ -388,9 +398,13 @@ struct Gemm {
       }
 
       // 7. The epilogue, under the other consumer's products.
-      if (!is_empty) epilogue.visit(work.tile, accumulator);
-      if constexpr (rows_in_groups)
-        if (work.blocks == 0) epilogue.store_zeros(work.tile);
+      if constexpr (rows_in_groups) {
+        if (!has_product(work)) {
+          epilogue.store_zeros(work.tile);
+          continue;
+        }
+      }
+      epilogue.visit(work.tile, accumulator);
     }
     epilogue.finish();
   }

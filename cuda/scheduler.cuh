@@ -46,6 +46,7 @@ struct Work {
   Tile tile;
   int first_block, blocks;
   int first_k, k_end;  // of k in groups
+  bool is_apart;       // of rows in groups: the tiles of the cluster do not share b's
 
   __device__ __forceinline__ bool has_tile() const { return first_block == 0; }
 };

@@ -186,10 +186,11 @@ def may_split(shape: GemmShape, tile: TileShape) -> bool:
 def _clusters(shape: GemmShape, tile: TileShape) -> int:
     """Clusters' tiles of a product."""
     m, batch = _rows_and_batch(shape)
-    rows, tiles_n = tile.tile_m * tile.cluster_m, -(-shape.n // tile.tile_n)
-    if shape.ragged == "m":  # a group ends anywhere within a cluster's tiles; of few rows not each has some
-        return math.ceil(max(m / rows + shape.groups / 2, min(m, shape.groups))) * tiles_n
-    return -(-m // rows) * tiles_n * batch
+    tiles_n = -(-shape.n // tile.tile_n)
+    if shape.ragged == "m":  # a group ends anywhere within a tile; of few rows not each has some
+        tiles_m = max(m / tile.tile_m + shape.groups / 2, min(m, shape.groups))
+        return math.ceil(tiles_m * tiles_n / tile.cluster_m)
+    return -(-m // (tile.tile_m * tile.cluster_m)) * tiles_n * batch
 
 
 def _rows_and_batch(shape: GemmShape) -> tuple[int, int]:
