@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from benchmarks.lab.machine_code import resource_usage
+from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.expert_cases import HIDDEN, ROWS, SIZES, arguments, compare, experts, plain
 from tests.gemm_cases import assert_close, jit
+from tests.nvrtc import kernels, needs_nvrtc
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -113,6 +116,30 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
         if jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.size >= ROWS * HIDDEN
     ]
     assert set(passes) <= {"name", "reshape", "pjit", "jit", "custom_vjp_call"}, passes
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rows, width, hidden, count", [(16384, 2048, 3072, 8), (131072, 2048, 768, 128)])
+def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
+    """Six, none of which spills a register."""
+    sources = {}
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name: sources.update({source: name}))
+    shapes = [
+        ((rows, width), "bfloat16"),
+        ((count, width, 2 * hidden), "bfloat16"),
+        ((count, hidden, width), "bfloat16"),
+    ]
+    shapes += [((rows,), "float32"), ((count,), "int32")]
+
+    def step(*given):
+        *arrays, sizes = given
+        y, back = jax.vjp(functools.partial(experts, sizes=sizes), *arrays)
+        return y, back(y)
+
+    assert kernels(step, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)) == 6
+    assert set(sources.values()) == {"expert_gated", "scale_rows", "expert_gated_backward", "gemm"}
+    for source, name in sources.items():
+        assert resource_usage(ffi.compile(source, name).log).spilled_bytes == 0, name
 
 
 def test_what_is_kept():
