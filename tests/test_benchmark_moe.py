@@ -117,6 +117,12 @@ def test_peers_of_grouped_products(quick_to_compile):
                 assert "results differ" in rows["wrong"]["failure"]
 
 
+def test_peers_that_are_not_here(capsys):
+    """Each says what is missing."""
+    assert peers.available(peers.GROUPED_MODULES, "load_grouped") == []
+    assert capsys.readouterr().out.count(": absent, ") == len(peers.GROUPED_MODULES) == 4
+
+
 def test_slow_variants_are_timed_apart(monkeypatch):
     """Their time is told at the clock of the reference."""
     walls = {"coda_batched": 1e-3, "xla": 1e-2 + 1e-4, "coda": 2e-3}
