@@ -164,9 +164,9 @@ def _einsum_contraction(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Arr
 
 
 XLA = Form("xla", _ragged_dot, _ragged_contraction)
-# The same, by XLA's kernel for it, which is off by default.
-XLA_FUSION = dataclasses.replace(
-    XLA, name="xla_fusion", compiler_options={"xla_gpu_experimental_use_ragged_dot_fusion": True}
+# The same by cuDNN, which XLA takes for it if it is asked to.
+XLA_CUDNN = dataclasses.replace(
+    XLA, name="xla_cudnn", compiler_options={"xla_gpu_experimental_use_ragged_dot_fusion": True}
 )
 XLA_BATCHED = Form("xla_batched", _einsum, _einsum_contraction, only_equal=True)
 

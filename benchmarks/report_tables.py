@@ -30,7 +30,7 @@ VARIANTS = {
     "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
     "xla_packed": "plain JAX, unrolled, packed rows",
     "xla_remat": "plain JAX, `jax.checkpoint`",
-    "xla_fusion": "plain JAX, XLA's kernel for `ragged_dot`",
+    "xla_cudnn": "plain JAX, `ragged_dot` by cuDNN",
 }
 MODELS = {
     "llama": "a Llama-3-1B (vocabulary 128256, {layers} layers, d 2048, F 8192, 32 heads and 8 key heads of 64)",

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,12 @@ def test_peers_of_grouped_products(quick_to_compile):
                 assert "results differ" in rows["wrong"]["failure"]
 
 
+def test_peers_that_are_not_here(capsys):
+    """Each says what is missing."""
+    assert peers.available(peers.GROUPED_MODULES, "load_grouped") == []
+    assert capsys.readouterr().out.count(": absent, ") == len(peers.GROUPED_MODULES) == 4
+
+
 def test_slow_variants_are_timed_apart(monkeypatch):
     """Their time is told at the clock of the reference."""
     walls = {"coda_batched": 1e-3, "xla": 1e-2 + 1e-4, "coda": 2e-3}
@@ -193,3 +200,36 @@ def test_the_table_of_experts():
     shown = report_tables.experts(rows)
     assert "| experts | random |  | 0.970 | 1.500 | 123.4 GiB | failed |" in shown
     assert "| down | random | 7 | 0.500 | 0.500 |" in shown and "`other`: its products." in shown
+
+
+def test_grouped_products(tmp_path, capsys, quick_to_compile):
+    """A row for each part, kind of sizes and variant; what takes groups for equal is timed where they are."""
+    assert moe.main([*OPTIONS, f"--out={tmp_path}", "--products=down", "--variants=coda,coda_mlp,xla,xla_batched"]) == 0
+    rows = rows_in(tmp_path)
+    products = [name for name in grouped.products(CASE) if "down" in name]
+    names = [*products, *("experts", "experts, gradients", "layer", "layer, gradients")]
+    wanted = set(itertools.product(names, grouped.KINDS, ("coda", "coda_batched", "xla")))
+    wanted |= set(itertools.product(names, ("equal",), ("xla_batched",)))
+    wanted |= set(itertools.product(names[len(products) :], grouped.KINDS, ("coda_mlp",)))
+    assert {(row["part"], row["kind"], row["variant"]) for row in rows} == wanted and len(rows) == len(wanted)
+    for row in rows:
+        assert float(row["ms"]) > 0 and float(row["tflops"]) > 0 and not row["failure"]
+        assert (row["error"] != "") == (row["variant"] != "coda_batched" or row["kind"] == "equal")
+        if row["variant"] == "coda_batched":
+            assert float(row["tile_speed"]) == 1
+        if row["part"] in products and row["variant"] == "coda":
+            assert int(row["tiles"]) >= CASE.experts and float(row["tile_work"]) > 1
+    assert "random layer, gradients" in capsys.readouterr().out
+
+
+def test_tiles(tmp_path, capsys, quick_to_compile):
+    """The fastest first, each with its tiles; beside each the batched product in the same."""
+    options = [*OPTIONS, f"--out={tmp_path}", "--products=down, dgrad", "--tiles=128x128_1,64x256_2", "--batched"]
+    assert moe.main(["tiles", *options]) == 0
+    rows = rows_in(tmp_path)
+    tiles = ("", "_128x128_1", "_64x256_2")
+    assert {row["variant"] for row in rows} == {f"{name}{tile}" for name in ("coda", "coda_batched") for tile in tiles}
+    ms = [float(row["ms"]) for row in rows]
+    assert ms == sorted(ms) and {row["kind"] for row in rows} == {"random"}
+    by_name = {row["variant"]: row for row in rows}
+    assert by_name["coda_128x128_1"]["tile"] == "128" and by_name["coda_64x256_2"]["tile"] == "64"
