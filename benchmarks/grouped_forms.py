@@ -88,11 +88,11 @@ def gradients(form: Form) -> Callable[..., Any]:
     return run
 
 
-def layer(form: Form) -> Callable[..., jax.Array]:
+def layer(form: Form, dtype: Any = None) -> Callable[..., jax.Array]:
     """f(x, weights, w_gate_up, w_down, ids) -> y (T, H): each token's rows to its experts, weighted, and summed.
 
     x (T, H); weights (T, top_k) float32 and ids (T, top_k) are the router's. Rows are sorted by expert, gathered, and
-    come back by the inverse permutation.
+    come back by the inverse permutation. `dtype` is that of the weighted sum; default x's.
     """
 
     def run(x: jax.Array, weights: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, ids: jax.Array) -> jax.Array:
@@ -100,8 +100,9 @@ def layer(form: Form) -> Callable[..., jax.Array]:
         order = jnp.argsort(ids.reshape(-1))
         sizes = jnp.bincount(ids.reshape(-1), length=w_down.shape[0]).astype(jnp.int32)
         y = form.experts(x[order // top_k], w_gate_up, w_down, sizes)
+        y = y.astype(dtype or y.dtype)
         y *= weights.reshape(-1)[order, None].astype(y.dtype)
-        return y[jnp.argsort(order)].reshape(tokens, top_k, -1).sum(axis=1)
+        return y[jnp.argsort(order)].reshape(tokens, top_k, -1).sum(axis=1).astype(x.dtype)
 
     return run
 
@@ -262,4 +263,5 @@ def in_turn(longest: int) -> Form:
 
         return jax.lax.map(body, (starts, sizes))
 
-    return Form("in_turn", with_gradient(multiply, contract), contract)
+    form = Form("in_turn", with_gradient(multiply, contract), contract)
+    return dataclasses.replace(form, layer=layer(form, jnp.float32))
