@@ -266,21 +266,27 @@ def test_second_derivatives():
     assert_close(got, want, rtol=2e-4)
 
 
-def test_data_parallel_gradient():
-    """Under shard_map each device has rows and sizes of its own; a replicated weight's gradient is summed over them."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("others", [False, True], ids=["all axes", "one of two axes"])
+def test_data_parallel_gradient(others, kind):
+    """Under shard_map each device has rows and sizes of its own; a replicated weight's gradient is summed over them.
+
+    The weights are cut over the other axis of the mesh, which shard_map leaves to XLA or to types.
+    """
+    shape = (2, 2) if others else (2,)
+    kinds = (jax.sharding.AxisType[kind],) * len(shape)
+    devices = jax.devices()[: len(shape) * 2]
+    mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=kinds, devices=devices)
     sizes = np.array([(7, 0, 1, 12, 9), (0, 20, 0, 4, 13)], np.int32)
-    x, gate_up, down, row_scale = arguments(jnp.float32, sizes[0], rows=2 * ROWS, poison=False)
-    given = (x, gate_up, down, row_scale)
+    given = arguments(jnp.float32, sizes[0], rows=2 * ROWS, poison=False)
     specs = (jax.P("data"), jax.P(), jax.P(), jax.P("data"))
+    cuts = (specs[0], jax.P(None, None, "model"), jax.P(None, "model"), specs[3]) if others else specs
 
     def of_shard(sizes, *given):
         def loss(*given):
             return jax.lax.psum(loss_of(functools.partial(experts, sizes=sizes[0]))(*given), "data")
 
         return jax.value_and_grad(loss, range(4))(*given)
-
-    shards = jax.shard_map(of_shard, mesh=mesh, in_specs=(jax.P("data"), *specs), out_specs=(jax.P(), specs))
 
     def on_one(*given):
         x, gate_up, down, row_scale = given
@@ -290,7 +296,37 @@ def test_data_parallel_gradient():
         ]
         return sum(parts)
 
-    assert_close(jit(shards)(sizes, *given), jit(jax.value_and_grad(on_one, range(4)))(*given), rtol=1e-4)
+    with jax.set_mesh(mesh):
+        shards = jax.shard_map(
+            of_shard, in_specs=(jax.P("data"), *specs), out_specs=(jax.P(), specs), axis_names={"data"}
+        )
+        each = zip((sizes, *given), (jax.P("data"), *cuts), strict=True)
+        got = jit(shards)(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in each))
+    assert_close(got, jit(jax.value_and_grad(on_one, range(4)))(*given), rtol=1e-4)
+
+
+SHARDED = {
+    "rows": (jax.P("data"), jax.P(), jax.P(), jax.P("data")),
+    "hidden features": (jax.P(), jax.P(None, None, "data"), jax.P(None, "data"), jax.P()),
+    "width of weights": (jax.P("data"), jax.P(None, "data"), jax.P(None, None, "data"), jax.P()),
+    "width of rows": (jax.P(None, "data"), jax.P(), jax.P(), jax.P()),
+}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("specs", SHARDED.values(), ids=SHARDED)
+def test_sharded_arguments(specs, kind):
+    """Rows of all experts and weights are cut over a mesh axis; gradients are cut as their arguments are."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType[kind],), devices=jax.devices()[:2])
+    sizes = SIZES["unaligned"]
+    given = arguments(jnp.float32, sizes, rows=40, poison=False)
+    want = gradients(functools.partial(plain, sizes=sizes), given)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+        got = gradients(functools.partial(experts, sizes=sizes), placed)
+        if kind == "Explicit":
+            assert [jax.typeof(x).sharding for x in got[1]] == [jax.typeof(x).sharding for x in placed]
+    assert_close(got, want, rtol=1e-4)
 
 
 def test_forward_mode_is_refused_by_name():

@@ -101,7 +101,7 @@ class RowGroups(NamedTuple):
     @classmethod
     def of(cls, offsets: jax.Array, rows: Any) -> RowGroups:
         row = jnp.arange(rows, dtype=jnp.int32)
-        of_row = jnp.searchsorted(offsets[1:], row, side="right", method="compare_all").astype(jnp.int32)
+        of_row = jnp.sum(offsets[1:, None] <= row[None, :], axis=0, dtype=jnp.int32)
         return cls(of_row, (row >= offsets[0]) & (row < offsets[-1]))
 
     def for_each_row(self, x: jax.Array) -> jax.Array:
