@@ -56,7 +56,7 @@ def textbook(params, x, *, k, scoring="softmax", normalized=True, activation=jax
 
 CASES = {
     "mixtral": ({"k": 2}, {}),
-    "one of eight": ({"experts": 8, "k": 1}, {"k": 1}),
+    "one of eight": ({"experts": 8, "k": 1, "normalized": False}, {"k": 1, "normalized": False}),
     "all": ({"experts": 4, "k": 4}, {"k": 4}),
     "not normalized": ({"k": 3, "normalized": False}, {"k": 3, "normalized": False}),
     "sigmoid": ({"scoring": "sigmoid"}, {"scoring": "sigmoid"}),

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
+import coda_jax as coda
 from flax_layers.activation import Activation, activation_of
 from flax_layers.axis_metadata import parameter
 from flax_layers.linear import default_kernel_init
-from flax_layers.remat import named
+from flax_layers.sharding import keeps_weights
 
 
 class Experts(nnx.Module):
@@ -71,38 +71,14 @@ class Experts(nnx.Module):
         Returns:
           (R, D) in the compute dtype.
         """
-        return expert_mlp(
-            rows,
+        dtype = self.dtype or jnp.result_type(rows, self.gate_up[...])
+        return coda.expert_mlp(
+            rows.astype(dtype),
             self.gate_up[...],
             self.down[...],
             group_sizes,
             row_scale=row_scale,
             activation=self.activation,
-            dtype=self.dtype,
+            dtype=dtype,
+            keep_weights=keeps_weights(),
         )
-
-
-def expert_mlp(
-    x: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    row_scale: jax.Array,
-    activation: Activation,
-    dtype: DTypeLike | None,
-) -> jax.Array:
-    """row_scale * (activation(gate) * up) w_down, rows of x (R, D) sorted by expert, by `jax.lax.ragged_dot`."""
-    dtype = dtype or jnp.result_type(x, w_gate_up, w_down)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    count, features = w_gate_up.shape[:2]
-    z = lax.ragged_dot(
-        x.astype(dtype),
-        w_gate_up.reshape(count, features, -1).astype(dtype),
-        group_sizes,
-        preferred_element_type=wide,
-    )
-    gate, up = jnp.split(named(z, "mlpwi"), 2, axis=-1)
-    hidden = (activation(gate) * up).astype(dtype)
-    y = lax.ragged_dot(hidden, w_down.astype(dtype), group_sizes, preferred_element_type=wide)
-    return (row_scale[:, None] * y).astype(dtype)

@@ -147,7 +147,9 @@ class MoE(nnx.Module):
         routing = self.router(rows)
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)
-        y = sorted_experts(self.experts, rows, routing.ids, routing.weights, self.router.num_experts, dtype=wide)
+        y = sorted_experts(
+            self.experts, rows.astype(dtype), routing.ids, routing.weights, self.router.num_experts, dtype=wide
+        )
         if self.shared is not None:
             y = y + self._shared(rows, wide)
         y = y.reshape(formed.shape)
