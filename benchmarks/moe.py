@@ -78,7 +78,7 @@ def parts_of(case: Case, names: Sequence[str]) -> Iterator[Part]:
         routing = lambda sizes: jnp.asarray(ids(sizes))  # noqa: E731
         yield Part("layer", case.flops, lambda form: form.whole_layer, tokens(4), routing, 2e-2)
         # XLA's gradient of the weights is a sum of products that it rounds to bfloat16.
-        yield Part("layer, gradients", 3 * case.flops, grouped_forms.layer_gradients, tokens(5), routing, 1e-1)
+        yield Part("layer, gradients", 3 * case.flops, grouped_forms.layer_gradients, tokens(5), routing, 0.3)
 
 
 def shown(row: Mapping[str, Any]) -> str:
