@@ -149,6 +149,11 @@ static int4 load_16_bytes(uint32 address) {
   std::memcpy(static_cast<void*>(&words), at(address, 16), 16);
   return words;
 }
+static int load_word(uint32 address) {
+  int word;
+  std::memcpy(&word, at(address, 4), 4);
+  return word;
+}
 static void store_zeros(uint32 address) {
   std::memset(at(address, 16), 0, 16);
   if (events.empty() || events.back() != 'z') events += 'z';
@@ -170,7 +175,7 @@ OTHERS
 """
 # Those that nothing here runs.
 NOT_RUN = (
-    *("store_word", "load_word", "load_pair", "load_matrices", "store_release", "load_acquire", "shared_address"),
+    *("store_word", "load_pair", "load_matrices", "store_release", "load_acquire", "shared_address"),
     *("tma_prefetch_map", "tma_load", "tma_load_multicast", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive"),
     *("mbarrier_arrive_expect", "mbarrier_arrive_remote", "mbarrier_wait", "store_async", "named_barrier_arrive"),
     *("cluster_rank", "cluster_arrive", "cluster_wait", "launch_dependents", "wait_for_earlier_kernels"),
@@ -380,6 +385,7 @@ CASES = {
     "wide gate": Case(lambda acc: (gate(acc), acc), (F32, BF16), n=2 * 136, tile=(64, 256)),
     "slices": Case(lambda acc: (acc[:, :104], acc[:, 104:]), (BF16, F32)),
     "slices and all": Case(lambda acc: (acc[:, :104], acc), (F32, BF16)),
+    "slices at any column": Case(lambda acc: (acc[:, :100], acc[:, 100:], acc), (F32, F32, BF16)),
     "heads": Case(halves_of_heads, (BF16,), n=320),
     "neighbours": Case(neighbours, (BF16,), n=320),
     "row sums": Case(lambda acc: (acc, jnp.sum(acc, axis=1)), (BF16,)),
@@ -647,8 +653,10 @@ FAULTS = {
     "a neighbour's rows": ("kept gate", "if (rows < 16) {", "if (rows < 0) {"),
     "an empty group is missing": ("bfloat16", "    });\n    if (lane == 0) ptx::tma_store_commit();", "    });"),
     "a row too far": ("float32", "16 * warp + row) * width", "16 * warp + row + 1) * width"),
-    "no swizzle": ("float32", "Result::offset(row, chunk)", "row * row_bytes + 16 * chunk"),
+    "no swizzle": ("float32", "Result::offset(row, byte / 16) + byte % 16", "row * row_bytes + byte"),
     "no half": ("kept gate", "(Layout::head > 0 ? 0 : access.half * n) + at - access.first", "at - access.first"),
+    "whole chunks": ("slices at any column", "rows_are_aligned<variant, index>() ? 16", "true ? 16"),
+    "the wrong of two": ("slices at any column", "8 * (value & 2)", "0"),
     "no slice": ("slices", "access.half * n) + at - access.first", "access.half * n) + at"),
     "columns beyond the end": ("bfloat16", "if (at >= tile.column_end) continue;", ""),
     "rows of another width": ("slices", "access.columns > 0 ? access.columns : ", ""),
