@@ -82,8 +82,8 @@ struct EpilogueResults {
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
   }
-  /// Whether a store's rows begin at multiples of 16 bytes in every section of its variant. Its array's do; but a section
-  /// may begin at any column of the array.
+  /// Whether a store's rows begin at multiples of 16 bytes in every section of its variant. Its array's do; but a
+  /// section may begin at any column of the array.
   template <int variant, int store>
   static constexpr bool rows_are_aligned() {
     for (int section = 0; section < Epilogue::sections; ++section) {
