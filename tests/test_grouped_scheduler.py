@@ -191,7 +191,18 @@ class Library:
         (folder / "grouped_scheduler.cuh").write_text(text)
         (folder / "ptx_sm90.cuh").write_text(PTX)
         (folder / "run.cc").write_text(SOURCE.replace("CASES", " ".join(f"CASE({count})" for count in groups)))
-        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{HEADERS}", "-o", "run.so", "run.cc"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-fno-gnu-unique",
+            f"-I{HEADERS}",
+            "-o",
+            "run.so",
+            "run.cc",
+        ]
         subprocess.run(command, cwd=folder, check=True)
         self._library = ctypes.CDLL(str(folder / "run.so"))
         self._out = np.zeros((1 << 16, len(FIELDS)), np.int32)
