@@ -2,16 +2,18 @@
 
 A product of groups has no sum over all rows. An output that is a sum, maximum or minimum over the rows is one of each
 group's rows. The kernel reduces a tile, which may have rows of several groups. So the epilogue gives what is reduced,
-for each row, and `reduced_by_group` reduces it.
+for each row, and XLA reduces it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
@@ -76,52 +78,83 @@ def _reduction(flat: Flat, makers: Mapping[int, Equation], output: Atom) -> Grou
     return None
 
 
-def check_group_reductions(
-    epilogue: Epilogue, reductions: Mapping[int, GroupReduction], *, is_rest: bool = False
-) -> None:
-    """Raises where these are not all of an epilogue that depends on several rows, or where `is_rest` still does."""
-    if not reductions or (is_rest and reduces_rows(epilogue.program)):
-        raise NotTileLocalError(
-            f"epilogue '{epilogue.name}': an output is computed from a reduction over rows. Beside groups a sum, "
-            "maximum or minimum over rows (axis 0) of floats is of each group, (G, N), and can only be returned as it "
-            "is; compute what follows from it outside"
-        )
+@dataclasses.dataclass(frozen=True)
+class GroupReductions:
+    """An epilogue whose outputs that are reductions over the rows are computed from values of each row.
 
-
-def without_group_reductions(
-    f: Callable[..., Any] | None,
-    epilogue: Epilogue,
-    captured: Sequence[Any],
-    reductions: Mapping[int, GroupReduction],
-) -> Callable[..., list[Any]]:
-    """f(acc, *operands), flat, with float32 values for each row in the place of these outputs.
-
-    Args:
-      epilogue, captured: f traced.
+    Attributes:
+      epilogue: traced.
+      captured: the arrays that it closes over.
+      of_outputs: its reductions.
+      of_rows: f(acc, *operands), flat, with float32 values of each row in the place of the reductions.
     """
-    flat = epilogue.flat
 
-    def of_rows(*arguments: Any) -> list[Any]:
-        values: dict[int, Any] = dict(enumerate(arguments))
-        values |= {variable: captured[index] for index, variable in flat.constants.items()}
+    epilogue: Epilogue
+    captured: Sequence[Any]
+    of_outputs: Mapping[int, GroupReduction]
+    of_rows: Callable[..., list[Any]]
 
-        def read(atom: Atom) -> Any:
-            return atom.value if isinstance(atom, Literal) else values[atom]
+    @classmethod
+    def of(cls, f: Callable[..., Any] | None, epilogue: Epilogue, captured: Sequence[Any]) -> GroupReductions:
+        """Of f, traced."""
+        reductions = group_reductions(epilogue)
+        if not reductions:
+            raise _refused(epilogue)
 
-        for equation in flat.equations:
-            results = bind(equation.primitive, [read(atom) for atom in equation.inputs], equation.params)
-            values.update(zip(equation.outputs, results, strict=True))
-        outputs = list(map(read, flat.outputs))
-        for i, (op, value, over_columns, _) in reductions.items():
-            x = values[value].astype(jnp.float32)
-            outputs[i] = op.reduce(x, axis=1) if over_columns else x
-        return outputs
+        def of_rows(*arguments: Any) -> list[Any]:
+            return _of_rows(epilogue.flat, arguments, captured, reductions)
 
-    of_rows.__name__, of_rows.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
-    return of_rows
+        of_rows.__name__, of_rows.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
+        return cls(epilogue, captured, reductions, of_rows)
+
+    def dtypes(self, of_outputs: Sequence[np.dtype], of_rows: Epilogue) -> list[np.dtype]:
+        """Those of the outputs of `of_rows`, traced, from those of the epilogue's.
+
+        Raises:
+          NotTileLocalError: an output of it depends on several rows still.
+        """
+        if reduces_rows(of_rows.program):
+            raise _refused(self.epilogue)
+        return [np.dtype(np.float32) if i in self.of_outputs else dtype for i, dtype in enumerate(of_outputs)]
+
+    def reduced(self, outputs: Sequence[jax.Array], offsets: jax.Array) -> list[jax.Array]:
+        """The epilogue's outputs, from those of `of_rows`."""
+        each = zip(outputs, self.epilogue.out_avals, strict=True)
+        return [
+            _by_group(self.of_outputs[i], x, offsets).astype(aval.dtype) if i in self.of_outputs else x
+            for i, (x, aval) in enumerate(each)
+        ]
 
 
-def reduced_by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> jax.Array:
+def _refused(epilogue: Epilogue) -> NotTileLocalError:
+    return NotTileLocalError(
+        f"epilogue '{epilogue.name}': an output is computed from a reduction over rows. Beside groups a sum, maximum "
+        "or minimum over rows (axis 0) of floats is of each group, (G, N), and can only be returned as it is; compute "
+        "what follows from it outside"
+    )
+
+
+def _of_rows(
+    flat: Flat, arguments: Sequence[Any], captured: Sequence[Any], reductions: Mapping[int, GroupReduction]
+) -> list[Any]:
+    """The outputs of equations, with what is reduced in the place of these."""
+    values: dict[int, Any] = dict(enumerate(arguments))
+    values |= {variable: captured[index] for index, variable in flat.constants.items()}
+
+    def read(atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Literal) else values[atom]
+
+    for equation in flat.equations:
+        results = bind(equation.primitive, [read(atom) for atom in equation.inputs], equation.params)
+        values.update(zip(equation.outputs, results, strict=True))
+    outputs = list(map(read, flat.outputs))
+    for i, (op, value, over_columns, _) in reductions.items():
+        x = values[value].astype(jnp.float32)
+        outputs[i] = op.reduce(x, axis=1) if over_columns else x
+    return outputs
+
+
+def _by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> jax.Array:
     """The reduction of the rows of each group of x (M, ...), (G, ...) float32. Of no rows it is 0, or an infinity."""
     rows, groups = RowGroups.of(offsets, x.shape[0]), offsets.shape[0] - 1
     x = x.reshape(x.shape[0], -1)
