@@ -61,6 +61,7 @@ def of_each_group(xp, acc, vector, row):
         "max": xp.max(y, axis=0),
         "min": xp.min(acc, axis=0),
         "all": xp.sum(y),
+        "sum of both": xp.sum(y, axis=0) + xp.sum(acc * row, axis=0),
         "sum of rows": xp.sum(1 / (1 + xp.sum(y * y, axis=1))),
         "row": xp.sum(y, axis=1),
     }

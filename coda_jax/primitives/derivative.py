@@ -78,6 +78,8 @@ def product(
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
     group_sizes: jax.Array | GroupOffsets | None = None,
+    *,
+    sums_groups: bool = True,
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
@@ -101,6 +103,8 @@ def product(
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
       group_sizes: (G,) int32, with `options.ragged` or beside operands by group: how many rows, in their order, each
         group has. Or `GroupOffsets`, as `group_offsets` makes them of the sizes.
+      sums_groups: whether reductions over rows, beside ragged M, are of each group; else the results are what they
+        reduce, for each row.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
@@ -135,7 +139,7 @@ def product(
         found = GroupReductions.of(epilogue, traced, captured)
         dtypes = functools.partial(found.dtypes, out_dtypes(traced))
         outputs, _ = product(a, b, operands, found.of_rows, dtypes, options, GroupOffsets(offsets))
-        return found.reduced(outputs, offsets), traced
+        return found.reduced(outputs, offsets) if sums_groups else outputs, traced
     if of_n and are_halves(arrays[1], traced.program):
         of_b = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))
         options = dataclasses.replace(options, halves=True)
@@ -375,10 +379,15 @@ def _recomputed(
             lambda epilogue: pullback.out_dtypes(epilogue, dtype),
             again,
             None if offsets is None else GroupOffsets(offsets),
+            sums_groups=False,
         )
     except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()
-    if offsets is not None and reduces_rows(traced.program):  # what all rows share has the sum of all groups
-        of_groups, types = group_reductions(traced), traced.out_avals
-        outputs = [x.sum(axis=0).reshape(types[i].shape) if i in of_groups else x for i, x in enumerate(outputs)]
+    if offsets is not None:  # what all rows share
+        sums, types = group_reductions(traced), traced.out_avals
+        outputs = [_sum_of_rows(x, types[i].shape) if i in sums else x for i, x in enumerate(outputs)]
     return outputs[0], pullback.restored(outputs[1:])  # in the shapes of arrays or of matrices
+
+
+def _sum_of_rows(x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
+    return x.reshape(-1, math.prod(shape)).sum(axis=0).reshape(shape)
