@@ -390,6 +390,13 @@ def add(acc, x):
             "computed from a reduction over rows",
         ),
         ((A, B, SIZES), {"epilogue": lambda acc: acc - acc.sum(0)}, NotTileLocalError, "reduction"),
+        (
+            (A, B, SIZES),
+            {"epilogue": lambda acc: acc.sum(1) / acc.sum()},
+            NotTileLocalError,
+            "computed from a reduction",
+        ),
+        ((A, B, SIZES), {"epilogue": lambda acc: jnp.cumsum(acc.sum(1))}, NotTileLocalError, "computed from a reduct"),
         ((A, B, SIZES), {"epilogue": lambda acc: jnp.sum(acc.sum(1)) + 1}, NotTileLocalError, "computed from a reduct"),
         ((A, B, SIZES), {"epilogue": lambda acc: (acc > 0).sum(0)}, NotTileLocalError, "computed from a reduction ove"),
         (
