@@ -61,6 +61,7 @@ def of_each_group(xp, acc, vector, row):
         "max": xp.max(y, axis=0),
         "min": xp.min(acc, axis=0),
         "all": xp.sum(y),
+        "sum of both": xp.sum(y, axis=0) + xp.sum(acc * row, axis=0),
         "sum of rows": xp.sum(1 / (1 + xp.sum(y * y, axis=1))),
         "row": xp.sum(y, axis=1),
     }
@@ -68,7 +69,7 @@ def of_each_group(xp, acc, vector, row):
 
 def fragile(xp, acc, column, vector, one):
     """Not finite where acc, a row or a group is zero."""
-    return 1 / acc + xp.sqrt(xp.abs(column)) / column + xp.log(xp.abs(vector)), one / xp.sum(acc * acc, axis=1)
+    return 1 / acc + xp.sqrt(xp.abs(column)) / column + one / vector, one / xp.sum(acc * acc, axis=1)
 
 
 class Case(NamedTuple):
@@ -107,16 +108,23 @@ def sizes_of(m, groups):
 
 
 def poisoned(case, arrays, sizes, first=0):
-    """The arguments with NaN and infinity in rows that are in no group; all groups before `first` count as none."""
+    """The arguments with NaN and infinity in rows that are in no group, and in operands of groups without rows.
+
+    All groups before `first` count as none.
+    """
     a, b, *operands = arrays
-    begin, end = int(sizes[:first].sum()), int(sizes[: first + b.shape[0]].sum())
+    own = sizes[first : first + b.shape[0]]
+    begin, end = int(sizes[:first].sum()), int(sizes[:first].sum() + own.sum())
 
     def poison(x, value):
         return x.at[:begin].set(value).at[end:].set(value)
 
-    each = zip(CASES[case].kinds, operands, strict=True)
-    operands = [poison(x, jnp.inf) if kind in OF_ROWS else x for kind, x in each]
-    return [poison(a, jnp.nan), b, *operands]
+    def poisoned_operand(kind, x):
+        if kind in OF_GROUPS:
+            return x.at[own == 0].set(jnp.nan)
+        return poison(x, jnp.inf) if kind in OF_ROWS else x
+
+    return [poison(a, jnp.nan), b, *map(poisoned_operand, CASES[case].kinds, operands)]
 
 
 def grouped(case, a, b, sizes, *operands, **options):

@@ -11,8 +11,10 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax.epilogue import NotTileLocalError
-from coda_jax.epilogue.groups import group_offsets
+from coda_jax.epilogue.groups import GroupOffsets, group_offsets
 from coda_jax.primitives import fallbacks
+from coda_jax.primitives.axes import Dimension
+from coda_jax.primitives.derivative import Options, product
 from tests.ragged_cases import CASES, SETTINGS, K, N, arguments, check, grouped, loop, poisoned, random, sizes_of
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -118,6 +120,8 @@ def test_a_group_offset(case, first):
     for offset in (jnp.int32(first), jnp.asarray([first], jnp.int32)):
         check(run(offset, a, b, jnp.asarray(sizes), *operands), exact, plain)
     check(grouped(case, a, b, jnp.asarray(sizes), *operands, group_offset=first), exact, plain)
+    if case == "bare":
+        check([coda.ragged_gemm(a, b, jnp.asarray(sizes), group_offset=first)], exact, plain)
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [([5, -3, 9], 20), ([15, 4, 9], 20), ([2**30] * 5, 7), ([-1], 0)])
@@ -169,6 +173,19 @@ def test_contractions(rows, groups, dtype):
 
     of_sizes()
     assert coda.ragged_contraction(a, b, jnp.asarray([rows] + [0] * (groups - 1), jnp.int32)).dtype == dtype
+
+
+@pytest.mark.parametrize(("first", "second"), [(np.nan, np.inf), (0, np.nan), (np.nan, 0)])
+def test_contractions_of_some_groups(first, second):
+    """Rows before the first group and behind the last hold what no sum may have."""
+    sizes, begin, end = np.array([5, 0, 9], np.int32), 4, 18
+    a, b = random(0, 24, K), random(1, 24, N)
+    expected = contraction_of(a[begin:end], b[begin:end], sizes, np.float64)
+    a, b = (x.at[:begin].set(value).at[end:].set(value) for x, value in ((a, first), (b, second)))
+    offsets = GroupOffsets(begin + group_offsets(jnp.asarray(sizes), end - begin))
+    options = Options(ragged=Dimension.K, transpose_a=True)
+    (out,), _ = product(a, b, (), None, lambda _: [F32], options, offsets)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- transformations
@@ -373,6 +390,13 @@ def add(acc, x):
             "computed from a reduction over rows",
         ),
         ((A, B, SIZES), {"epilogue": lambda acc: acc - acc.sum(0)}, NotTileLocalError, "reduction"),
+        (
+            (A, B, SIZES),
+            {"epilogue": lambda acc: acc.sum(1) / acc.sum()},
+            NotTileLocalError,
+            "computed from a reduction",
+        ),
+        ((A, B, SIZES), {"epilogue": lambda acc: jnp.cumsum(acc.sum(1))}, NotTileLocalError, "computed from a reduct"),
         ((A, B, SIZES), {"epilogue": lambda acc: jnp.sum(acc.sum(1)) + 1}, NotTileLocalError, "computed from a reduct"),
         ((A, B, SIZES), {"epilogue": lambda acc: (acc > 0).sum(0)}, NotTileLocalError, "computed from a reduction ove"),
         (
@@ -409,7 +433,9 @@ def test_refusals_of_contractions(arguments, options, error, message):
 
 def test_a_cpu_has_no_kernel():
     for implementation in ("xla", "auto"):
-        coda.ragged_gemm(A, B, SIZES, implementation=implementation, config=coda.GemmConfig(tile_n=128))
+        config = coda.GemmConfig(tile_n=128)
+        coda.ragged_gemm(A, B, SIZES, implementation=implementation, config=config)
+        coda.ragged_contraction(A, A, SIZES, implementation=implementation, config=config)
     with pytest.raises(NotImplementedError, match="ragged_gemm"):
         coda.ragged_gemm(A, B, SIZES, implementation="cuda")
     with pytest.raises(NotImplementedError, match="ragged_contraction"):

@@ -2,16 +2,20 @@
 
 A product of groups has no sum over all rows. An output that is a sum, maximum or minimum over the rows is one of each
 group's rows. The kernel reduces a tile, which may have rows of several groups. So the epilogue gives what is reduced,
-for each row, and `reduced_by_group` reduces it.
+for each row, and XLA reduces it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
@@ -21,7 +25,7 @@ from coda_jax.epilogue.groups import RowGroups
 from coda_jax.epilogue.program import Axis, Program, ReductionOp
 from coda_jax.epilogue.reductions import REDUCTIONS
 from coda_jax.epilogue.trace import Epilogue
-from coda_jax.epilogue.values import NotTileLocalError, same_size
+from coda_jax.epilogue.values import NotTileLocalError, same_shape, same_size
 from coda_jax.jaxprs.bind import bind
 
 _OF_ROWS = (ReductionOp.SUM, ReductionOp.MAX, ReductionOp.MIN)
@@ -33,13 +37,13 @@ class GroupReduction(NamedTuple):
 
     Attributes:
       op: of it.
-      value: the variable that is reduced, whose first axis is the rows.
+      values: the variables whose sum is reduced, of one shape, whose first axis is the rows.
       over_columns: whether it is reduced over the columns too.
       shape: of the output, for one group.
     """
 
     op: ReductionOp
-    value: int
+    values: tuple[int, ...]
     over_columns: bool
     shape: tuple[Any, ...]
 
@@ -50,81 +54,125 @@ def reduces_rows(program: Program) -> bool:
 
 
 def group_reductions(epilogue: Epilogue) -> dict[int, GroupReduction]:
-    """The outputs, by their number, that are reductions over the rows and nothing else."""
-    makers = {output: equation for equation in epilogue.flat.equations for output in equation.outputs}
-    found = {i: _reduction(epilogue.flat, makers, atom) for i, atom in enumerate(epilogue.flat.outputs)}
+    """The outputs, by their number, that are reductions over the rows, or sums of such sums, and nothing else."""
+    flat = epilogue.flat
+    makers = {output: equation for equation in flat.equations for output in equation.outputs}
+    found = {i: _reduction(flat, makers, atom, flat.aval(atom).shape) for i, atom in enumerate(flat.outputs)}
     return {i: reduction for i, reduction in found.items() if reduction is not None}
 
 
-def _reduction(flat: Flat, makers: Mapping[int, Equation], output: Atom) -> GroupReduction | None:
-    atom, rows = output, flat.avals[0].shape[0]
-    while isinstance(atom, int) and atom in makers:
-        equation = makers[atom]
-        if equation.name in _KEPT:
-            atom = equation.inputs[0]
-            continue
-        op, value = REDUCTIONS.get(equation.name), equation.inputs[0]
-        if op not in _OF_ROWS or isinstance(value, Literal):
-            return None
-        aval, shape, axes = flat.aval(value), tuple(flat.aval(output).shape), tuple(equation.params["axes"])
-        if aval.ndim > 2 or axes != tuple(range(len(axes))) or not same_size(aval.shape[0], rows):
-            return None
-        if aval.dtype.name not in FLOATS:
-            return None
-        kept = shape[1:] if len(shape) == aval.ndim else shape
-        return GroupReduction(op, value, len(axes) == 2, kept)
-    return None
+def _reduction(flat: Flat, makers: Mapping[int, Equation], atom: Atom, shape: tuple[Any, ...]) -> GroupReduction | None:
+    """That which a value is, in the end of this shape."""
+    if not isinstance(atom, int) or atom not in makers:
+        return None
+    equation, rows = makers[atom], flat.avals[0].shape[0]
+    op, value = REDUCTIONS.get(equation.name), equation.inputs[0]
+    if equation.name in ("add", "add_any"):
+        first, second = (_reduction(flat, makers, x, shape) for x in equation.inputs)
+        return _sum_of(flat, first, second) if first and second else None
+    aval = flat.aval(value)
+    if equation.name in _KEPT or (op and not any(_reduced(equation, aval, rows))):
+        return _reduction(flat, makers, value, shape)
+    axes = tuple(equation.params.get("axes", ()))
+    is_plain = op in _OF_ROWS and aval.ndim <= 2 and axes == tuple(range(len(axes))) and aval.dtype.name in FLOATS
+    if op is None or not is_plain or isinstance(value, Literal) or not same_size(aval.shape[0], rows):
+        return None
+    return GroupReduction(op, (value,), len(axes) == 2, shape[1:] if len(shape) == aval.ndim else shape)
 
 
-def check_group_reductions(
-    epilogue: Epilogue, reductions: Mapping[int, GroupReduction], *, is_rest: bool = False
-) -> None:
-    """Raises where these are not all of an epilogue that depends on several rows, or where `is_rest` still does."""
-    if not reductions or (is_rest and reduces_rows(epilogue.program)):
-        raise NotTileLocalError(
-            f"epilogue '{epilogue.name}': an output is computed from a reduction over rows. Beside groups a sum, "
-            "maximum or minimum over rows (axis 0) of floats is of each group, (G, N), and can only be returned as it "
-            "is; compute what follows from it outside"
-        )
+def _sum_of(flat: Flat, first: GroupReduction, second: GroupReduction) -> GroupReduction | None:
+    """The sum of two as one; None where it is none."""
+    shapes = [flat.aval(one.values[0]).shape for one in (first, second)]
+    is_sum = first.op is second.op is ReductionOp.SUM and same_shape(*shapes)
+    return first._replace(values=first.values + second.values) if is_sum and first[2:] == second[2:] else None
 
 
-def without_group_reductions(
-    f: Callable[..., Any] | None,
-    epilogue: Epilogue,
-    captured: Sequence[Any],
-    reductions: Mapping[int, GroupReduction],
-) -> Callable[..., list[Any]]:
-    """f(acc, *operands), flat, with float32 values for each row in the place of these outputs.
+def _reduced(equation: Equation, aval: Any, rows: Any) -> list[bool]:
+    """For each axis that a reduction takes away whether it has several values, or is the rows."""
+    sizes = [aval.shape[axis] for axis in equation.params["axes"]]
+    return [not same_size(size, 1) or same_size(size, rows) for size in sizes]
 
-    Args:
-      epilogue, captured: f traced.
+
+@dataclasses.dataclass(frozen=True)
+class GroupReductions:
+    """An epilogue whose outputs that are reductions over the rows are computed from values of each row.
+
+    Attributes:
+      epilogue: traced.
+      captured: the arrays that it closes over.
+      of_outputs: its reductions.
+      of_rows: f(acc, *operands), flat, with float32 values of each row in the place of the reductions.
     """
-    flat = epilogue.flat
 
-    def of_rows(*arguments: Any) -> list[Any]:
-        values: dict[int, Any] = dict(enumerate(arguments))
-        values |= {variable: captured[index] for index, variable in flat.constants.items()}
+    epilogue: Epilogue
+    captured: Sequence[Any]
+    of_outputs: Mapping[int, GroupReduction]
+    of_rows: Callable[..., list[Any]]
 
-        def read(atom: Atom) -> Any:
-            return atom.value if isinstance(atom, Literal) else values[atom]
+    @classmethod
+    def of(cls, f: Callable[..., Any] | None, epilogue: Epilogue, captured: Sequence[Any]) -> GroupReductions:
+        """Of f, traced."""
+        reductions = group_reductions(epilogue)
+        if not reductions:
+            raise _refused(epilogue)
 
-        for equation in flat.equations:
-            results = bind(equation.primitive, [read(atom) for atom in equation.inputs], equation.params)
-            values.update(zip(equation.outputs, results, strict=True))
-        outputs = list(map(read, flat.outputs))
-        for i, (op, value, over_columns, _) in reductions.items():
-            x = values[value].astype(jnp.float32)
-            outputs[i] = op.reduce(x, axis=1) if over_columns else x
-        return outputs
+        def of_rows(*arguments: Any) -> list[Any]:
+            return _of_rows(epilogue.flat, arguments, captured, reductions)
 
-    of_rows.__name__, of_rows.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
-    return of_rows
+        of_rows.__name__, of_rows.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
+        return cls(epilogue, captured, reductions, of_rows)
+
+    def dtypes(self, of_outputs: Sequence[np.dtype], of_rows: Epilogue) -> list[np.dtype]:
+        """Those of the outputs of `of_rows`, traced, from those of the epilogue's.
+
+        Raises:
+          NotTileLocalError: an output of it depends on several rows still.
+        """
+        if reduces_rows(of_rows.program):
+            raise _refused(self.epilogue)
+        return [np.dtype(np.float32) if i in self.of_outputs else dtype for i, dtype in enumerate(of_outputs)]
+
+    def reduced(self, outputs: Sequence[jax.Array], offsets: jax.Array) -> list[jax.Array]:
+        """The epilogue's outputs, from those of `of_rows`."""
+        each = zip(outputs, self.epilogue.out_avals, strict=True)
+        return [
+            _by_group(self.of_outputs[i], x, offsets).astype(aval.dtype) if i in self.of_outputs else x
+            for i, (x, aval) in enumerate(each)
+        ]
 
 
-def reduced_by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> jax.Array:
+def _refused(epilogue: Epilogue) -> NotTileLocalError:
+    return NotTileLocalError(
+        f"epilogue '{epilogue.name}': an output is computed from a reduction over rows. Beside groups a sum, maximum "
+        "or minimum over rows (axis 0) of floats is of each group, (G, N), and can only be returned as it is; compute "
+        "what follows from it outside"
+    )
+
+
+def _of_rows(
+    flat: Flat, arguments: Sequence[Any], captured: Sequence[Any], reductions: Mapping[int, GroupReduction]
+) -> list[Any]:
+    """The outputs of equations, with what is reduced in the place of these."""
+    values: dict[int, Any] = dict(enumerate(arguments))
+    values |= {variable: captured[index] for index, variable in flat.constants.items()}
+
+    def read(atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Literal) else values[atom]
+
+    for equation in flat.equations:
+        results = bind(equation.primitive, [read(atom) for atom in equation.inputs], equation.params)
+        values.update(zip(equation.outputs, results, strict=True))
+    outputs = list(map(read, flat.outputs))
+    for i, (op, reduced, over_columns, _) in reductions.items():
+        x = functools.reduce(jnp.add, [values[value].astype(jnp.float32) for value in reduced])
+        outputs[i] = op.reduce(x, axis=1) if over_columns else x
+    return outputs
+
+
+def _by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> jax.Array:
     """The reduction of the rows of each group of x (M, ...), (G, ...) float32. Of no rows it is 0, or an infinity."""
+    x = x.reshape(-1, math.prod(reduction.shape))
     rows, groups = RowGroups.of(offsets, x.shape[0]), offsets.shape[0] - 1
-    x = x.reshape(x.shape[0], -1)
     reduced = _sum(x, rows, groups) if reduction.op is ReductionOp.SUM else _extreme(reduction.op, x, rows, groups)
     return reduced.reshape(groups, *reduction.shape)
 

@@ -60,7 +60,7 @@ def group_offsets(sizes: jax.Array, rows: Any) -> jax.Array:
 
     Where sizes are negative, or are more than the rows, they are the offsets of some other groups.
     """
-    ends = jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
     ends = lax.cummax(jnp.clip(ends, 0, jnp.asarray(rows, jnp.int32)))
     return jnp.concatenate([jnp.zeros_like(ends, shape=1), ends])
 

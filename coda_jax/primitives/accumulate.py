@@ -52,7 +52,7 @@ def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bo
 def accumulate_groups(
     a: jax.Array, b: jax.Array, offsets: jax.Array, *, ragged: Dimension, transpose_b: bool, out_sharding: Any
 ) -> jax.Array:
-    """`accumulate` of groups, whatever stands in rows that are in none.
+    """`accumulate` of groups; of ragged M rows in none have any values, of ragged K they go into nothing.
 
     Args:
       a, b: of ragged M (M, K) and (G, K, N), or (G, N, K) with transpose_b; of ragged K (K, M) and (K, N).
@@ -67,7 +67,7 @@ def accumulate_groups(
         (dense,) = types_of(lambda a, b: of_one(a, b if of_k else b[0]), a, b)
         cuts = mesh_axes_of(dense.sharding.spec, 2)
         sharding = NamedSharding(sharding.mesh, partition_spec([(), *cuts] if of_k else cuts))
-    # The rows before the first group are zeros, and may be its.
+    # The rows before the first group may be its: they are zeros, or their results are no group's.
     sizes = jnp.diff(offsets.at[0].set(0))
     contraction = ((0,), (0,)) if of_k else ((1,), (2 if transpose_b else 1,))
 
@@ -88,4 +88,5 @@ def accumulate_groups(
     run = product
     if sharding is not None:
         run = jax.sharding.auto_axes(product, axes=explicit_axes(sharding.mesh), out_sharding=sharding)
-    return run(groups.masked(a.astype(dtype)), groups.masked(b.astype(dtype)) if of_k else b.astype(dtype), sizes)
+    a, b = a.astype(dtype), b.astype(dtype)
+    return run(groups.masked(a), groups.masked(b), sizes) if of_k else run(a, b, sizes)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, trace, types_of
-from coda_jax.epilogue.group_reductions import (
-    GroupReduction,
-    check_group_reductions,
-    group_reductions,
-    reduced_by_group,
-    reduces_rows,
-    without_group_reductions,
-)
+from coda_jax.epilogue.group_reductions import GroupReductions, group_reductions, reduces_rows
 from coda_jax.epilogue.groups import GroupOffsets, unmarked
 from coda_jax.primitives.axes import (
     Dimension,
@@ -51,6 +44,7 @@ from coda_jax.primitives.product_arrays import (
     are_halves,
     as_parts,
     check_halves,
+    concatenated_axes,
     flat_product,
     flat_sharding,
     num_group_axes,
@@ -84,6 +78,8 @@ def product(
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
     group_sizes: jax.Array | GroupOffsets | None = None,
+    *,
+    sums_groups: bool = True,
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
@@ -107,6 +103,8 @@ def product(
       out_dtypes: gives the dtype of each flat output of a traced epilogue.
       group_sizes: (G,) int32, with `options.ragged` or beside operands by group: how many rows, in their order, each
         group has. Or `GroupOffsets`, as `group_offsets` makes them of the sizes.
+      sums_groups: whether reductions over rows, beside ragged M, are of each group; else the results are what they
+        reduce, for each row.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
@@ -114,10 +112,7 @@ def product(
     arrays = [as_parts(unmarked(x)) for x in (a, b, *operands)]
     by_group = [i for i, x in enumerate(operands) if isinstance(x, ByGroup)]
     offsets = offsets_of_rows(group_sizes, arrays, options, has_operands=bool(by_group))
-    of_n, first = len(arrays[0]) == 1, num_group_axes(options)
-    # where b and operands are concatenated
-    columns = [-1 if options.transpose_b != of_n else first, *[-1] * len(operands)]
-    along = (0 if options.transpose_a else -1, *columns)
+    of_n, along = len(arrays[0]) == 1, concatenated_axes(arrays, options)
     if options.ragged is not None:
         arrays = with_whole_groups(arrays, options)
     arrays, options = laid_out(arrays, along, options, by_group)
@@ -141,22 +136,20 @@ def product(
             break
         varying |= varying_axes(*captured)
     if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
-        reductions = group_reductions(traced)
-        check_group_reductions(traced, reductions)
-        of_rows = without_group_reductions(epilogue, traced, captured, reductions)
-        given = (_dtypes_of_rows(out_dtypes(traced), reductions), options, GroupOffsets(offsets))
-        outputs, _ = product(a, b, operands, of_rows, *given)
-        each = [(x, reductions.get(i), traced.out_avals[i].dtype) for i, x in enumerate(outputs)]
-        return [x if one is None else reduced_by_group(one, x, offsets).astype(dtype) for x, one, dtype in each], traced
+        found = GroupReductions.of(epilogue, traced, captured)
+        dtypes = functools.partial(found.dtypes, out_dtypes(traced))
+        outputs, _ = product(a, b, operands, found.of_rows, dtypes, options, GroupOffsets(offsets))
+        return found.reduced(outputs, offsets) if sums_groups else outputs, traced
     if of_n and are_halves(arrays[1], traced.program):
-        of_b = jnp.stack(arrays[1], first + (0 if options.transpose_b else options.k_axes))
+        of_b = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))
         options = dataclasses.replace(options, halves=True)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, options, group_sizes)
         return [with_joined_halves(x, len(rows)) for x in outputs], traced
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     check_halves(traced, arrays[1][0], options)
-    axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim - first, options.k_axes, options.halves, traced.program)
+    b_rank = arrays[1][0].ndim - num_group_axes(options)
+    axes = ArrayAxes.of(arrays[0][0].ndim, b_rank, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
         axes = axes._replace(joined=Dimension.N if of_n else Dimension.K, pieces=len(arrays[1]))
     spec = GemmSpec.of(
@@ -168,18 +161,6 @@ def product(
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
     return _differentiable(traced, acc, tuple(types), spec, options)(*primitive_arguments(arrays, rows, spec)), traced
-
-
-def _dtypes_of_rows(
-    dtypes: Sequence[np.dtype], reductions: Mapping[int, GroupReduction]
-) -> Callable[[Epilogue], Sequence[np.dtype]]:
-    """The dtypes of outputs where these are float32 values of each row, once all reductions over rows are."""
-
-    def of_rows(epilogue: Epilogue) -> Sequence[np.dtype]:
-        check_group_reductions(epilogue, reductions, is_rest=True)
-        return [np.dtype(np.float32) if i in reductions else dtype for i, dtype in enumerate(dtypes)]
-
-    return of_rows
 
 
 def _bare_name(options: Options) -> str:
@@ -398,10 +379,15 @@ def _recomputed(
             lambda epilogue: pullback.out_dtypes(epilogue, dtype),
             again,
             None if offsets is None else GroupOffsets(offsets),
+            sums_groups=False,
         )
     except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()
-    if offsets is not None and reduces_rows(traced.program):  # what all rows share has the sum of all groups
-        of_groups, types = group_reductions(traced), traced.out_avals
-        outputs = [x.sum(axis=0).reshape(types[i].shape) if i in of_groups else x for i, x in enumerate(outputs)]
+    if offsets is not None:  # what all rows share
+        sums, types = group_reductions(traced), traced.out_avals
+        outputs = [_sum_of_rows(x, types[i].shape) if i in sums else x for i, x in enumerate(outputs)]
     return outputs[0], pullback.restored(outputs[1:])  # in the shapes of arrays or of matrices
+
+
+def _sum_of_rows(x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
+    return x.reshape(-1, math.prod(shape)).sum(axis=0).reshape(shape)

@@ -32,6 +32,13 @@ def as_parts(x: Parts) -> list[jax.Array]:
     return list(x) if isinstance(x, tuple | list) else [x]  # type: ignore[list-item]
 
 
+def concatenated_axes(arrays: Sequence[Sequence[jax.Array]], options: CallOptions) -> tuple[int, ...]:
+    """The axis along which the pieces of a, of b and of each operand are concatenated."""
+    of_n = len(arrays[0]) == 1  # else they are pieces of K
+    of_b = -1 if options.transpose_b != of_n else num_group_axes(options)
+    return (0 if options.transpose_a else -1, of_b, *[-1] * (len(arrays) - 2))
+
+
 def are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
     """True if two arrays are the halves of N that the epilogue works on."""
     same = len(arrays) == 2 and same_shape(arrays[0].shape, arrays[1].shape)

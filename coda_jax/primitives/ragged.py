@@ -49,7 +49,10 @@ class RowsInGroups:
         arguments: Sequence[jax.Array],
         cotangents: Sequence[Any],
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """pullback(acc, arguments, cotangents) of a program's epilogue, whose cotangents of such rows may be NaN."""
+        """pullback(acc, arguments, cotangents) of a program's epilogue, whose cotangents of such rows may be NaN.
+
+        So may that of acc, which products of groups take.
+        """
         if any(x.sums_rows for x in program.operands):
             needed = itertools.compress(program.operands, pullback.needs)
             arguments = [self.filled(x) if one.has_rows else x for one, x in zip(needed, arguments, strict=True)]
@@ -60,7 +63,7 @@ class RowsInGroups:
             acc = None if acc is None else self.filled(acc)
         dacc, found = pullback(acc, arguments, cotangents)
         of_operands = zip(found, program.operands, strict=True)
-        return self.masked(dacc, (0,)), [x if x is None else self.cotangent(x, one) for x, one in of_operands]
+        return dacc, [x if x is None else self.cotangent(x, one) for x, one in of_operands]
 
     def filled(self, x: jax.Array) -> jax.Array:
         """An array of the rows, (M, ...), with rows of the groups' in the place of those in none."""
