@@ -13,7 +13,7 @@ from flax_layers.lm_head import LMHead
 from flax_layers.lora import add_lora, merge_lora, remove_lora
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig, MoEConfig
-from flax_layers.moe import MoE, RouterStatistics, load_balancing_loss, router_z_loss, update_balance_bias
+from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_loss, router_z_loss, update_balance_bias
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.packing import segment_positions
@@ -24,6 +24,7 @@ __all__ = [
     "GPT2",
     "MLP",
     "Attention",
+    "BalanceBias",
     "Decoder",
     "DeferredNorm",
     "Embed",

@@ -50,6 +50,7 @@ PARAMETERS: dict[str, Axes] = {
     "experts.gate_up": ("expert", "embed", None, "mlp"),
     "experts.down": ("expert", ("mlp", "fan_in"), "embed"),
     "router.kernel": ("embed", None),
+    "router.bias": (None,),
     "shared_gate.kernel": ("embed", None),
     "qkv.bias": ("heads",),
     "query.bias": ("heads",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,26 +30,24 @@ class RouterStatistics(NamedTuple):
 
 
 def router_statistics(routing: Routing, token_mask: jax.Array | None = None) -> RouterStatistics:
-    """The statistics of T tokens.
+    """The statistics of tokens (...).
 
     Args:
       routing: what the router decided.
-      token_mask: (T,) bool, False of tokens that do not count, as padding; default all count.
+      token_mask: (...) bool, False of tokens that do not count, as padding; default all count.
     """
     experts = routing.logits.shape[-1]
-    lse = jax.nn.logsumexp(routing.logits, axis=-1)
-    is_chosen = routing.ids[:, :, None] == jnp.arange(experts, dtype=routing.ids.dtype)
-    probabilities, squared = routing.probabilities, jnp.square(lse)
-    if token_mask is not None:
-        is_chosen = is_chosen & token_mask[:, None, None]
-        probabilities = jnp.where(token_mask[:, None], probabilities, 0)
+    is_chosen = routing.ids[..., None] == jnp.arange(experts, dtype=routing.ids.dtype)
+    probabilities, squared = routing.probabilities, jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    if token_mask is None:
+        tokens = jnp.asarray(math.prod(squared.shape), jnp.int32)
+    else:
+        is_chosen = is_chosen & token_mask[..., None, None]
+        probabilities = jnp.where(token_mask[..., None], probabilities, 0)
         squared = jnp.where(token_mask, squared, 0)
         tokens = jnp.sum(token_mask, dtype=jnp.int32)
-    else:
-        tokens = jnp.asarray(routing.ids.shape[0], jnp.int32)
-    return RouterStatistics(
-        jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.int32), jnp.sum(probabilities, axis=0), jnp.sum(squared), tokens
-    )
+    counts = jnp.sum(is_chosen, axis=range(is_chosen.ndim - 1), dtype=jnp.int32)
+    return RouterStatistics(counts, jnp.sum(probabilities, axis=range(squared.ndim)), jnp.sum(squared), tokens)
 
 
 def load_balancing_loss(statistics: RouterStatistics) -> jax.Array:

@@ -71,11 +71,17 @@ class Experts(nnx.Module):
         Returns:
           (R, D) in the compute dtype.
         """
-        dtype = self.dtype or jnp.result_type(rows, self.gate_up[...])
+        return self.of_rows(rows, row_scale, group_sizes, self.gate_up[...], self.down[...])
+
+    def of_rows(
+        self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        """As a call, with these in the place of the module's parameters: a device's experts, or its share of F."""
+        dtype = self.dtype or jnp.result_type(rows, gate_up)
         return coda.expert_mlp(
             rows.astype(dtype),
-            self.gate_up[...],
-            self.down[...],
+            gate_up,
+            down,
             group_sizes,
             row_scale=row_scale,
             activation=self.activation,

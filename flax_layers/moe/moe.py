@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, overload
 
 import jax
@@ -17,9 +16,9 @@ from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import Linear, Residual, Sum, default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.moe.balancing import RouterStatistics, router_statistics
+from flax_layers.moe.expert_parallel import expert_parallel
 from flax_layers.moe.experts import Experts
 from flax_layers.moe.router import Router, Scoring
-from flax_layers.moe.routing import sorted_experts
 
 
 class MoE(nnx.Module):
@@ -29,7 +28,8 @@ class MoE(nnx.Module):
 
     Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32, which the
     residual joins before the one rounding: no scatter with additions, in either pass. `router` is a `Router`, `experts`
-    an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it.
+    an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it. On a mesh rows
+    go to the devices of their experts, as the rules in force say: see `flax_layers.moe.expert_parallel`.
 
     Args:
       in_features: D.
@@ -88,10 +88,10 @@ class MoE(nnx.Module):
             **options,
         )
         self.experts = Experts(in_features, hidden_features, num_experts, activation=activation, dtype=dtype, **options)
-        shared = partial(GatedMLP, in_features, activation=activation, dtype=dtype, **options)
-        self.shared: Any = nnx.data(None) if shared_features is None else shared(shared_features)
-        gate = partial(Linear, in_features, 1, dtype=dtype, **options)
-        self.shared_gate: Any = gate() if use_shared_gate else nnx.data(None)
+        self.shared: Any = nnx.data(None)
+        if shared_features is not None:
+            self.shared = GatedMLP(in_features, shared_features, activation=activation, dtype=dtype, **options)
+        self.shared_gate: Any = Linear(in_features, 1, dtype=dtype, **options) if use_shared_gate else nnx.data(None)
         name_parameters(self)
 
     @overload
@@ -143,25 +143,30 @@ class MoE(nnx.Module):
             raise ValueError(f"MoE: x has shape {formed.shape}; it must be (..., {features})")
         if token_mask is not None and token_mask.shape != formed.shape[:-1]:
             raise ValueError(f"token_mask has shape {token_mask.shape}; of x {formed.shape} it is {formed.shape[:-1]}")
-        rows = formed.reshape(-1, features)
-        routing = self.router(rows)
+        routing = self.router(formed)
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)
-        y = sorted_experts(
-            self.experts, rows.astype(dtype), routing.ids, routing.weights, self.router.num_experts, dtype=wide
+        y: jax.Array = expert_parallel(
+            self.experts.of_rows,
+            formed.astype(dtype),
+            routing.ids,
+            routing.weights,
+            (self.experts.gate_up[...], self.experts.down[...]),
+            compute_dtype=dtype,
+            dtype=wide,
         )
         if self.shared is not None:
-            y = y + self._shared(rows, wide)
-        y = y.reshape(formed.shape)
+            y = y + self._shared(formed, wide)
         added = y.astype(dtype) if target is None else _added(y, target)
-        if not statistics:
-            return added
-        return added, router_statistics(routing, None if token_mask is None else token_mask.reshape(-1))
+        return (added, router_statistics(routing, token_mask)) if statistics else added
 
-    def _shared(self, rows: jax.Array, wide: DTypeLike) -> jax.Array:
-        """What the shared expert adds, (T, D) of the dtype `wide`."""
+    def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
+        """What the shared expert adds to x (..., D), of the dtype `wide`."""
+        rows = x if x.ndim > 1 else x[None]
         y: jax.Array = self.shared(rows).astype(wide)
-        return y if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(rows).astype(wide)) * y
+        if self.shared_gate is not None:
+            y = jax.nn.sigmoid(self.shared_gate(rows).astype(wide)) * y
+        return y.reshape(x.shape)
 
 
 def _added(y: jax.Array, residual: Sum) -> jax.Array | Stream:

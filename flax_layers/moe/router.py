@@ -39,13 +39,13 @@ class BalanceBias(nnx.Variable[Any]):
 
 
 class Routing(NamedTuple):
-    """What a router decides about T tokens.
+    """What a router decides about tokens (...).
 
     Attributes:
-      ids: (T, k) int32, the experts of each token, the best first.
-      weights: (T, k) float32.
-      logits: (T, E) float32.
-      probabilities: (T, E) float32: the scores, which sum to 1 over the experts; sigmoids are divided by their sum.
+      ids: (..., k) int32, the experts of each token, the best first.
+      weights: (..., k) float32.
+      logits: (..., E) float32.
+      probabilities: (..., E) float32: the scores, which sum to 1 over the experts; sigmoids are divided by their sum.
     """
 
     ids: jax.Array
@@ -65,7 +65,7 @@ def route(
     groups: int | None = None,
     groups_kept: int | None = None,
 ) -> Routing:
-    """The choice and the weights of `Router`, of logits (T, E) float32 and a bias (E,) float32."""
+    """The choice and the weights of `Router`, of logits (..., E) float32 and a bias (E,) float32."""
     scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
     eligible = lax.stop_gradient(scores if bias is None else scores + bias)
     if groups is not None and groups_kept is not None:
@@ -84,9 +84,9 @@ def route(
 
 
 def _chosen(scores: jax.Array, ids: jax.Array) -> jax.Array:
-    """scores[t, ids[t, j]], (T, k), by comparison: a gather's gradient would be a scatter with additions."""
-    is_chosen = ids[:, :, None] == jnp.arange(scores.shape[-1], dtype=ids.dtype)
-    return jnp.sum(jnp.where(is_chosen, scores[:, None, :], 0), axis=-1)
+    """scores[..., ids[..., j]], (..., k), by comparison: a gather's gradient would be a scatter with additions."""
+    is_chosen = ids[..., None] == jnp.arange(scores.shape[-1], dtype=ids.dtype)
+    return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), axis=-1)
 
 
 def _within_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
@@ -146,7 +146,7 @@ class Router(nnx.Module):
         self.groups, self.groups_kept = groups, groups_kept
 
     def __call__(self, x: jax.Array) -> Routing:
-        """Routes x (T, D)."""
+        """Routes x (..., D)."""
         wide = jnp.promote_types(jnp.promote_types(x.dtype, self.kernel.dtype), jnp.float32)
         logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision=lax.Precision.HIGHEST)
         return route(

@@ -1,0 +1,96 @@
+"""Models with experts on a mesh: loss, counts and gradients are those of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flax_layers as layers
+from flax_layers import sharding
+
+CONFIG = layers.MoEConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=16,
+    shared_expert_gate=True,
+    router_aux_loss_coef=0.1,
+    router_z_loss_coef=0.1,
+    initializer_range=0.3,
+    use_balance_bias=True,
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 8)))
+MASK = jnp.arange(8) < jnp.arange(1, 9)[:, None]
+PLANS = {
+    "data": (sharding.DATA, {"data": 4}, {}),
+    "fsdp": (sharding.FSDP, {"fsdp": 4}, {}),
+    "tensor": (sharding.FSDP_TENSOR, {"fsdp": 2, "tensor": 2}, {}),
+    "expert": (sharding.EXPERT, {"expert": 4}, {}),
+    "expert and fsdp": (sharding.EXPERT, {"fsdp": 2, "expert": 2}, {}),
+    "expert and tensor, scan": (sharding.EXPERT, {"expert": 2, "tensor": 2}, {"scan_layers": True, "remat": "full"}),
+}
+
+
+def run(model):
+    @nnx.jit
+    def step(model):
+        def loss(model):
+            return model.loss(TOKENS, jnp.roll(TOKENS, -1, axis=-1), token_mask=MASK, tokens_per_expert=True)
+
+        (value, counts), gradient = nnx.value_and_grad(loss, has_aux=True)(model)
+        layers.update_balance_bias(model, counts, 0.1)
+        return value, counts, gradient
+
+    return step(model)
+
+
+@functools.cache
+def on_one_device(scan_layers):
+    model = layers.Llama(CONFIG, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    value, counts, gradient = run(model)
+    return value, counts, nnx.to_pure_dict(gradient), nnx.to_pure_dict(nnx.state(model, layers.BalanceBias))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step(plan, kind):
+    rules, sizes, options = PLANS[plan]
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+    with jax.set_mesh(mesh):
+        model = sharding.create(lambda: layers.Llama(CONFIG, rules=rules, **options, rngs=nnx.Rngs(0)))
+        value, counts, gradient = run(model)
+        bias = nnx.to_pure_dict(nnx.state(model, layers.BalanceBias))
+    want, of_one, of_parameters, of_bias = on_one_device(options.get("scan_layers", False))
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_array_equal(counts, of_one)
+    jax.tree.map(np.testing.assert_array_equal, bias, of_bias)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(gradient)), jax.tree.leaves(of_parameters), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), err_msg=str(path))
+
+
+def test_names_of_parameters():
+    model = nnx.eval_shape(lambda: layers.Llama(CONFIG, scan_layers=True, rngs=nnx.Rngs(0)))
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "expert"), axis_types=(AxisType.Auto,) * 3)
+    specs = nnx.to_pure_dict(sharding.parameter_specs(model, sharding.EXPERT, mesh=mesh))["layers"]["mlp"]
+    assert specs["experts"]["gate_up"] == P(None, "expert", "fsdp", None, "tensor")
+    assert specs["experts"]["down"] == P(None, "expert", ("tensor", "fsdp"), None)
+    assert specs["router"]["kernel"] == specs["shared_gate"]["kernel"] == P(None, "fsdp", None)
+    assert specs["shared"]["gate_up"] == P(None, "fsdp", None, "tensor")
+    assert specs["router"]["bias"] == P(None, None)
+    one = dataclasses.replace(CONFIG, use_balance_bias=False)
+    names = layers.Llama(one, rngs=nnx.Rngs(0)).layers[0].mlp.experts.gate_up.axis_names
+    assert names == ("expert", "embed", None, "mlp")
