@@ -12,6 +12,7 @@ from layer_checks import check_module
 
 import flax_layers as layers
 from flax_layers import moe
+from flax_layers.checkpoints import from_maxtext, from_peft, to_maxtext, to_peft
 from flax_layers.layer_stack import run_layers
 from flax_layers.models import MoEConfig
 
@@ -449,3 +450,59 @@ def test_published_sizes():
         model = nnx.eval_shape(lambda config=config: layers.Llama(config, scan_layers=True, rngs=nnx.Rngs(0)))
         count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
         assert round(count / 1e9, 1) == billions
+
+
+def test_adapters_of_experts_are_refused_by_name():
+    """Those of attention are put there, also by PEFT's files; none of experts or of a router."""
+    model = layers.Llama(dataclasses.replace(TINY, qk_norm=True), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="target 'gate_up': the model has experts, for which there are no adapters"):
+        layers.add_lora(model, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="target 'down': the model has experts"):
+        layers.add_lora(model, 2, targets=("qkv", "down"), rngs=nnx.Rngs(0))
+    expected = model(TOKENS)
+    layers.add_lora(model, 2, targets=("qkv", "out"), rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(model(TOKENS), expected, atol=1e-5)
+    settings, arrays = to_peft(model)
+    assert len(arrays) == 3 * 4 * 2 and not any("mlp" in name for name in arrays)
+    layers.remove_lora(model)
+    of_expert = {
+        f"base_model.model.model.layers.0.mlp.experts.1.gate_proj.lora_{x}.weight": np.zeros(shape, np.float32)
+        for x, shape in (("A", (2, 16)), ("B", (8, 2)))
+    }
+    with pytest.raises(ValueError, match=r"takes no base_model\.model\.model\.layers\.0\.mlp\.experts\.1\.gate_proj"):
+        from_peft(model, settings, arrays | of_expert)
+
+
+def test_maxtext_checkpoints_with_experts_are_refused():
+    model = layers.Llama(TINY, rngs=nnx.Rngs(0))
+    for door in (to_maxtext, from_maxtext):
+        with pytest.raises(ValueError, match="a config with experts: MaxText's checkpoints are read and written of"):
+            door({f"layers_{i}": np.zeros(1) for i in range(9)} if door is from_maxtext else model, TINY)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_muon_takes_each_expert_by_itself(scan_layers):
+    contrib = pytest.importorskip("optax.contrib")
+    config = dataclasses.replace(TINY, shared_expert_intermediate_size=8, shared_expert_gate=True)
+    model = nnx.eval_shape(lambda: layers.Llama(config, scan_layers=scan_layers, rngs=nnx.Rngs(0)))
+    found = nnx.to_pure_dict(layers.muon_dimension_numbers(nnx.state(model, nnx.Param)))["layers"]
+    of_mlp, first = (found if scan_layers else found[0])["mlp"], int(scan_layers)
+    numbers = contrib.MuonDimensionNumbers
+    assert of_mlp["experts"]["gate_up"] == numbers(first + 1, first + 3)
+    assert of_mlp["experts"]["down"] == numbers(first + 1, first + 2)
+    assert of_mlp["router"]["kernel"] == numbers(first, first + 1)
+    assert of_mlp["shared"]["gate_up"] == numbers(first, first + 2) and of_mlp["shared_gate"]["kernel"] is None
+
+
+def test_checkpoint_of_the_state():
+    """orbax's or any other of nnx.state has the balance biases; what came back goes on in the same way."""
+    config = dataclasses.replace(TINY, use_balance_bias=True)
+    model = layers.Llama(config, scan_layers=True, rngs=nnx.Rngs(0))
+    layers.update_balance_bias(model, jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, 6))), 0.5)
+    state = nnx.to_pure_dict(nnx.state(model))
+    assert state["layers"]["mlp"]["router"]["bias"].shape == (3, 6) and np.any(state["layers"]["mlp"]["router"]["bias"])
+    other = layers.Llama(config, scan_layers=True, rngs=nnx.Rngs(1))
+    restored = nnx.state(other)
+    nnx.replace_by_pure_dict(restored, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state))
+    nnx.update(other, restored)
+    np.testing.assert_array_equal(loss_of(other), loss_of(model))
