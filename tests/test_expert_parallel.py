@@ -13,6 +13,7 @@ import coda_jax as coda
 from flax_layers import sharding
 from flax_layers.moe.expert_parallel import DOWN, GATE_UP, expert_parallel
 from flax_layers.moe.routing import sorted_experts
+from tests.nvrtc import kernels, needs_nvrtc
 
 D, F, EXPERTS, K = 8, 4, 8, 2
 BATCH = {"batch": ("data", "fsdp", "expert")}
@@ -69,7 +70,7 @@ def of_one_device(x, ids, weights, gate_up, down, **options):
 def with_gradients(function):
     def loss(x, weights, gate_up, down, ids):
         y = function(x, ids, weights, gate_up, down)
-        return jnp.sum(jnp.sin(y.astype(jnp.float32) * jnp.arange(1, D + 1))), y
+        return jnp.sum(jnp.sin(y.astype(jnp.float32) * jnp.arange(1, y.shape[-1] + 1))), y
 
     def run(x, ids, weights, gate_up, down):
         (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, weights, gate_up, down, ids)
@@ -288,3 +289,20 @@ def test_parameters_and_names_belong_together():
         of_mesh(x, ids, weights, gate_up, down[1:])
     with pytest.raises(ValueError, match="of 8 experts, with 1 names"):
         expert_parallel(feed_forward, x, ids, weights, (gate_up, down), axes=(GATE_UP,))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_products_are_kernels_on_each_part(kind):
+    """Two forward and four backward; rows are sent by JAX's collective."""
+    sizes, rules, tokens = SCHEMES["all"]
+    width, hidden = 64, 32
+    shapes = [(*tokens, width), (*tokens, K), (*tokens, K), (EXPERTS, width, 2, hidden), (EXPERTS, hidden, width)]
+    dtypes = [jnp.bfloat16, jnp.int32, jnp.float32, jnp.float32, jnp.float32]
+    given = [jnp.zeros(*each) for each in zip(shapes, dtypes, strict=True)]
+    mesh = mesh_of(sizes, kind)
+    with jax.set_mesh(mesh), sharding.axis_rules(rules):
+        arguments = placed(mesh, rules, given)
+        assert kernels(with_gradients(of_mesh), *arguments) == 6
+        lowered = jax.jit(with_gradients(of_mesh)).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@ragged_all_to_all") == 6

@@ -94,3 +94,29 @@ def test_names_of_parameters():
     one = dataclasses.replace(CONFIG, use_balance_bias=False)
     names = layers.Llama(one, rngs=nnx.Rngs(0)).layers[0].mlp.experts.gate_up.axis_names
     assert names == ("expert", "embed", None, "mlp")
+
+
+@pytest.mark.parametrize(("scan", "sent"), [(False, 2 * 6), (True, 6 + 2)], ids=["list", "scan"])
+def test_what_a_step_sends(scan, sent):
+    """Rows there and back, their weights there, and the cotangents of all; twice the same bits.
+
+    A scan has one layer, and under remat its backward pass sends rows and weights again.
+    """
+    options = {"scan_layers": True, "remat": "full"} if scan else {}
+    graph, params, rest = nnx.split(
+        layers.Llama(CONFIG, rules=sharding.EXPERT, **options, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params, rest).loss(tokens, jnp.roll(TOKENS, -1, axis=-1), token_mask=MASK)
+
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(jax.device_put, params, sharding.parameter_shardings(params, mesh, sharding.EXPERT))
+        tokens = jax.device_put(TOKENS, sharding.array_sharding(mesh, sharding.EXPERT, "batch", "length"))
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(placed, tokens)
+        step = lowered.compile()
+        found, again = step(placed, tokens), step(placed, tokens)
+    assert lowered.as_text().count('"stablehlo.all_to_all"') == sent
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    np.testing.assert_allclose(found[0], on_one_device(scan)[0], rtol=1e-5)

@@ -18,7 +18,7 @@ XLA left to itself would sort and gather over the tokens of all devices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,23 +139,29 @@ def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -
     cuts = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
     experts = _cut_of_experts(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
     of_stream = _entries(stream, free)[:-1]
-    batch = {axis for name, entry in zip(names, of_stream, strict=False) if name != "length" for axis in entry}
-    hidden = _cut_of_hidden(cuts, axes)
+    batch = mesh_axes(entry for name, entry in zip(names, of_stream, strict=False) if name != "length")
     # Sequence parallelism cuts the length by the axis that cuts F, whose devices want the same tokens here.
-    summed = tuple(axis for axis in hidden if axis not in batch)
-    tokens = tuple(tuple(axis for axis in entry if axis not in summed) for entry in of_stream)
-    of_tokens = frozenset(axis for entry in tokens for axis in entry)
-    is_part = [bool(summed) and whole == (*entry, *summed) for entry, whole in zip(tokens, of_stream, strict=True)]
+    summed = _without(_cut_of_hidden(cuts, axes), batch)
+    tokens = [_without(entry, summed) for entry in of_stream]
+    of_tokens = frozenset(mesh_axes(tokens))
+    results, scattered = list(tokens), None
+    for i, entry in enumerate(of_stream):
+        if summed and entry == (*tokens[i], *summed):
+            results[i], scattered = entry, i
     return _Plan(
         tuple(entry or None for entry in tokens),
-        tuple(whole if part else entry or None for entry, whole, part in zip(tokens, of_stream, is_part, strict=True)),
-        is_part.index(True) if any(is_part) else None,
+        tuple(entry or None for entry in results),
+        scattered,
         experts,
-        tuple(axis for axis in experts if axis not in of_tokens),
+        _without(experts, of_tokens),
         summed,
         of_tokens.union(experts, summed),
         tuple(_parameter(cut, each, experts, summed, of_tokens) for cut, each in zip(cuts, axes, strict=True)),
     )
+
+
+def _without(axes: MeshAxes, others: Collection[str]) -> MeshAxes:
+    return tuple(axis for axis in axes if axis not in others)
 
 
 def _cut_of_experts(
@@ -224,18 +230,14 @@ def _run(
     *parameters: jax.Array,
 ) -> Any:
     """What a device does with its tokens and its part of the parameters."""
-    x, weights, *parameters = vary(plan.varying, x, weights, *parameters)
-    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in parameters]
-    parameters = [
-        _gathered(p, way.gathered, dtype) for p, way, dtype in zip(parameters, plan.parameters, dtypes, strict=True)
-    ]
+    x, weights, *given = vary(plan.varying, x, weights, *parameters)
+    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
+    whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]
     run: Any = sorted_experts
     if plan.experts:
         run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=receive_rows)
-    arguments = (x, ids, weights)
-    if plan.idle:
-        arguments = [_share(z, plan.idle) for z in arguments]
-    y = _on_device(run, experts, *arguments, parameters, **options)
+    own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
+    y = _on_device(run, experts, own, own_ids, own_weights, whole, **options)
     y, dropped = y if plan.experts and receive_rows is not None else (y, jnp.int32(0))
     if plan.idle:
         y = _joined(y, plan.idle, x.shape[:-1])
