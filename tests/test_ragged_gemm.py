@@ -107,6 +107,34 @@ def test_several_factors_and_halves(transpose_b):
     np.testing.assert_allclose(2 * out.reshape(m, N), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows_and_heads():
+    a, b, vector = jnp.zeros((0, K)), random(1, 4, K, N), random(2, 4, N)
+
+    def of_no_rows(a, b, vector):
+        epilogue = lambda acc, x: (acc * x, (acc * x).sum(0))  # noqa: E731
+        return coda.ragged_gemm(a, b, jnp.zeros(4, jnp.int32), coda.ByGroup(vector), epilogue=epilogue)
+
+    outputs, pullback = jax.vjp(of_no_rows, a, b, vector)
+    assert [x.shape for x in outputs] == [(0, N), (4, N)] and not outputs[1].any()
+    da, *others = pullback((outputs[0], jnp.ones((4, N))))
+    assert da.shape == (0, K) and not any(x.any() for x in others)
+
+    def rotated(acc, table):  # whose rows repeat, whatever the groups
+        return (acc.reshape(24, 2, 8) * jnp.tile(table, (3, 1))[:, None]).reshape(24, N)
+
+    a, table, sizes = random(0, 24, K), random(3, 8, 8), np.array([5, 0, 9, 7], np.int32)
+    out = coda.ragged_gemm(a, b, jnp.asarray(sizes), table, epilogue=rotated)
+    expected = rotated(loop("bare", [a, b], sizes, np.float64)[0], table)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_are_not_promoted():
+    a, b, vector, row = arguments("of each group", 24, 4, F32)
+    with jax.numpy_rank_promotion("raise"):
+        jax.vjp(lambda *xs: grouped("of each group", *xs[:2], jnp.asarray([5, 0, 9, 7], jnp.int32), *xs[2:]),
+                a, b, vector, row[None])[1]  # fmt: skip
+
+
 @pytest.mark.parametrize("case", ["bare", "every kind", "of each group"])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_group_offset(case, first):

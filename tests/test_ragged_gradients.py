@@ -357,6 +357,21 @@ def test_halves_apart_and_what_an_epilogue_closes_over():
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_several_factors():
+    a, b, sizes = random(0, 24, K), random(1, 4, K, N), jnp.asarray([5, 0, 9, 7], jnp.int32)
+
+    def apart(x):
+        return jnp.split(jnp.tanh(x), [4, 6], axis=1)
+
+    def gradients(f):
+        return jax.grad(lambda a, b: sum(jnp.sum(x * (i + 1)) for i, x in enumerate(f(a, b))), (0, 1))(a, b)
+
+    got = gradients(lambda a, b: coda.ragged_gemm(a, jnp.split(b, [4, 6], axis=2), sizes, epilogue=apart))
+    expected = gradients(lambda a, b: apart(jax.lax.ragged_dot(a, b, sizes)))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 def test_the_gradient_of_b_is_rounded_once():
     """It is a contraction of each group, of factors in the dtype of the product, written in b's dtype."""
     a, b, sizes = jnp.ones((24, K), BF16), jnp.ones((4, K, N), F16), jnp.asarray([5, 0, 9, 7], jnp.int32)

@@ -106,24 +106,61 @@ def test_the_sharding_of_a_result_over_explicit_axes(spec):
         np.testing.assert_allclose(y, loop("bare", [A, B], np.asarray(SIZES), np.float64)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_rows_sharded_by_hand():
-    """Inside a shard_map over the columns, everything else replicated; with gradients."""
-    mesh = mesh_of(AxisType.Auto)
+def squares(a, b, vector, row):
+    """With sums for operands of all rows, of each group, and of none."""
 
-    def loss(a, b, vector):
-        epilogue = lambda acc, x: jnp.tanh(acc + x)  # noqa: E731
-        return jnp.sum(coda.ragged_gemm(a, b, SIZES, coda.ByGroup(vector), epilogue=epilogue) ** 2)
+    def epilogue(acc, x, row):
+        return jnp.tanh(acc + x) * row
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(None, None, "model"), P(None, "model")), out_specs=P()
-    )
+    return jnp.sum(coda.ragged_gemm(a, b, SIZES, coda.ByGroup(vector), row, epilogue=epilogue) ** 2)
+
+
+# Inside a shard_map over the columns, and over rows that have groups of their own on each device.
+BY_HAND = {
+    "columns": ("model", (P(), P(None, None, "model"), P(None, "model"), P("model"))),
+    "rows": ("data", (P("data"), P(), P(), P())),
+}
+
+
+@pytest.mark.parametrize("layout", BY_HAND)
+def test_manual_axes(layout):
+    over, in_specs = BY_HAND[layout]
+    a = random(7, 2 * M, K) if layout == "rows" else A
+
+    @functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=in_specs, out_specs=P())
     def each(*arrays):
-        return jax.lax.psum(loss(*arrays), "model")
+        return jax.lax.psum(squares(*arrays), over)
 
-    for f in (lambda f: f, lambda f: jax.grad(f, argnums=(0, 1, 2))):
-        got, expected = (jax.jit(f(of))(A, B, VECTOR) for of in (each, loss))
+    def whole(a, *others):
+        return sum(squares(part, *others) for part in jnp.split(a, len(a) // M))
+
+    for f in (lambda f: f, lambda f: jax.grad(f, argnums=range(4))):
+        got, expected = (jax.jit(f(of))(a, B, VECTOR, VECTOR[0]) for of in (each, whole))
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [coda.gemm, coda.ragged_gemm])
+def test_a_batch_over_an_explicit_axis(function):
+    """Of groups it is gathered, and the results are sharded by it again. Gradients of it are what JAX expects."""
+    groups = function is coda.ragged_gemm
+    a, sizes = random(0, 4, M, K), jnp.asarray([[5, 0, 9, 7], [1, 2, 3, 4], [0] * 4, [24, 0, 0, 0]], jnp.int32)
+    b, batched = (B, (0, None, 0)) if groups else (B[0], (0, None))
+    arrays = (a, b, sizes) if groups else (a, b)
+    run = jax.vmap(function, batched)
+
+    def gradients(a, b, *sizes):
+        return jax.grad(lambda a, b: jnp.sum(run(a, b, *sizes) ** 2), (0, 1))(a, b)
+
+    mesh = mesh_of(AxisType.Explicit)
+    expected = [run(*arrays), *gradients(*arrays)]
+    with jax.set_mesh(mesh):
+        specs = (P("data"), P(*[None] * (b.ndim - 1), "model"), P("data"))[: len(arrays)]
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        got = [jax.jit(run)(*placed), *jax.jit(gradients)(*placed)]
+    assert got[0].sharding.spec == P("data", None, "model")
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_offsets_that_are_given():

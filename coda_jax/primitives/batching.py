@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
+from jax.sharding import NamedSharding
 
 from coda_jax.epilogue import Axis
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
-from coda_jax.primitives.mesh_types import explicit_cuts
+from coda_jax.primitives.mesh_types import axes_of_dimension, explicit_cuts, partition_spec, placed, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
 
@@ -45,15 +46,25 @@ def _batch(
 
 
 def _one_by_one(arguments: Sequence[jax.Array], dims: Sequence[int | None], spec: GemmSpec) -> list[jax.Array]:
-    """A batch of products of groups, one after the other: each has groups of its own, and so a kernel."""
+    """A batch of products of groups, one after the other: each has groups of its own, and so a kernel.
+
+    Over explicit mesh axes that shard the batch it is gathered, and the results are sharded by them again.
+    """
     batch = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True) if dim is not None]
+    cuts = next((cuts[0] for x in batch if (cuts := explicit_cuts(x))[0]), ())
 
     def one(batch: Sequence[jax.Array]) -> list[jax.Array]:
         rest = iter(batch)
         return bind(*(x if dim is None else next(rest) for x, dim in zip(arguments, dims, strict=True)), spec=spec)
 
-    results: list[jax.Array] = jax.lax.map(one, batch)
-    return results
+    results: list[jax.Array] = jax.lax.map(one, [without_axes(x, 0, axes_of_dimension(x, 0)) for x in batch])
+    return [_with_cut_batch(x, cuts) for x in results] if cuts else results
+
+
+def _with_cut_batch(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
+    """x, whose first axis is sharded by these explicit mesh axes, and no other is."""
+    others = [tuple(name for name in names if name not in cuts) for names in explicit_cuts(x)[1:]]
+    return placed(x, NamedSharding(jax.typeof(x).sharding.mesh, partition_spec([cuts, *others])))
 
 
 def _as_rows(

@@ -198,7 +198,9 @@ def _batched_zero(
     zero = _zero_p.bind(*arrays, **params)
     if all(dim is None for dim in dims):
         return zero, None
-    return jnp.broadcast_to(zero, (axis.size, *zero.shape)), 0
+    over = axis.explicit_mesh_axis
+    sharding = None if over is None else jax.P(over, *[None] * zero.ndim)
+    return jax.lax.broadcast(zero, (axis.size,), out_sharding=sharding), 0
 
 
 def _refuse(*_: Any, name: str, **__: Any) -> NoReturn:
