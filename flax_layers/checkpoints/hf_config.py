@@ -71,7 +71,8 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     if family.config is GPT2Config:
         return GPT2Config(**fields)
     theta, scaling = _rope(settings, family.defaults.get("rope_theta", 10000.0))
-    config: LlamaConfig = family.config(**fields, rope_theta=theta, rope_scaling=scaling)
+    cls: Any = family.config
+    config: LlamaConfig = cls(**fields, rope_theta=theta, rope_scaling=scaling)
     return dataclasses.replace(config, sliding_window=_window(settings, family, config.num_hidden_layers))
 
 

@@ -148,7 +148,7 @@ def _gathered(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
     return jax.jit(one, out_shardings=everywhere)(array, index)
 
 
-def _summed_alone(x: jax.Array, i: jax.Array) -> jax.Array:
+def _summed_alone(x: jax.Array, i: int | jax.Array) -> jax.Array:
     """x[i] by a sum of its bits and of zeros: where devices share the first axis they send one slice, not all of x."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     is_it = (jnp.arange(x.shape[0]) == i).reshape(-1, *(1,) * (x.ndim - 1))

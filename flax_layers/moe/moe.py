@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, overload
 
 import jax
@@ -96,10 +95,10 @@ class MoE(nnx.Module):
             **options,
         )
         self.experts = Experts(in_features, hidden_features, num_experts, activation=activation, dtype=dtype, **options)
-        shared = partial(GatedMLP, in_features, activation=activation, dtype=dtype, **options)
-        self.shared: Any = nnx.data(None) if shared_features is None else shared(shared_features)
-        gate = partial(Linear, in_features, 1, dtype=dtype, **options)
-        self.shared_gate: Any = gate() if use_shared_gate else nnx.data(None)
+        self.shared: Any = nnx.data(None)
+        if shared_features is not None:
+            self.shared = GatedMLP(in_features, shared_features, activation=activation, dtype=dtype, **options)
+        self.shared_gate: Any = Linear(in_features, 1, dtype=dtype, **options) if use_shared_gate else nnx.data(None)
         name_parameters(self)
 
     @overload
