@@ -13,6 +13,7 @@ import coda_jax as coda
 from flax_layers import sharding
 from flax_layers.moe.expert_parallel import DOWN, GATE_UP, expert_parallel
 from flax_layers.moe.routing import sorted_experts
+from tests.nvrtc import kernels, needs_nvrtc
 
 D, F, EXPERTS, K = 8, 4, 8, 2
 BATCH = {"batch": ("data", "fsdp", "expert")}
@@ -69,7 +70,7 @@ def of_one_device(x, ids, weights, gate_up, down, **options):
 def with_gradients(function):
     def loss(x, weights, gate_up, down, ids):
         y = function(x, ids, weights, gate_up, down)
-        return jnp.sum(jnp.sin(y.astype(jnp.float32) * jnp.arange(1, D + 1))), y
+        return jnp.sum(jnp.sin(y.astype(jnp.float32) * jnp.arange(1, y.shape[-1] + 1))), y
 
     def run(x, ids, weights, gate_up, down):
         (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, weights, gate_up, down, ids)
@@ -201,17 +202,17 @@ def test_sums_over_the_axis_of_hidden_features():
 def test_dropped_rows_are_counted_over_all_devices():
     sizes, rules, tokens = SCHEMES["data beside"]
     given = arrays(*tokens)
-    rows = given[1].size // 8  # what a device sends, and receives if all are equal
+    rows = given[1].size // 8  # what a device sends, and receives if all experts are chosen equally often
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         arguments = placed(mesh, rules, given)
 
-        def run(receive_rows, *arguments):
+        def run(capacity_factor, *arguments):
             with sharding.axis_rules(rules):
-                return of_mesh(*arguments, receive_rows=receive_rows)
+                return of_mesh(*arguments, capacity_factor=capacity_factor)
 
-        y, dropped = jax.jit(run, static_argnums=0)(4, *arguments)
-        everything, none = jax.jit(run, static_argnums=0)(4 * rows, *arguments)
+        y, dropped = jax.jit(run, static_argnums=0)(3.5 / rows, *arguments)  # four rows
+        everything, none = jax.jit(run, static_argnums=0)(4.0, *arguments)
     wanted = np.zeros(EXPERTS, int)
     per_group = np.asarray(given[1]).reshape(2, -1) // 2  # the device of each row, of either half of the batch
     wanted = sum(max(0, np.sum(group == device) - 4) for group in per_group for device in range(4))
@@ -225,7 +226,7 @@ def test_without_rules_or_a_mesh_it_is_one_device():
     given = arrays(8, 3)
     want = jax.jit(of_one_device)(*given)
     np.testing.assert_array_equal(jax.jit(of_mesh)(*given), want)
-    y, dropped = jax.jit(lambda *x: of_mesh(*x, receive_rows=1))(*given)
+    y, dropped = jax.jit(lambda *x: of_mesh(*x, capacity_factor=0.1))(*given)
     np.testing.assert_array_equal(y, want)
     assert dropped == 0
     with sharding.axis_rules(FULL):
@@ -288,3 +289,26 @@ def test_parameters_and_names_belong_together():
         of_mesh(x, ids, weights, gate_up, down[1:])
     with pytest.raises(ValueError, match="of 8 experts, with 1 names"):
         expert_parallel(feed_forward, x, ids, weights, (gate_up, down), axes=(GATE_UP,))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_products_are_kernels_on_each_part(kind):
+    """Two forward and four backward; rows are sent by JAX's collective."""
+    sizes, rules, tokens = SCHEMES["all"]
+    width, hidden = 64, 32
+    shapes = [(*tokens, width), (*tokens, K), (*tokens, K), (EXPERTS, width, 2, hidden), (EXPERTS, hidden, width)]
+    dtypes = [jnp.bfloat16, jnp.int32, jnp.float32, jnp.float32, jnp.float32]
+    given = [jnp.zeros(*each) for each in zip(shapes, dtypes, strict=True)]
+    mesh = mesh_of(sizes, kind)
+    with jax.set_mesh(mesh), sharding.axis_rules(rules):
+        arguments = placed(mesh, rules, given)
+        assert kernels(with_gradients(of_mesh), *arguments) == 6
+        lowered = jax.jit(with_gradients(of_mesh)).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@ragged_all_to_all") == 6
+
+
+@pytest.mark.parametrize("capacity_factor", [0, -1.0, float("nan")])
+def test_a_capacity_factor_is_positive(capacity_factor):
+    with pytest.raises(ValueError, match=r"capacity_factor=.*; it must be positive"):
+        of_mesh(*arrays(8, 3), capacity_factor=capacity_factor)

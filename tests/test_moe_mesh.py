@@ -94,3 +94,64 @@ def test_names_of_parameters():
     one = dataclasses.replace(CONFIG, use_balance_bias=False)
     names = layers.Llama(one, rngs=nnx.Rngs(0)).layers[0].mlp.experts.gate_up.axis_names
     assert names == ("expert", "embed", None, "mlp")
+
+
+@pytest.mark.parametrize(("scan", "sent"), [(False, 2 * 6), (True, 6 + 2)], ids=["list", "scan"])
+def test_what_a_step_sends(scan, sent):
+    """Rows there and back, their weights there, and the cotangents of all; twice the same bits.
+
+    A scan has one layer, and under remat its backward pass sends rows and weights again.
+    """
+    options = {"scan_layers": True, "remat": "full"} if scan else {}
+    graph, params, rest = nnx.split(
+        layers.Llama(CONFIG, rules=sharding.EXPERT, **options, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params, rest).loss(tokens, jnp.roll(TOKENS, -1, axis=-1), token_mask=MASK)
+
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(jax.device_put, params, sharding.parameter_shardings(params, mesh, sharding.EXPERT))
+        tokens = jax.device_put(TOKENS, sharding.array_sharding(mesh, sharding.EXPERT, "batch", "length"))
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(placed, tokens)
+        step = lowered.compile()
+        found, again = step(placed, tokens), step(placed, tokens)
+    assert lowered.as_text().count('"stablehlo.all_to_all"') == sent
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    np.testing.assert_allclose(found[0], on_one_device(scan)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_a_capacity_factor_drops_and_counts(scan):
+    """Over a mesh: with a place for half of the rows at most half are kept; with one for all, none is dropped."""
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    choices = TOKENS.size * CONFIG.num_experts_per_tok
+    found = {}
+    for factor in (0.5, 4.0):
+        config = dataclasses.replace(CONFIG, capacity_factor=factor)
+        with jax.set_mesh(mesh):
+            make = functools.partial(layers.Llama, config, rules=sharding.EXPERT, scan_layers=scan)
+            model = sharding.create(lambda make=make: make(rngs=nnx.Rngs(0)))
+            loss = nnx.jit(lambda model: model.loss(TOKENS, TOKENS, tokens_per_expert=True, dropped_choices=True))
+            found[factor] = jax.device_get(loss(model))
+    wanted, counts, none = found[4.0]
+    assert none.shape == (CONFIG.num_hidden_layers,) and not none.any()
+    value, _, dropped = found[0.5]
+    assert (choices / 2 <= dropped).all() and (dropped < choices).all()
+    assert abs(value - wanted) > 1e-4
+    alone = layers.Llama(dataclasses.replace(CONFIG, capacity_factor=0.5), scan_layers=scan, rngs=nnx.Rngs(0))
+    of_one, of_one_counts, none = alone.loss(TOKENS, TOKENS, tokens_per_expert=True, dropped_choices=True)
+    np.testing.assert_allclose(wanted, of_one, rtol=1e-5)
+    np.testing.assert_array_equal(counts, of_one_counts)
+    assert not none.any()
+
+
+def test_refusals_of_what_is_dropped():
+    with pytest.raises(ValueError, match="capacity_factor"):
+        layers.MoEConfig(capacity_factor=0.0)
+    with pytest.raises(ValueError, match=r"capacity_factor=-1; it must be positive"):
+        layers.MoE(16, 8, 4, 2, capacity_factor=-1, rngs=nnx.Rngs(0))
+    dense = layers.Llama(layers.LlamaConfig(64, 16, 32, 1, 4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dropped_choices and token_mask want a model with experts"):
+        dense.loss(TOKENS, TOKENS, dropped_choices=True)

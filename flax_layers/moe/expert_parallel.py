@@ -18,7 +18,8 @@ XLA left to itself would sort and gather over the tokens of all devices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,7 @@ def expert_parallel(
     parameters: Sequence[jax.Array],
     *,
     axes: Sequence[Axes] = (GATE_UP, DOWN),
-    receive_rows: int | None = None,
+    capacity_factor: float | None = None,
     compute_dtype: Any = None,
     dtype: Any = None,
 ) -> Any:
@@ -64,16 +65,18 @@ def expert_parallel(
       weights: (..., k) float32.
       parameters: arrays (E, ...).
       axes: the names of each parameter's axes, "expert" the first; see `flax_layers.axis_names`.
-      receive_rows: as in `exchanged_experts`; no limit where no mesh axis cuts the experts.
+      capacity_factor: rows of a device's receive buffer, in multiples of the T k rows of its own tokens: as many as it
+        receives if all experts are chosen equally often. Others are dropped, as `exchanged_experts` says. Default there
+        is a place for all. Where no mesh axis cuts the experts nothing is received, and nothing dropped.
       compute_dtype: of parameters that are gathered, and of sums over devices; default the promotion of x's and theirs.
       dtype: of the result; default that of what `experts` returns.
 
     Returns:
-      (..., D); with receive_rows also () int32, how many rows all devices have dropped.
+      (..., D); with capacity_factor also () int32, how many rows all devices have dropped.
 
     Raises:
-      ValueError: shapes that do not fit; mesh axes that do not divide the experts evenly; parameters whose F is cut by
-        different mesh axes.
+      ValueError: shapes that do not fit; a capacity_factor that is not positive; mesh axes that do not divide the
+        experts evenly.
     """
     num_experts = parameters[0].shape[0]
     if any(p.shape[0] != num_experts for p in parameters) or len(parameters) != len(axes):
@@ -81,16 +84,18 @@ def expert_parallel(
             f"parameters of {num_experts} experts, with {len(axes)} names: {[p.shape for p in parameters]}"
         )
     options = {"num_experts": num_experts, "dtype": dtype}
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
     if (plan := _plan(x, parameters, axes)) is None:
         y = _on_device(sorted_experts, experts, x, ids, weights, parameters, **options)
-        return y if receive_rows is None else (y, jnp.int32(0))
+        return y if capacity_factor is None else (y, jnp.int32(0))
 
-    run = functools.partial(_run, experts, plan, receive_rows, compute_dtype, options)
+    run = functools.partial(_run, experts, plan, capacity_factor, compute_dtype, options)
     tokens = PartitionSpec(*plan.tokens, None)
     specs = (tokens, tokens, tokens, *(p.spec for p in plan.parameters))
     arguments = [constrained(z, spec) for z, spec in zip((x, ids, weights, *parameters), specs, strict=True)]
     results = PartitionSpec(*plan.results, None)
-    outs = results if receive_rows is None else (results, PartitionSpec())
+    outs = results if capacity_factor is None else (results, PartitionSpec())
     return jax.shard_map(run, in_specs=specs, out_specs=outs, axis_names=set(_free_axes()))(*arguments)
 
 
@@ -139,23 +144,29 @@ def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -
     cuts = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
     experts = _cut_of_experts(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
     of_stream = _entries(stream, free)[:-1]
-    batch = {axis for name, entry in zip(names, of_stream, strict=False) if name != "length" for axis in entry}
-    hidden = _cut_of_hidden(cuts, axes)
+    batch = mesh_axes(entry for name, entry in zip(names, of_stream, strict=False) if name != "length")
     # Sequence parallelism cuts the length by the axis that cuts F, whose devices want the same tokens here.
-    summed = tuple(axis for axis in hidden if axis not in batch)
-    tokens = tuple(tuple(axis for axis in entry if axis not in summed) for entry in of_stream)
-    of_tokens = frozenset(axis for entry in tokens for axis in entry)
-    is_part = [bool(summed) and whole == (*entry, *summed) for entry, whole in zip(tokens, of_stream, strict=True)]
+    summed = _without(_cut_of_hidden(cuts, axes), batch)
+    tokens = [_without(entry, summed) for entry in of_stream]
+    of_tokens = frozenset(mesh_axes(tokens))
+    results, scattered = list(tokens), None
+    for i, entry in enumerate(of_stream):
+        if summed and entry == (*tokens[i], *summed):
+            results[i], scattered = entry, i
     return _Plan(
         tuple(entry or None for entry in tokens),
-        tuple(whole if part else entry or None for entry, whole, part in zip(tokens, of_stream, is_part, strict=True)),
-        is_part.index(True) if any(is_part) else None,
+        tuple(entry or None for entry in results),
+        scattered,
         experts,
-        tuple(axis for axis in experts if axis not in of_tokens),
+        _without(experts, of_tokens),
         summed,
         of_tokens.union(experts, summed),
         tuple(_parameter(cut, each, experts, summed, of_tokens) for cut, each in zip(cuts, axes, strict=True)),
     )
+
+
+def _without(axes: MeshAxes, others: Collection[str]) -> MeshAxes:
+    return tuple(axis for axis in axes if axis not in others)
 
 
 def _cut_of_experts(
@@ -215,7 +226,7 @@ def _free_axes() -> MeshAxes:
 def _run(
     experts: Callable[..., jax.Array],
     plan: _Plan,
-    receive_rows: int | None,
+    capacity_factor: float | None,
     compute_dtype: Any,
     options: dict[str, Any],
     x: jax.Array,
@@ -224,24 +235,21 @@ def _run(
     *parameters: jax.Array,
 ) -> Any:
     """What a device does with its tokens and its part of the parameters."""
-    x, weights, *parameters = vary(plan.varying, x, weights, *parameters)
-    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in parameters]
-    parameters = [
-        _gathered(p, way.gathered, dtype) for p, way, dtype in zip(parameters, plan.parameters, dtypes, strict=True)
-    ]
+    x, weights, *given = vary(plan.varying, x, weights, *parameters)
+    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
+    whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]
+    own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
     run: Any = sorted_experts
     if plan.experts:
-        run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=receive_rows)
-    arguments = (x, ids, weights)
-    if plan.idle:
-        arguments = [_share(z, plan.idle) for z in arguments]
-    y = _on_device(run, experts, *arguments, parameters, **options)
-    y, dropped = y if plan.experts and receive_rows is not None else (y, jnp.int32(0))
+        limit = None if capacity_factor is None else math.ceil(capacity_factor * own_ids.size)
+        run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=limit)
+    y = _on_device(run, experts, own, own_ids, own_weights, whole, **options)
+    y, dropped = y if plan.experts and capacity_factor is not None else (y, jnp.int32(0))
     if plan.idle:
         y = _joined(y, plan.idle, x.shape[:-1])
     if plan.summed:
         y = _summed(y.astype(jnp.result_type(*dtypes)), plan).astype(y.dtype)
-    if receive_rows is None:
+    if capacity_factor is None:
         return y
     return y, lax.psum(dropped, tuple(jax.typeof(dropped).manual_axis_type.varying))
 
@@ -274,10 +282,7 @@ def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
 
 def _joined(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
     """The results (*shape, D) of the shares (T', D) of all devices."""
-    tokens = 1
-    for size in shape:
-        tokens *= size
-    return lax.all_gather(y, axes, tiled=True, to="invarying")[:tokens].reshape(*shape, -1)
+    return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, -1)
 
 
 def _summed(y: jax.Array, plan: _Plan) -> jax.Array:
