@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_layers as layers
 from flax_layers import sharding
+from flax_layers.checkpoints import from_hf, to_hf
 
 CONFIG = layers.MoEConfig(
     vocab_size=64,
@@ -155,3 +156,35 @@ def test_refusals_of_what_is_dropped():
     dense = layers.Llama(layers.LlamaConfig(64, 16, 32, 1, 4), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="dropped_choices and token_mask want a model with experts"):
         dense.loss(TOKENS, TOKENS, dropped_choices=True)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_checkpoints_from_and_to_a_mesh(scan_layers):
+    """Each device reads its own experts; what is written is what one device has, its balance biases too."""
+    model = layers.Llama(CONFIG, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    layers.update_balance_bias(model, jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 8))), 0.5)
+    arrays = to_hf(model, CONFIG)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(arrays[name], model._layers()[1].mlp.router.bias[...])
+    mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    abstract = nnx.eval_shape(lambda: model)
+    shardings = sharding.parameter_shardings(abstract, mesh, sharding.EXPERT)
+    loaded = from_hf(arrays, CONFIG, shardings=shardings, scan_layers=scan_layers)
+    of_one = (loaded.layers if scan_layers else loaded.layers[0]).mlp.experts.gate_up[...]
+    assert of_one.sharding.spec[int(scan_layers)] == "expert"
+    for (path, want), got in zip(nnx.to_flat_state(nnx.state(model)), jax.tree.leaves(nnx.state(loaded)), strict=True):
+        np.testing.assert_array_equal(got, want[...], err_msg=str(path))
+    for name, array in to_hf(loaded, CONFIG).items():
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+
+
+def test_a_balance_bias_that_a_checkpoint_lacks_begins_at_zero():
+    plain = dataclasses.replace(CONFIG, use_balance_bias=False)
+    arrays = to_hf(layers.Llama(plain, rngs=nnx.Rngs(0)), plain)
+    model = from_hf(arrays, CONFIG)
+    assert not np.any(model.layers[1].mlp.router.bias[...])
+    gradient = nnx.grad(lambda m: m.loss(TOKENS, TOKENS))(model)
+    assert to_hf(gradient, CONFIG).keys() == arrays.keys()
+    del arrays["model.layers.1.mlp.gate.weight"]
+    with pytest.raises(ValueError, match=r"the checkpoint lacks model\.layers\.1\.mlp\.gate\.weight"):
+        from_hf(arrays, CONFIG)
