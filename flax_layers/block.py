@@ -109,7 +109,7 @@ class TransformerBlock(nnx.Module):
 
 
 class LlamaBlock(TransformerBlock):
-    """The block of Llama, Mistral, Qwen2 and Qwen3: RMSNorms, attention with rotary embedding, a gated MLP.
+    """The block of Llama and its kin: RMSNorms, attention with rotary embedding, a gated MLP or what takes its place.
 
     Args:
       in_features: D.

@@ -11,7 +11,7 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | norm_projection                   | a biased projection of a norm: GPT-2's q, k, v | 2 N                |
 | context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
-| mlpwi                             | gate and up before the activation              | 4 F                |
+| mlpwi                             | gate and up before the activation (k experts)  | 4 F (4 k F)        |
 | mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
 
 decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each

@@ -202,17 +202,17 @@ def test_sums_over_the_axis_of_hidden_features():
 def test_dropped_rows_are_counted_over_all_devices():
     sizes, rules, tokens = SCHEMES["data beside"]
     given = arrays(*tokens)
-    rows = given[1].size // 8  # what a device sends, and receives if all are equal
+    rows = given[1].size // 8  # what a device sends, and receives if all experts are chosen equally often
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         arguments = placed(mesh, rules, given)
 
-        def run(receive_rows, *arguments):
+        def run(capacity_factor, *arguments):
             with sharding.axis_rules(rules):
-                return of_mesh(*arguments, receive_rows=receive_rows)
+                return of_mesh(*arguments, capacity_factor=capacity_factor)
 
-        y, dropped = jax.jit(run, static_argnums=0)(4, *arguments)
-        everything, none = jax.jit(run, static_argnums=0)(4 * rows, *arguments)
+        y, dropped = jax.jit(run, static_argnums=0)(3.5 / rows, *arguments)  # four rows
+        everything, none = jax.jit(run, static_argnums=0)(4.0, *arguments)
     wanted = np.zeros(EXPERTS, int)
     per_group = np.asarray(given[1]).reshape(2, -1) // 2  # the device of each row, of either half of the batch
     wanted = sum(max(0, np.sum(group == device) - 4) for group in per_group for device in range(4))
@@ -226,7 +226,7 @@ def test_without_rules_or_a_mesh_it_is_one_device():
     given = arrays(8, 3)
     want = jax.jit(of_one_device)(*given)
     np.testing.assert_array_equal(jax.jit(of_mesh)(*given), want)
-    y, dropped = jax.jit(lambda *x: of_mesh(*x, receive_rows=1))(*given)
+    y, dropped = jax.jit(lambda *x: of_mesh(*x, capacity_factor=0.1))(*given)
     np.testing.assert_array_equal(y, want)
     assert dropped == 0
     with sharding.axis_rules(FULL):
@@ -306,3 +306,9 @@ def test_products_are_kernels_on_each_part(kind):
         assert kernels(with_gradients(of_mesh), *arguments) == 6
         lowered = jax.jit(with_gradients(of_mesh)).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@ragged_all_to_all") == 6
+
+
+@pytest.mark.parametrize("capacity_factor", [0, -1.0, float("nan")])
+def test_a_capacity_factor_is_positive(capacity_factor):
+    with pytest.raises(ValueError, match=r"capacity_factor=.*; it must be positive"):
+        of_mesh(*arrays(8, 3), capacity_factor=capacity_factor)

@@ -156,7 +156,7 @@ def test_statistics_and_auxiliary_losses(scoring, masked):
 def test_no_token_that_counts():
     _, counted = made()(jnp.ones((3, 16)), statistics=True, token_mask=jnp.zeros(3, bool))
     assert layers.load_balancing_loss(counted) == layers.router_z_loss(counted) == 0
-    zeros = layers.RouterStatistics(counts=np.zeros(6), probabilities=np.zeros(6), squared_lse=0, tokens=0)
+    zeros = layers.RouterStatistics(counts=np.zeros(6), probabilities=np.zeros(6), squared_lse=0, tokens=0, dropped=0)
     jax.tree.map(np.testing.assert_array_equal, counted, zeros)
 
 

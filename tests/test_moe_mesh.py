@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_layers as layers
 from flax_layers import sharding
+from flax_layers.checkpoints import from_hf, to_hf
 
 CONFIG = layers.MoEConfig(
     vocab_size=64,
@@ -120,3 +121,70 @@ def test_what_a_step_sends(scan, sent):
     assert lowered.as_text().count('"stablehlo.all_to_all"') == sent
     jax.tree.map(np.testing.assert_array_equal, found, again)
     np.testing.assert_allclose(found[0], on_one_device(scan)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_a_capacity_factor_drops_and_counts(scan):
+    """Over a mesh: with a place for half of the rows at most half are kept; with one for all, none is dropped."""
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    choices = TOKENS.size * CONFIG.num_experts_per_tok
+    found = {}
+    for factor in (0.5, 4.0):
+        config = dataclasses.replace(CONFIG, capacity_factor=factor)
+        with jax.set_mesh(mesh):
+            make = functools.partial(layers.Llama, config, rules=sharding.EXPERT, scan_layers=scan)
+            model = sharding.create(lambda make=make: make(rngs=nnx.Rngs(0)))
+            loss = nnx.jit(lambda model: model.loss(TOKENS, TOKENS, tokens_per_expert=True, dropped_choices=True))
+            found[factor] = jax.device_get(loss(model))
+    wanted, counts, none = found[4.0]
+    assert none.shape == (CONFIG.num_hidden_layers,) and not none.any()
+    value, _, dropped = found[0.5]
+    assert (choices / 2 <= dropped).all() and (dropped < choices).all()
+    assert abs(value - wanted) > 1e-4
+    alone = layers.Llama(dataclasses.replace(CONFIG, capacity_factor=0.5), scan_layers=scan, rngs=nnx.Rngs(0))
+    of_one, of_one_counts, none = alone.loss(TOKENS, TOKENS, tokens_per_expert=True, dropped_choices=True)
+    np.testing.assert_allclose(wanted, of_one, rtol=1e-5)
+    np.testing.assert_array_equal(counts, of_one_counts)
+    assert not none.any()
+
+
+def test_refusals_of_what_is_dropped():
+    with pytest.raises(ValueError, match="capacity_factor"):
+        layers.MoEConfig(capacity_factor=0.0)
+    with pytest.raises(ValueError, match=r"capacity_factor=-1; it must be positive"):
+        layers.MoE(16, 8, 4, 2, capacity_factor=-1, rngs=nnx.Rngs(0))
+    dense = layers.Llama(layers.LlamaConfig(64, 16, 32, 1, 4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dropped_choices and token_mask want a model with experts"):
+        dense.loss(TOKENS, TOKENS, dropped_choices=True)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_checkpoints_from_and_to_a_mesh(scan_layers):
+    """Each device reads its own experts; what is written is what one device has, its balance biases too."""
+    model = layers.Llama(CONFIG, scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    layers.update_balance_bias(model, jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 8))), 0.5)
+    arrays = to_hf(model, CONFIG)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(arrays[name], model._layers()[1].mlp.router.bias[...])
+    mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    abstract = nnx.eval_shape(lambda: model)
+    shardings = sharding.parameter_shardings(abstract, mesh, sharding.EXPERT)
+    loaded = from_hf(arrays, CONFIG, shardings=shardings, scan_layers=scan_layers)
+    of_one = (loaded.layers if scan_layers else loaded.layers[0]).mlp.experts.gate_up[...]
+    assert of_one.sharding.spec[int(scan_layers)] == "expert"
+    for (path, want), got in zip(nnx.to_flat_state(nnx.state(model)), jax.tree.leaves(nnx.state(loaded)), strict=True):
+        np.testing.assert_array_equal(got, want[...], err_msg=str(path))
+    for name, array in to_hf(loaded, CONFIG).items():
+        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+
+
+def test_a_balance_bias_that_a_checkpoint_lacks_begins_at_zero():
+    plain = dataclasses.replace(CONFIG, use_balance_bias=False)
+    arrays = to_hf(layers.Llama(plain, rngs=nnx.Rngs(0)), plain)
+    model = from_hf(arrays, CONFIG)
+    assert not np.any(model.layers[1].mlp.router.bias[...])
+    gradient = nnx.grad(lambda m: m.loss(TOKENS, TOKENS))(model)
+    assert to_hf(gradient, CONFIG).keys() == arrays.keys()
+    del arrays["model.layers.1.mlp.gate.weight"]
+    with pytest.raises(ValueError, match=r"the checkpoint lacks model\.layers\.1\.mlp\.gate\.weight"):
+        from_hf(arrays, CONFIG)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tolerance import check
 
 from flax_layers import moe
-from flax_layers.moe import routing
+from flax_layers.moe import router_product, routing
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -194,15 +194,43 @@ def test_gradient_of_the_weights():
     assert not np.any(of_bias)
 
 
-def test_router_is_float32():
-    """bfloat16 rows and kernel are multiplied as float32 numbers, whatever the default precision."""
-    router = moe.Router(64, 8, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (32, 64)).astype(jnp.bfloat16)
-    found = router(x)
-    exact = np.asarray(x).astype(np.float64) @ np.asarray(router.kernel[...]).astype(np.float64)
-    assert found.logits.dtype == found.weights.dtype == jnp.float32
-    np.testing.assert_allclose(found.logits, exact, atol=1e-5)
-    assert "HIGHEST" in str(jax.make_jaxpr(lambda x: router(x).logits)(x))
+@pytest.mark.parametrize("of_kernel", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("of_x", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_logits_are_those_of_float32(of_x, of_kernel):
+    """Values and the kernel's gradient to float32's rounding, the rows' to that of their own dtype."""
+    x = jax.random.normal(jax.random.key(0), (2, 16, 64)).astype(of_x)
+    kernel = jax.random.normal(jax.random.key(1), (64, 8)).astype(of_kernel)
+    cotangent = jax.random.normal(jax.random.key(2), (2, 16, 8))
+    logits, pull = jax.vjp(router_product.router_logits, x, kernel)
+    wide = [np.asarray(a).astype(np.float64) for a in (x, kernel, cotangent)]
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, wide[0] @ wide[1], atol=2e-5)
+    dx, dkernel = pull(cotangent)
+    assert dx.dtype == of_x and dkernel.dtype == of_kernel
+    want, eps = wide[2] @ wide[1].T, float(jnp.finfo(of_x).eps)
+    np.testing.assert_allclose(np.asarray(dx).astype(np.float64), want, atol=2e-4, rtol=0.51 * eps)
+    want, eps = np.tensordot(wide[0], wide[2], ((0, 1), (0, 1))), float(jnp.finfo(of_kernel).eps)
+    np.testing.assert_allclose(np.asarray(dkernel).astype(np.float64), want, atol=5e-5, rtol=0.51 * eps)
+
+
+def test_logits_of_bfloat16_rows_are_made_on_tensor_cores():
+    """No float32 factor, and no row is kept in float32."""
+    x, kernel, cotangent = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 8)), jnp.ones((4, 8))
+
+    def products(x):
+        both = jax.make_jaxpr(lambda x, k: jax.vjp(router_product.router_logits, x, k)[1](cotangent))(x, kernel)
+        return [str(both).count(text) for text in ("dot_general", "HIGHEST", "f32[4,64]")]
+
+    assert products(x) == [3, 0, 1]  # one is dx before it is rounded
+    assert products(x.astype(jnp.float32))[1] > 0
+
+
+def test_three_parts_are_the_whole():
+    x = jax.random.normal(jax.random.key(0), (1000,)) * jnp.exp(jnp.linspace(-20, 20, 1000))
+    first, second, third = (
+        np.asarray(part).astype(np.float64) for part in jax.jit(lambda x: router_product.parts(x, 3))(x)
+    )
+    np.testing.assert_array_equal(first + second + third, np.asarray(x).astype(np.float64))
 
 
 BAD_ROUTERS = {

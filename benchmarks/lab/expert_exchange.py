@@ -61,9 +61,8 @@ def step(variant: Variant) -> Callable[..., Any]:
     """Value and gradients of the layer's sum of squares."""
 
     def loss(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array) -> jax.Array:
-        limit = variant.buffer * ids.size // jax.sharding.get_abstract_mesh().shape["expert"] or None
         run = functools.partial(experts, variant.computes)
-        y = expert_parallel(run, x, ids, weights, (gate_up, down), receive_rows=limit)
+        y = expert_parallel(run, x, ids, weights, (gate_up, down), capacity_factor=variant.buffer or None)
         y = y[0] if isinstance(y, tuple) else y
         return jnp.sum(y.astype(jnp.float32) ** 2)
 

@@ -1,8 +1,10 @@
 """Experts in Hugging Face's checkpoints: an array for each, as files have them, or one of all, as models in memory.
 
-file       block_sparse_moe.experts.3.w1.weight, .w3, .w2           Mixtral: gate, up, down
-           mlp.experts.3.gate_proj.weight, .up_proj, .down_proj      Qwen2-MoE and Qwen3-MoE
-memory     mlp.experts.gate_up_proj (E, 2F, D), mlp.experts.down_proj (E, D, F)        transformers 5
+    file       block_sparse_moe.experts.3.w1.weight, .w3, .w2           Mixtral: gate, up, down
+               mlp.experts.3.gate_proj.weight, .up_proj, .down_proj      Qwen2-MoE and Qwen3-MoE
+    memory     mlp.experts.gate_up_proj (E, 2F, D), mlp.experts.down_proj (E, D, F)        transformers 5
+
+A balance bias is `mlp.gate.e_score_correction_bias`, as DeepSeek-V3 has it; where a file has none it begins at 0.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import numpy as np
 from flax_layers.checkpoints.placement import Index, block_of
 from flax_layers.checkpoints.table import Entry, Part, Path
 from flax_layers.models.moe_config import MoEConfig
+
+_BIAS = "gate.e_score_correction_bias"
 
 
 def is_mixtral(config: MoEConfig) -> bool:
@@ -42,6 +46,8 @@ def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
         return Part(f"{mlp}.{name}.weight", (columns, rows), transposed=True)
 
     yield Entry((*path, "router", "kernel"), (kernel("gate", config.num_experts, width),))
+    if config.use_balance_bias:
+        yield Entry((*path, "router", "bias"), (Part(f"{mlp}.{_BIAS}", (config.num_experts,)),))
     for i in range(config.num_experts):
         pair = tuple(kernel(f"experts.{i}.{name}", hidden, width) for name in (gate, up))
         yield Entry((*path, "experts", i, "gate_up"), pair)
@@ -57,14 +63,19 @@ def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
 def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
     """The arrays with the names and shapes that files have; what are all experts' becomes a view for each.
 
+    A balance bias that none of the layers has is zeros.
+
     Raises:
       ValueError: an array of all experts of another shape than the config makes it.
     """
     found = dict(arrays)
+    begins_at_zero = config.use_balance_bias and not any(name.endswith(_BIAS) for name in arrays)
     hidden, width = config.resolved_moe_intermediate_size, config.hidden_size
     for layer in filter(config.has_experts, range(config.num_hidden_layers)):
         memory = f"model.layers.{layer}.mlp"
         mlp, gate, up, down = _names(config, layer)
+        if begins_at_zero:
+            found[f"{mlp}.{_BIAS}"] = np.zeros(config.num_experts, np.float32)
         if (router := f"{memory}.gate.weight") in found:
             found[f"{mlp}.gate.weight"] = found.pop(router)
         for name, shape, rows in (

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from flax_layers.checkpoints.placement import Index, Path, Shardings, block_of, by_path, on_host, placed
+from flax_layers.moe.router import BalanceBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +201,9 @@ def _parameters_in(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Any
 
 
 def parameters_of(model: nnx.Module | nnx.State) -> Any:
-    """Nested dictionaries of a model's parameters; a ValueError if adapters are among them."""
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
+    """Nested dictionaries of a model's parameters and balance biases; a ValueError if adapters are among them."""
+    wanted = nnx.Any(nnx.Param, BalanceBias)
+    params = nnx.to_pure_dict(nnx.state(model, wanted) if isinstance(model, nnx.Module) else model)
     if adapted := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[-1] == "lora_a"]:
         raise ValueError(
             f"{'.'.join(map(str, adapted[0][:-1]))} is an adapter, which this checkpoint has no place for: merge_lora "
@@ -211,8 +213,13 @@ def parameters_of(model: nnx.Module | nnx.State) -> Any:
 
 
 def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
-    """The table for a model that may have query, key and value apart, and gate and up."""
+    """The table for a model that may have query, key and value apart, and gate and up.
+
+    Without balance biases where there are none, as of gradients.
+    """
     for entry in table:
+        if entry.path[-2:] == ("router", "bias") and "bias" not in at(params, place(params, entry.path[:-1])[0]):
+            continue
         if entry.path[-1] == "gate_up" and "gate_up" not in at(params, place(params, entry.path[:-1])[0]):
             for name, part in zip(("gate", "up"), entry.parts, strict=True):
                 yield Entry((*entry.path[:-1], name, "kernel"), (part,))

@@ -134,6 +134,7 @@ class LanguageModel(nnx.Module):
         auxiliary: bool = True,
         token_mask: jax.Array | None = None,
         tokens_per_expert: bool = False,
+        dropped_choices: bool = False,
         **options: Any,
     ) -> Any:
         """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
@@ -153,11 +154,14 @@ class LanguageModel(nnx.Module):
           token_mask: of tokens' shape, bool: False of tokens that auxiliary losses and counts leave out, as padding;
             transformers' attention_mask. Default all count.
           tokens_per_expert: whether to return how many tokens each expert of each layer has.
+          dropped_choices: whether to return how many choices of experts each layer has dropped: with the config's
+            capacity_factor, over a mesh.
           **options: as in `LMHead.loss`.
 
         Returns:
-          The mean, or as `reduction` says; with `weight_sum` or `tokens_per_expert` a tuple of it, of the sum of
-          weights, () float32, as of `LMHead.loss`, and of the tokens of each expert, (layers with experts, E) int32.
+          The mean, or as `reduction` says; with `weight_sum`, `tokens_per_expert` or `dropped_choices` a tuple of it,
+          of the sum of weights, () float32, as of `LMHead.loss`, of the tokens of each expert, (layers with experts, E)
+          int32, and of the dropped choices, (layers with experts,) int32.
 
         Raises:
           ValueError: more tokens than the config allows, labels, weights or a token_mask of another shape, an option
@@ -172,12 +176,15 @@ class LanguageModel(nnx.Module):
         seen = {"positions": _resolved(positions, segment_ids), "mask": mask, "segment_ids": segment_ids}
         features, statistics = self._features_and_statistics(tokens, token_mask, seen)
         loss, total = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
-        if statistics is None and (tokens_per_expert or token_mask is not None):
-            raise ValueError("tokens_per_expert and token_mask are for models with experts, as of a MoEConfig")
+        if statistics is None and (tokens_per_expert or dropped_choices or token_mask is not None):
+            raise ValueError(
+                "tokens_per_expert, dropped_choices and token_mask want a model with experts, of a MoEConfig"
+            )
         if statistics is not None and auxiliary:
             loss = _with_auxiliary(loss, total, self._auxiliary_loss(statistics), options.get("reduction", "mean"))
-        counts = () if statistics is None or not tokens_per_expert else (statistics.counts,)
-        found = (loss, *((total,) if weight_sum else ()), *counts)
+        found = (loss, *((total,) if weight_sum else ()))
+        if statistics is not None:
+            found += (statistics.counts,) * tokens_per_expert + (statistics.dropped,) * dropped_choices
         return found if len(found) > 1 else loss
 
     @under_rules

@@ -204,5 +204,6 @@ def _experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:
         use_balance_bias=config.use_balance_bias,
         shared_features=config.shared_expert_intermediate_size,
         use_shared_gate=config.shared_expert_gate,
+        capacity_factor=config.capacity_factor,
         **options,
     )

@@ -20,7 +20,7 @@ class MoEConfig(LlamaConfig):
     `Llama.loss` adds router_aux_loss_coef times `load_balancing_loss` and router_z_loss_coef times `router_z_loss`.
     scoring_func, norm_topk_prob, routed_scaling_factor, n_group and topk_group are the router's, with DeepSeek-V3's
     names; use_balance_bias is its choice without an auxiliary loss. shared_expert_intermediate_size is F of an expert
-    that all tokens have, shared_expert_gate whether it has Qwen2-MoE's gate.
+    that all tokens have, shared_expert_gate whether it has Qwen2-MoE's gate. capacity_factor is `MoE`'s, for meshes.
 
     Raises:
       ValueError: a field out of its range.
@@ -41,13 +41,14 @@ class MoEConfig(LlamaConfig):
     use_balance_bias: bool = False
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
         check_counts(self, "n_group", "topk_group", "shared_expert_intermediate_size")
         check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef")
-        check_positive(self, "routed_scaling_factor")
+        check_positive(self, "routed_scaling_factor", "capacity_factor")
         check_flags(self, "norm_topk_prob", "use_balance_bias", "shared_expert_gate")
         given = self.mlp_only_layers
         if not isinstance(given, tuple | list) or not all(type(i) is int and i >= 0 for i in given):

@@ -21,20 +21,26 @@ class RouterStatistics(NamedTuple):
       probabilities: (E,) float32, sums of each expert's probability.
       squared_lse: () float32, the sum of logsumexp(logits)^2.
       tokens: () int32, how many tokens there are.
+      dropped: () int32, how many choices of all tokens found no place on the device of their expert: with a
+        capacity_factor, over a mesh.
     """
 
     counts: jax.Array
     probabilities: jax.Array
     squared_lse: jax.Array
     tokens: jax.Array
+    dropped: jax.Array | int = 0
 
 
-def router_statistics(routing: Routing, token_mask: jax.Array | None = None) -> RouterStatistics:
+def router_statistics(
+    routing: Routing, token_mask: jax.Array | None = None, dropped: jax.Array | int = 0
+) -> RouterStatistics:
     """The statistics of tokens (...).
 
     Args:
       routing: what the router decided.
       token_mask: (...) bool, False of tokens that do not count, as padding; default all count.
+      dropped: the number of choices that were dropped.
     """
     experts = routing.logits.shape[-1]
     is_chosen = routing.ids[..., None] == jnp.arange(experts, dtype=routing.ids.dtype)
@@ -47,7 +53,8 @@ def router_statistics(routing: Routing, token_mask: jax.Array | None = None) -> 
         squared = jnp.where(token_mask, squared, 0)
         tokens = jnp.sum(token_mask, dtype=jnp.int32)
     counts = jnp.sum(is_chosen, axis=range(is_chosen.ndim - 1), dtype=jnp.int32)
-    return RouterStatistics(counts, jnp.sum(probabilities, axis=range(squared.ndim)), jnp.sum(squared), tokens)
+    probabilities = jnp.sum(probabilities, axis=range(squared.ndim))
+    return RouterStatistics(counts, probabilities, jnp.sum(squared), tokens, jnp.asarray(dropped, jnp.int32))
 
 
 def load_balancing_loss(statistics: RouterStatistics) -> jax.Array:

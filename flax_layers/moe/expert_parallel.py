@@ -18,6 +18,7 @@ XLA left to itself would sort and gather over the tokens of all devices.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def expert_parallel(
     parameters: Sequence[jax.Array],
     *,
     axes: Sequence[Axes] = (GATE_UP, DOWN),
-    receive_rows: int | None = None,
+    capacity_factor: float | None = None,
     compute_dtype: Any = None,
     dtype: Any = None,
 ) -> Any:
@@ -64,16 +65,18 @@ def expert_parallel(
       weights: (..., k) float32.
       parameters: arrays (E, ...).
       axes: the names of each parameter's axes, "expert" the first; see `flax_layers.axis_names`.
-      receive_rows: as in `exchanged_experts`; no limit where no mesh axis cuts the experts.
+      capacity_factor: rows of a device's receive buffer, in multiples of the T k rows of its own tokens: as many as it
+        receives if all experts are chosen equally often. Others are dropped, as `exchanged_experts` says. Default there
+        is a place for all. Where no mesh axis cuts the experts nothing is received, and nothing dropped.
       compute_dtype: of parameters that are gathered, and of sums over devices; default the promotion of x's and theirs.
       dtype: of the result; default that of what `experts` returns.
 
     Returns:
-      (..., D); with receive_rows also () int32, how many rows all devices have dropped.
+      (..., D); with capacity_factor also () int32, how many rows all devices have dropped.
 
     Raises:
-      ValueError: shapes that do not fit; mesh axes that do not divide the experts evenly; parameters whose F is cut by
-        different mesh axes.
+      ValueError: shapes that do not fit; a capacity_factor that is not positive; mesh axes that do not divide the
+        experts evenly.
     """
     num_experts = parameters[0].shape[0]
     if any(p.shape[0] != num_experts for p in parameters) or len(parameters) != len(axes):
@@ -81,16 +84,18 @@ def expert_parallel(
             f"parameters of {num_experts} experts, with {len(axes)} names: {[p.shape for p in parameters]}"
         )
     options = {"num_experts": num_experts, "dtype": dtype}
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
     if (plan := _plan(x, parameters, axes)) is None:
         y = _on_device(sorted_experts, experts, x, ids, weights, parameters, **options)
-        return y if receive_rows is None else (y, jnp.int32(0))
+        return y if capacity_factor is None else (y, jnp.int32(0))
 
-    run = functools.partial(_run, experts, plan, receive_rows, compute_dtype, options)
+    run = functools.partial(_run, experts, plan, capacity_factor, compute_dtype, options)
     tokens = PartitionSpec(*plan.tokens, None)
     specs = (tokens, tokens, tokens, *(p.spec for p in plan.parameters))
     arguments = [constrained(z, spec) for z, spec in zip((x, ids, weights, *parameters), specs, strict=True)]
     results = PartitionSpec(*plan.results, None)
-    outs = results if receive_rows is None else (results, PartitionSpec())
+    outs = results if capacity_factor is None else (results, PartitionSpec())
     return jax.shard_map(run, in_specs=specs, out_specs=outs, axis_names=set(_free_axes()))(*arguments)
 
 
@@ -221,7 +226,7 @@ def _free_axes() -> MeshAxes:
 def _run(
     experts: Callable[..., jax.Array],
     plan: _Plan,
-    receive_rows: int | None,
+    capacity_factor: float | None,
     compute_dtype: Any,
     options: dict[str, Any],
     x: jax.Array,
@@ -233,17 +238,18 @@ def _run(
     x, weights, *given = vary(plan.varying, x, weights, *parameters)
     dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
     whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]
+    own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
     run: Any = sorted_experts
     if plan.experts:
-        run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=receive_rows)
-    own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
+        limit = None if capacity_factor is None else math.ceil(capacity_factor * own_ids.size)
+        run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=limit)
     y = _on_device(run, experts, own, own_ids, own_weights, whole, **options)
-    y, dropped = y if plan.experts and receive_rows is not None else (y, jnp.int32(0))
+    y, dropped = y if plan.experts and capacity_factor is not None else (y, jnp.int32(0))
     if plan.idle:
         y = _joined(y, plan.idle, x.shape[:-1])
     if plan.summed:
         y = _summed(y.astype(jnp.result_type(*dtypes)), plan).astype(y.dtype)
-    if receive_rows is None:
+    if capacity_factor is None:
         return y
     return y, lax.psum(dropped, tuple(jax.typeof(dropped).manual_axis_type.varying))
 
@@ -276,10 +282,7 @@ def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
 
 def _joined(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
     """The results (*shape, D) of the shares (T', D) of all devices."""
-    tokens = 1
-    for size in shape:
-        tokens *= size
-    return lax.all_gather(y, axes, tiled=True, to="invarying")[:tokens].reshape(*shape, -1)
+    return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, -1)
 
 
 def _summed(y: jax.Array, plan: _Plan) -> jax.Array:

@@ -22,7 +22,8 @@ from flax_layers.moe.router import Router, Scoring
 
 
 class MoE(nnx.Module):
-    """Mixture of experts: each token's feed-forward layer is a weighted sum of k of E experts. No token is dropped.
+    """Mixture of experts: each token's feed-forward layer is a weighted sum of k of E experts. No token is dropped
+    without a capacity_factor.
 
     y = sum over j of weight[j] * expert[j](x) [+ [sigmoid(x @ shared_gate)] * shared(x)] [+ residual]
 
@@ -40,6 +41,8 @@ class MoE(nnx.Module):
       scoring, normalized, scaling, groups, groups_kept: as in Router.
       use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
       shared_features: F of the shared expert; default there is none.
+      capacity_factor: how many rows a device may receive over a mesh axis that cuts the experts, in multiples of what
+        it receives if all are chosen equally often; others are dropped, and counted. Default there is a place for all.
       use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
       dtype: compute dtype of the experts; default the promotion of input and parameters.
       param_dtype: storage dtype of `router.kernel` (D, E), `experts.gate_up` (E, D, 2, F), `experts.down` (E, F, D) and
@@ -48,7 +51,7 @@ class MoE(nnx.Module):
       rngs: source of keys.
 
     Raises:
-      ValueError: as Router, or a shared gate without a shared expert.
+      ValueError: as Router, a shared gate without a shared expert, or a capacity_factor that is not positive.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class MoE(nnx.Module):
         use_balance_bias: bool = False,
         shared_features: int | None = None,
         use_shared_gate: bool = False,
+        capacity_factor: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -74,6 +78,9 @@ class MoE(nnx.Module):
     ):
         if use_shared_gate and shared_features is None:
             raise ValueError(f"{use_shared_gate=} wants a shared expert: give shared_features")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
+        self.capacity_factor = capacity_factor
         options: dict[str, Any] = {"param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
         self.router = Router(
             in_features,
@@ -146,19 +153,21 @@ class MoE(nnx.Module):
         routing = self.router(formed)
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)
-        y: jax.Array = expert_parallel(
+        y: Any = expert_parallel(
             self.experts.of_rows,
             formed.astype(dtype),
             routing.ids,
             routing.weights,
             (self.experts.gate_up[...], self.experts.down[...]),
+            capacity_factor=self.capacity_factor,
             compute_dtype=dtype,
             dtype=wide,
         )
+        y, dropped = (y, 0) if self.capacity_factor is None else y
         if self.shared is not None:
             y = y + self._shared(formed, wide)
         added = y.astype(dtype) if target is None else _added(y, target)
-        return (added, router_statistics(routing, token_mask)) if statistics else added
+        return (added, router_statistics(routing, token_mask, dropped)) if statistics else added
 
     def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
         """What the shared expert adds to x (..., D), of the dtype `wide`."""

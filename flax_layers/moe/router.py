@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from flax_layers.axis_metadata import parameter
 from flax_layers.linear import default_kernel_init
+from flax_layers.moe.router_product import router_logits
 from flax_layers.remat import ROUTING, named
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -101,8 +102,7 @@ def _within_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
 class Router(nnx.Module):
     """Chooses k of E experts for each token.
 
-    Logits, scores and weights are float32, whatever the dtypes of x and of the kernel: a product of float32 numbers at
-    full precision.
+    Logits, scores and weights are float32, whatever the dtypes of x and of the kernel: see `router_product`.
 
     Args:
       in_features: D.
@@ -147,8 +147,7 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> Routing:
         """Routes x (..., D)."""
-        wide = jnp.promote_types(jnp.promote_types(x.dtype, self.kernel.dtype), jnp.float32)
-        logits = jnp.dot(x.astype(wide), self.kernel[...].astype(wide), precision=lax.Precision.HIGHEST)
+        logits = router_logits(x, self.kernel[...])
         return route(
             logits,
             self.experts_per_token,
