@@ -13,11 +13,13 @@ except ImportError:
         raise SystemExit(_main()) from None
     raise
 
+from coda_jax.epilogue import ByGroup as ByGroup
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
+from coda_jax.operators import expert_mlp as expert_mlp
 from coda_jax.operators import gated as gated
 from coda_jax.operators import gated_mlp as gated_mlp
 from coda_jax.operators import layer_norm as layer_norm
@@ -32,6 +34,8 @@ from coda_jax.operators import token_logprobs as token_logprobs
 from coda_jax.primitives import FallbackError as FallbackError
 from coda_jax.primitives import FallbackWarning as FallbackWarning
 from coda_jax.primitives import gemm as gemm
+from coda_jax.primitives import ragged_contraction as ragged_contraction
+from coda_jax.primitives import ragged_gemm as ragged_gemm
 from coda_jax.primitives import strict as strict
 from coda_jax.tiles import GemmConfig as GemmConfig
 
@@ -46,6 +50,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ByGroup",
     "DeferredNorm",
     "Explanation",
     "FallbackError",
@@ -56,6 +61,7 @@ __all__ = [
     "Stream",
     "Tuning",
     "__version__",
+    "expert_mlp",
     "explain",
     "gated",
     "gated_mlp",
@@ -68,6 +74,8 @@ __all__ = [
     "plan_costs",
     "project",
     "qkv_projection",
+    "ragged_contraction",
+    "ragged_gemm",
     "rms_norm",
     "rotary",
     "strict",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import coda_jax as coda
-from tests import chain_cases, loss_cases, test_norm_chains
+from tests import chain_cases, expert_cases, loss_cases, test_norm_chains
 from tests.chain_cases import EPS, normal
 from tests.gemm_cases import assert_close, jit
 from tests.test_gemm_transforms import rows_only
@@ -37,6 +37,10 @@ OPERATORS = {
     "gemm 'gemm'": (lambda a: coda.gemm(a, B), A),
     "gated_mlp": of_first(chain_cases.mlp, chain_cases.mlp_arguments),
     "mlp": of_first(test_norm_chains.layer, test_norm_chains.arguments),
+    "expert_mlp": of_first(
+        functools.partial(expert_cases.experts, sizes=(3, 0, 9)),
+        functools.partial(expert_cases.arguments, sizes=(3, 0, 9)),
+    ),
     "norm_projection": of_first(test_norm_chains.projection, test_norm_chains.projection_arguments),
     "qkv_projection": of_first(chain_cases.qkv, chain_cases.qkv_arguments),
     "linear_cross_entropy": of_first(loss_cases.loss, loss_cases.arguments),

@@ -115,6 +115,25 @@ def test_operators_of_xla():
     close(coda.project(X, UP, implementation="xla").x, X @ UP)
 
 
+def test_experts():
+    """Two with the same weights are one feed-forward layer."""
+    rows = X.reshape(-1, X.shape[-1])
+    gate_up, down = (jnp.stack([w, w]) for w in (jnp.concatenate([UP, -UP], axis=1), DOWN))
+    got = coda.expert_mlp(
+        rows,
+        w_gate_up=gate_up,
+        w_down=down,
+        group_sizes=jnp.array([5, len(rows) - 5], jnp.int32),
+        row_scale=jnp.full(len(rows), 0.5),
+        activation=jax.nn.relu,
+        dtype=jnp.float32,
+        keep_weights=True,
+        implementation="xla",
+    )
+    z = rows @ UP
+    close(got, 0.5 * (jax.nn.relu(z) * -z) @ DOWN)
+
+
 def test_heads_with_norms_of_their_own():
     scaling = layers.RopeScaling(low_freq_factor=0.5, high_freq_factor=2)
 

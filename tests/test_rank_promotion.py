@@ -43,6 +43,10 @@ def _layer_norm_mlp(x, scale, norm_bias, *arrays):
     return coda.mlp(norm, *arrays[:2], up_bias=arrays[2], down_bias=arrays[3])
 
 
+def _experts(x, gate_up, down, row_scale):
+    return coda.expert_mlp(x, gate_up, down, jnp.array([7, 0, 20], jnp.int32), row_scale=row_scale)
+
+
 def _projection(x, scale, kernel, bias):
     return coda.norm_projection(coda.rms_norm(x, scale, epsilon=EPS), kernel, bias)
 
@@ -76,6 +80,7 @@ CASES = {
     ),
     "mlp": (_mlp, [(*LEAD, WIDTH), (WIDTH,), *MLP]),
     "mlp_layer_norm": (_layer_norm_mlp, [(*LEAD, WIDTH), (WIDTH,), (WIDTH,), *MLP]),
+    "expert_mlp": (_experts, [(WIDTH, 24), (3, 24, 2 * HIDDEN), (3, HIDDEN, 24), (WIDTH,)]),
     "norm_projection": (_projection, [(*LEAD, WIDTH), (WIDTH,), (WIDTH, HIDDEN), (HIDDEN,)]),
     "norm_projection_layer_norm": (
         _layer_norm_projection,

@@ -9,6 +9,7 @@ import pytest
 
 import coda_jax as coda
 from tests.chain_cases import EPS, HEADS, KV_HEADS, angles, mlp_arguments, normal, qk_norm_arguments, squares
+from tests.expert_cases import arguments as expert_arguments
 from tests.loss_cases import arguments as loss_arguments
 
 EPSILON = np.float64(EPS)  # what a configuration read by NumPy gives: a strong float64 under x64
@@ -88,11 +89,19 @@ def linear_cross_entropy_case(dtype, reduction):
     return run, given
 
 
+def expert_mlp_case(dtype):
+    names = ("x", "w_gate_up", "w_down", "row_scale")
+    given = dict(zip(names, expert_arguments(dtype, (5, 0, 9), rows=16), strict=True))
+    sizes = jnp.array([5, 0, 9], jnp.int32)
+    return lambda dtype=None, **arrays: coda.expert_mlp(**arrays, group_sizes=sizes, dtype=dtype), given
+
+
 CASES = {
     "gemm": gemm_case,
     "gated_mlp": gated_mlp_case,
     "mlp": functools.partial(mlp_case, layer=True),
     "mlp_rms": functools.partial(mlp_case, layer=False),
+    "expert_mlp": expert_mlp_case,
     "norm_projection": norm_projection_case,
     "qkv_projection": functools.partial(qkv_projection_case, head_dim=8),
     "qkv_projection_in_epilogue": functools.partial(qkv_projection_case, head_dim=32),
@@ -140,7 +149,9 @@ def test_float64_is_refused_by_name(case):
                 called(f, given)(arrays)
 
 
-@pytest.mark.parametrize("case", ["gated_mlp", "mlp", "norm_projection", "qkv_projection", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "case", ["gated_mlp", "mlp", "expert_mlp", "norm_projection", "qkv_projection", "linear_cross_entropy"]
+)
 def test_a_compute_dtype_of_float64_is_refused(case):
     f, given = CASES[case](jnp.float32)
     with (

@@ -7,6 +7,7 @@ behind the last are in none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ class Marked:
     array: Any
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 class ByGroup(Marked):
     """A row for each group, (G, N) or (G, N/2), or a scalar for each, (G, 1) or (G,).
 
@@ -89,23 +91,23 @@ class RowGroups(NamedTuple):
     """The groups of the rows of a product.
 
     Attributes:
-      index: of each row, (M,) int32, rising; behind the last group it is the number of groups.
+      of_row: of each row, (M,) int32, rising; behind the last group it is the number of groups.
       is_in: whether a row is in any, (M,) bool.
     """
 
-    index: jax.Array
+    of_row: jax.Array
     is_in: jax.Array
 
     @classmethod
     def of(cls, offsets: jax.Array, rows: Any) -> RowGroups:
         row = jnp.arange(rows, dtype=jnp.int32)
-        index = jnp.searchsorted(offsets[1:], row, side="right", method="compare_all").astype(jnp.int32)
-        return cls(index, (row >= offsets[0]) & (row < offsets[-1]))
+        of_row = jnp.sum(offsets[1:, None] <= row[None, :], axis=0, dtype=jnp.int32)
+        return cls(of_row, (row >= offsets[0]) & (row < offsets[-1]))
 
     def for_each_row(self, x: jax.Array) -> jax.Array:
         """x (G, N), or (G,) as (G, 1), for each row that of its group. Its derivative sums over the rows of each."""
         x = x.reshape(-1, 1) if x.ndim == 1 else x
-        taken = jnp.take(x, self.index, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
+        taken = jnp.take(x, self.of_row, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
         return self.masked(taken)
 
     def masked(self, x: jax.Array, axis: int = 0) -> jax.Array:

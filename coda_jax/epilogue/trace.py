@@ -37,13 +37,14 @@ class Epilogue:
       name: of the function, for messages.
       program: what the kernel runs; equal for equal mathematics.
       out_tree, out_avals: what the function returns; the flat avals have its dtypes.
+      flat: its equations, with calls of functions that have derivatives of their own.
     """
 
     name: str
     program: Program
     out_tree: Any
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
-    _flat: Flat
+    flat: Flat
     _num_operands: int
 
     def call(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
@@ -58,15 +59,15 @@ class Epilogue:
         """
         with default_types():
             operands = seen(self.program.operands, arguments, acc.shape[0])[: self._num_operands]
-            return call(self._flat, [acc, *operands], arguments[self._num_operands :])
+            return call(self.flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
-        flat = replace(self._flat, outputs=(*self._flat.outputs, 0))
+        flat = replace(self.flat, outputs=(*self.flat.outputs, 0))
         acc = flat.avals[0]
         out_avals = (*self.out_avals, jax.ShapeDtypeStruct(acc.shape, acc.dtype))
         out_tree = jax.tree.structure([0] * len(out_avals))
-        return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, _flat=flat)
+        return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, flat=flat)
 
 
 def trace(

@@ -268,7 +268,7 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
     def factors(axes: ProductAxes, shape: Sequence[int] | None, piece: int) -> ArrayMapping:
         mapping: list[Any] = []
         for i, axis in enumerate(axes):
-            unit = unit_of[axis] if axis else 0
+            unit = unit_of.get(axis, 0) if axis else 0  # no argument has the groups of a ragged K
             # Pieces have sizes of their own.
             name = f"{axis}_{piece}" if axis and axis.dimension is joined else str(axis)
             if unit == 1:
@@ -302,11 +302,11 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
 def _digest(spec: GemmSpec) -> str:
     """A name of what a call computes on its arguments."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
-    options = (*options, *filter(None, [spec.ragged]))
+    groups = () if spec.ragged is None else (spec.ragged,)
     # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
     # chosen by: else with the tiles of another table.
     settings = (is_strict(), ffi.headers_hash(), chosen_by())
-    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *settings))
+    return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *groups, *settings))
 
 
 def digest_of(*parts: Any) -> str:

@@ -170,12 +170,17 @@ def check_arrays(
         "bias of the norm": (norm.bias, width),
         **(arrays or {}),
     }
-    check_floats(name, x=norm.x, **{argument: array for argument, (array, _) in expected.items()})
-    for argument, (array, shape) in expected.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {norm.x.shape} it must be {shape}")
+    check_shapes(name, norm.x, expected)
     if norm.mean is None and norm.bias is not None:
         raise ValueError(f"{name}: the norm has a bias, which is LayerNorm's, and no mean; without it it is an RMSNorm")
+
+
+def check_shapes(name: str, x: jax.Array, expected: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
+    """Raises where an array beside x has another shape than is expected, or one of them a dtype not taken."""
+    check_floats(name, x=x, **{argument: array for argument, (array, _) in expected.items()})
+    for argument, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name}: {argument} has shape {array.shape}; beside x {x.shape} it must be {shape}")
 
 
 def _known(

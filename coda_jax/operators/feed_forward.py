@@ -60,6 +60,15 @@ def activated(u: jax.Array, shift: jax.Array | None, *, activation: Activation, 
     return (u, hidden) if keep else hidden
 
 
+def activation_pullback(
+    dhidden: jax.Array, u: jax.Array, shift: jax.Array | None, *, activation: Activation
+) -> tuple[jax.Array, jax.Array]:
+    """The activation of z = u + shift again, and the cotangent of z from the activation's; all float32."""
+    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), u)
+    (dz,) = pullback(dhidden)
+    return hidden, dz
+
+
 def activation_backward(
     acc: jax.Array,
     u: jax.Array,
@@ -72,8 +81,7 @@ def activation_backward(
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, Sums]:
     """Epilogue of the hidden activation's cotangent: t, the activation again, and the sums of dz and t."""
-    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), u)
-    (dz,) = pullback(acc)
+    hidden, dz = activation_pullback(acc, u, shift, activation=activation)
     t, sums = cotangents(
         dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: t.astype(dtype).astype(jnp.float32)
     )

@@ -40,8 +40,10 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import has_narrow_range, is_rounded
+from coda_jax.epilogue.groups import GroupOffsets
 from coda_jax.epilogue.rounding import round_to
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
 from coda_jax.primitives.mesh_types import constrained, explicit_sharding, placed, placed_alike
 
@@ -90,11 +92,13 @@ def multiply(
     halves: bool = False,
     input_output_aliases: tuple[tuple[int, int], ...] = (),
     like: jax.Array | None = None,
+    group_sizes: jax.Array | GroupOffsets | None = None,
 ) -> list[jax.Array]:
     """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes.
 
     The epilogue gets the operands that are None as None. Arrays may have any number of axes, and a, b and tiles be
-    several arrays, as `product` says.
+    several arrays, as `product` says. With group_sizes (G,) int32, or their offsets, the rows of a are of groups: each
+    has its own matrix of b, and with transpose_a, where rows are summed over, its own result.
     """
     given = epilogue
     if epilogue is not None and any(x is None for x in operands):
@@ -113,9 +117,10 @@ def multiply(
         halves=halves,
         input_output_aliases=input_output_aliases,
         out_sharding=None if like is None else explicit_sharding(like),
+        ragged=None if group_sizes is None else Dimension.K if transpose_a else Dimension.M,
     )
     dtypes = [np.dtype(dtype) for dtype in out_dtypes]
-    return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
+    return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options, group_sizes)[0]
 
 
 class NormProduct(NamedTuple):

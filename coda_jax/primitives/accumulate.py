@@ -20,6 +20,7 @@ from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.dtypes import compute_dtype
 from coda_jax.primitives.mesh_types import (
     axes_of_dimension,
+    explicit_axes,
     explicit_sharding,
     mesh_axes_of,
     partition_spec,
@@ -69,15 +70,22 @@ def accumulate_groups(
     # The rows before the first group are zeros, and may be its.
     sizes = jnp.diff(offsets.at[0].set(0))
     contraction = ((0,), (0,)) if of_k else ((1,), (2 if transpose_b else 1,))
-    return lax.ragged_dot_general(
-        groups.masked(a.astype(dtype)),
-        groups.masked(b.astype(dtype)) if of_k else b.astype(dtype),
-        sizes,
-        lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(contraction, _NO_BATCH),
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=[] if of_k else [0],
-        ),
-        preferred_element_type=jnp.float32,
-        out_sharding=sharding,
-    )
+
+    def product(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(
+            a,
+            b,
+            sizes,
+            lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(contraction, _NO_BATCH),
+                lhs_ragged_dimensions=[0],
+                rhs_group_dimensions=[] if of_k else [0],
+            ),
+            preferred_element_type=jnp.float32,
+        )
+
+    # As JAX expands it, no explicit axis may cut its arguments.
+    run = product
+    if sharding is not None:
+        run = jax.sharding.auto_axes(product, axes=explicit_axes(sharding.mesh), out_sharding=sharding)
+    return run(groups.masked(a.astype(dtype)), groups.masked(b.astype(dtype)) if of_k else b.astype(dtype), sizes)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, trace, types_of
+from coda_jax.epilogue.group_reductions import (
+    GroupReduction,
+    check_group_reductions,
+    group_reductions,
+    reduced_by_group,
+    reduces_rows,
+    without_group_reductions,
+)
 from coda_jax.epilogue.groups import GroupOffsets, unmarked
 from coda_jax.primitives.axes import (
     Dimension,
@@ -54,7 +62,7 @@ from coda_jax.primitives.product_arrays import (
     with_whole_groups,
 )
 from coda_jax.primitives.pullback import Pullback
-from coda_jax.primitives.ragged import RowsInGroups, check_ragged, offsets_of_rows
+from coda_jax.primitives.ragged import RowsInGroups, offsets_of_rows
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 
@@ -71,7 +79,7 @@ class Options(CallOptions):
 def product(
     a: Parts,
     b: Parts,
-    operands: Sequence[Parts],
+    operands: Sequence[Parts | ByGroup],
     epilogue: Callable[..., Any] | None,
     out_dtypes: Callable[[Epilogue], Sequence[np.dtype]],
     options: Options,
@@ -132,6 +140,14 @@ def product(
         if varying_axes(*captured) <= varying:
             break
         varying |= varying_axes(*captured)
+    if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
+        reductions = group_reductions(traced)
+        check_group_reductions(traced, reductions)
+        of_rows = without_group_reductions(epilogue, traced, captured, reductions)
+        given = (_dtypes_of_rows(out_dtypes(traced), reductions), options, GroupOffsets(offsets))
+        outputs, _ = product(a, b, operands, of_rows, *given)
+        each = [(x, reductions.get(i), traced.out_avals[i].dtype) for i, x in enumerate(outputs)]
+        return [x if one is None else reduced_by_group(one, x, offsets).astype(dtype) for x, one, dtype in each], traced
     if of_n and are_halves(arrays[1], traced.program):
         of_b = jnp.stack(arrays[1], first + (0 if options.transpose_b else options.k_axes))
         options = dataclasses.replace(options, halves=True)
@@ -140,8 +156,6 @@ def product(
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     check_halves(traced, arrays[1][0], options)
-    if options.ragged is not None:
-        check_ragged(traced)
     axes = ArrayAxes.of(arrays[0][0].ndim, arrays[1][0].ndim - first, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
         axes = axes._replace(joined=Dimension.N if of_n else Dimension.K, pieces=len(arrays[1]))
@@ -149,11 +163,30 @@ def product(
         dataclasses.replace(options, out_sharding=flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
         out_dtypes(traced),
-        "gemm" if epilogue is None else traced.name,
+        _bare_name(options) if epilogue is None else traced.name,
         axes,
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
     return _differentiable(traced, acc, tuple(types), spec, options)(*primitive_arguments(arrays, rows, spec)), traced
+
+
+def _dtypes_of_rows(
+    dtypes: Sequence[np.dtype], reductions: Mapping[int, GroupReduction]
+) -> Callable[[Epilogue], Sequence[np.dtype]]:
+    """The dtypes of outputs where these are float32 values of each row, once all reductions over rows are."""
+
+    def of_rows(epilogue: Epilogue) -> Sequence[np.dtype]:
+        check_group_reductions(epilogue, reductions, is_rest=True)
+        return [np.dtype(np.float32) if i in reductions else dtype for i, dtype in enumerate(dtypes)]
+
+    return of_rows
+
+
+def _bare_name(options: Options) -> str:
+    """The name of a product without an epilogue."""
+    if options.ragged is None:
+        return "gemm"
+    return "ragged_contraction" if options.ragged is Dimension.K else "ragged_gemm"
 
 
 def _differentiable(
@@ -357,7 +390,7 @@ def _recomputed(
     if not pullback.is_uniform or reads_groups:
         return at_rounded_product()
     try:
-        outputs, _ = product(
+        outputs, traced = product(
             a,
             b,
             [*arguments, *pullback.as_operands(cotangents)],
@@ -368,4 +401,7 @@ def _recomputed(
         )
     except NotTileLocalError:  # the derivative of a maximum or a log-sum-exp needs the finished one
         return at_rounded_product()
+    if offsets is not None and reduces_rows(traced.program):  # what all rows share has the sum of all groups
+        of_groups, types = group_reductions(traced), traced.out_avals
+        outputs = [x.sum(axis=0).reshape(types[i].shape) if i in of_groups else x for i, x in enumerate(outputs)]
     return outputs[0], pullback.restored(outputs[1:])  # in the shapes of arrays or of matrices

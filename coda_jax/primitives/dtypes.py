@@ -72,14 +72,21 @@ def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
 
 
 def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
-    """x; of a pair of matrices one array, whose halves this axis tells apart, as (K, N / 2) become (K, 2, N / 2)."""
+    """x; of a pair of arrays one, whose halves this axis tells apart, as two (K, N / 2) become (K, 2, N / 2).
+
+    Args:
+      function, name: the operator and its argument, for messages.
+      x: an array; or two, of axis + 1 axes, of which the last is N / 2.
+      axis: of the result.
+    """
     if not isinstance(x, tuple | list):
         return x  # what else it may be, its caller looks at
     check_floats(function, **{f"{name}[{i}]": part for i, part in enumerate(x)})
     shapes = [np.shape(part) for part in x]
-    if len(x) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
+    if len(x) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != axis + 1:
+        kind = "matrices" if axis == 1 else f"arrays of {axis + 1} axes"
         raise ValueError(
-            f"{function}: {name} are arrays of shapes {', '.join(map(str, shapes))}; several must be two matrices of "
+            f"{function}: {name} are arrays of shapes {', '.join(map(str, shapes))}; several must be two {kind} of "
             "one shape, the halves of N"
         )
     return jnp.stack(placed_alike(x, None), axis=axis)

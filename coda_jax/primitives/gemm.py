@@ -11,9 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue, TileStore
-from coda_jax.epilogue.dtypes import RESULTS, VECTORS, listed
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.primitives import batching as batching
+from coda_jax.primitives.call_arguments import (
+    as_operand,
+    check_epilogue,
+    check_options,
+    check_out_sharding,
+    tile_dtypes,
+)
 from coda_jax.primitives.derivative import Options, product
 from coda_jax.primitives.dtypes import check_dtype
 from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
@@ -105,17 +111,9 @@ def gemm(
     """
     a = _factor("a", a)
     parts = [_factor(f"b[{i}]", x) for i, x in enumerate(b)] if isinstance(b, tuple | list) else [_factor("b", b)]
-    operands = tuple(_operand(i, x) for i, x in enumerate(operands))
-    _check_choice("residuals", residuals, ("preactivation", "recompute"))
-    _check_choice("implementation", implementation, ("auto", "cuda", "xla"))
-    if config is not None and not isinstance(config, GemmConfig):
-        raise TypeError(f"gemm: config is {type(config).__name__}; it must be a GemmConfig or None")
-    if epilogue is not None and not callable(epilogue):
-        raise TypeError(
-            f"gemm: epilogue is {type(epilogue).__name__}; it must be a function of (acc, *operands) or None"
-        )
-    if epilogue is None and operands:
-        raise TypeError(f"gemm: {len(operands)} operands without an epilogue; epilogue=lambda acc, x: acc + x adds one")
+    operands = tuple(as_operand("gemm", i, x) for i, x in enumerate(operands))
+    check_options("gemm", residuals, implementation, config)
+    check_epilogue("gemm", epilogue, operands)
     if not isinstance(input_output_aliases, Mapping | None):
         raise TypeError(f"gemm: input_output_aliases = {input_output_aliases!r}; it must be a dict or None")
     leading, m, n = _product_shape(a, parts, transpose_a, transpose_b)
@@ -128,10 +126,10 @@ def gemm(
         _check_rows(i, x, leading, m, n)
     columns = (n,) if len(parts) > 1 else parts[0].shape[:-1] if transpose_b else parts[0].shape[1:]
     shape = (*leading, m, *columns)
-    _check_out_sharding(out_sharding, shape)
+    check_out_sharding("gemm", out_sharding, shape)
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
-        dtypes = _out_dtypes(traced, out_dtype, a.dtype, one_row)
+        dtypes = tile_dtypes("gemm", traced, out_dtype, a.dtype, one_row)
         _check_aliases(traced, dtypes, aliases, len(operands))
         return dtypes
 
@@ -157,26 +155,6 @@ def _factor(name: str, x: Any) -> jax.Array:
     if np.ndim(x) < 2:
         raise ValueError(f"gemm: {name} has shape {np.shape(x)}; it must be a matrix")
     return jnp.asarray(x)
-
-
-def _operand(index: int, x: Any) -> jax.Array:
-    if isinstance(x, bool):
-        return jnp.asarray(x)
-    if isinstance(x, int):
-        if not -(2**31) <= x < 2**31:
-            raise ValueError(f"gemm: operand {index} = {x}; an integer must fit int32")
-        return jnp.asarray(x, jnp.int32)
-    if isinstance(x, float):
-        return jnp.asarray(x, jnp.float32)
-    if callable(x):
-        raise TypeError(f"gemm: operand {index} is a function; a function of (acc, *operands) is given as epilogue=")
-    check_dtype("gemm", f"operand {index}", x, VECTORS)
-    return jnp.asarray(x)
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"gemm: {name} = {value!r}; it must be one of {', '.join(map(repr, allowed))}")
 
 
 def _product_shape(
@@ -215,67 +193,6 @@ def _check_rows(index: int, x: jax.Array, leading: tuple[Any, ...], m: Any, n: A
             f"a scalar (), a row vector ({n},) or (1, {n}), a column vector {(*leading, m, 1)} or a tile "
             f"{(*leading, m, n)}; beside heads of Dh columns also a table ({m}, Dh) or of rows {(*leading, m)}"
         )
-
-
-def _check_out_sharding(spec: Any, shape: tuple[Any, ...]) -> None:
-    if spec is None:
-        return
-    if not isinstance(spec, jax.P):
-        raise TypeError(f"gemm: out_sharding is {type(spec).__name__}; it must be a jax.P or None")
-    if len(spec) > len(shape):
-        raise ValueError(f"gemm: out_sharding = {spec} is of {len(spec)} axes; the product has shape {shape}")
-    mesh = jax.sharding.get_abstract_mesh()
-    names = (name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,)))
-    unknown = sorted({name for name in names if isinstance(name, str)} - set(mesh.axis_names))
-    if unknown and not mesh.empty:
-        raise ValueError(f"gemm: out_sharding = {spec}; the mesh has axes {mesh.axis_names}, and no {unknown}")
-
-
-def _out_dtypes(traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:
-    """One dtype for each flat output."""
-
-    def is_none(x: Any) -> bool:
-        return x is None
-
-    unset = object()  # in the place of None, which is a tree without leaves
-    try:
-        template = jax.tree.unflatten(traced.out_tree, list(traced.out_avals))
-        given_tree = jax.tree.map(lambda x: unset if x is None else x, out_dtype, is_leaf=is_none)
-        asked = jax.tree.leaves(jax.tree.broadcast(given_tree, template))
-    except ValueError as error:
-        dtypes_given, returned = len(jax.tree.leaves(given_tree)), len(traced.out_avals)
-        counts = f": {dtypes_given} dtypes for {returned} outputs" if dtypes_given != returned else f": {error}"
-        raise ValueError(
-            f"gemm: out_dtype = {out_dtype} does not fit what epilogue '{traced.name}' returns, "
-            f"{traced.out_tree}{counts}"
-        ) from None
-    one_for_all = jax.tree.leaves(out_dtype, is_leaf=is_none) == [out_dtype]
-    tiles = {store.output for store in traced.program.stores}
-    # Beside one row, a function of row vectors is a tile too: its dtype must not depend on the number of rows.
-    if one_row:
-        tiles |= {i for i in traced.program.unreduced if len(shape := traced.out_avals[i].shape) == 2 and shape[1] != 1}
-    dtypes = []
-    for i, (dtype, aval) in enumerate(zip(asked, traced.out_avals, strict=True)):
-        given = None if dtype is unset else _as_dtype(dtype)
-        if i not in tiles:
-            if given is not None and not one_for_all and given != aval.dtype:
-                raise TypeError(
-                    f"gemm: out_dtype of output {i} of epilogue '{traced.name}' is {given}; what is "
-                    f"not a tile keeps the epilogue's dtype, {aval.dtype}"
-                )
-            dtypes.append(aval.dtype)
-        elif given is not None and given.name not in RESULTS:
-            raise TypeError(f"gemm: out_dtype of output {i} is {given}; a tile is {listed(RESULTS)}")
-        else:
-            dtypes.append(given or default)
-    return dtypes
-
-
-def _as_dtype(dtype: Any) -> np.dtype:
-    try:
-        return jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"gemm: out_dtype = {dtype!r} is not a dtype") from None
 
 
 def _check_aliases(

@@ -95,7 +95,7 @@ class Pullback:
         return [x for x, needs in each if needs]
 
     def __call__(
-        self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+        self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[Any]
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         """dacc float32 and each argument's cotangent (None for integers), from what is needed and all cotangents."""
         read = [cotangents[i] for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]

@@ -38,6 +38,8 @@ SIZES = {
     "H Dh": 192,
     "Hkv Dh": 96,
     "Q": 384,
+    "E": 12,
+    "(E+1)": 13,
 }
 NAMES = {size: name for name, size in SIZES.items()}
 
@@ -113,6 +115,13 @@ OPERATORS = (
         "mlp",
         "coda.mlp(coda.layer_norm(x, scale, bias), w_up, w_down, up_bias=up_bias, down_bias=down_bias)",
         "x (M, D); scale (D); bias (D); w_up (D, F); w_down (F, D); up_bias (F); down_bias (D)",
+    ),
+    Operator(
+        "expert_mlp",
+        "coda.expert_mlp(x, w_gate_up, w_down, group_sizes, row_scale=row_scale)",
+        "x (M, D); w_gate_up (E, D, 2F); w_down (E, F, D); group_sizes (E) int32; row_scale (M) float32",
+        notes="E experts; each row is multiplied with the weights of its own. Products of rows read only weights of "
+        "experts that have a row.",
     ),
     Operator(
         "project",
@@ -198,11 +207,13 @@ def products_of(function: Callable[..., Any], types: list[Any]) -> list[Any]:
 
 def row(label: str, equation: Any) -> str:
     spec = equation.params["spec"]
-    a, b = (variable.aval.shape for variable in equation.invars[:2])
+    arguments = equation.invars if spec.ragged is None else equation.invars[:-1]  # the last says where groups begin
+    a, b = (variable.aval.shape for variable in arguments[:2])
     m, k = reversed(a) if spec.transpose_a else a
-    n = b[0] if spec.transpose_b else b[1]
-    reads, writes = (total(variable.aval for variable in side) for side in (equation.invars, equation.outvars))
-    return f"| {label} | `{spec.name}` | {symbols((m, n, k))} | {reads} | {writes} |"
+    n = b[-2] if spec.transpose_b else b[-1]
+    reads, writes = (total(variable.aval for variable in side) for side in (arguments, equation.outvars))
+    by_group = "" if spec.ragged is None else ", by group"
+    return f"| {label} | `{spec.name}` | {symbols((m, n, k))}{by_group} | {reads} | {writes} |"
 
 
 def kept(operator: Operator) -> str:

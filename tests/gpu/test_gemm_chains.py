@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests import loss_cases
+from tests import expert_cases, loss_cases
 from tests.chain_cases import compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments
 from tests.test_norm_chains import CHAINS
 
@@ -19,6 +19,21 @@ def test_gated_mlp(activation, dtype, rows, width, hidden):
     chain = functools.partial(mlp, activation=activation, implementation="cuda")
     plain = functools.partial(plain_mlp, activation=activation)
     compare(chain, plain, mlp_arguments(dtype, (rows,), width, hidden))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "width", "hidden"),
+    [
+        ((7, 0, 1, 12, 9), 37, 40, 24),
+        ((301, 0, 513, 129, 1, 200), 1160, 520, 264),
+        ((0, 0, 2048, 0), 2048, 256, 512),
+        (tuple(range(64)), 2048, 128, 128),
+    ],
+)
+def test_expert_mlp(sizes, rows, width, hidden, dtype):
+    given = expert_cases.arguments(dtype, sizes, rows, width, hidden)
+    expert_cases.compare(functools.partial(expert_cases.experts, sizes=sizes, implementation="cuda"), given, sizes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
