@@ -65,6 +65,9 @@ struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
   static constexpr bool rows_in_groups = Config::ragged == Ragged::m, k_in_groups = Config::ragged == Ragged::k;
+  // Where tiles of groups are claimed, one without a product takes a stage all the same, and a slot for operands: else
+  // nothing keeps the producer from being further ahead of a warp than there are slots for claims.
+  static constexpr bool all_take_stages = rows_in_groups && Config::claims;
   using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
@@ -187,10 +190,12 @@ struct Gemm {
         }
         at.advance();
       }
-      if (holds_stage(work)) {
-        stages.wait_empty(at);
-        ptx::mbarrier_arrive(stages.full(at.slot));
-        at.advance();
+      if constexpr (all_take_stages) {
+        if (!has_product(work)) {
+          stages.wait_empty(at);
+          ptx::mbarrier_arrive(stages.full(at.slot));
+          at.advance();
+        }
       }
     }
     if constexpr (Config::cluster_m > 1) {
@@ -310,12 +315,11 @@ struct Gemm {
       RingPosition<LoadRing::slots> at;
       for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
         const Work work = work_of(i, consumer);
-        if (has_product(work)) {
+        if (has_product(work))
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
                                               at);
-        } else if (holds_stage(work)) {
+        else if constexpr (all_take_stages)
           skip_operands(load_ring(shared, consumer), at);
-        }
       }
     }
   }
@@ -336,12 +340,6 @@ struct Gemm {
   __device__ __forceinline__ static bool has_product(const Work& work) {
     if constexpr (rows_in_groups) return work.blocks > 0;
     return work.has_tile();
-  }
-
-  /// Whether a piece takes a stage, and a slot for operands, although it has no product: where tiles are claimed, for
-  /// nothing else keeps the producer from being further ahead of a warp than there are slots for claims.
-  __device__ __forceinline__ static bool holds_stage(const Work& work) {
-    return rows_in_groups && Config::claims && !has_product(work);
   }
 
   /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
@@ -388,10 +386,12 @@ struct Gemm {
         at.advance();
       }
 
-      if (holds_stage(work)) {
-        stages.wait_full(at);
-        release(at.slot);
-        at.advance();
+      if constexpr (all_take_stages) {
+        if (!has_product(work)) {
+          stages.wait_full(at);
+          release(at.slot);
+          at.advance();
+        }
       }
 
       // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only

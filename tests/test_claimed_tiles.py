@@ -641,9 +641,17 @@ def test_every_tile_of_groups_once(run, form, offsets):
 GROUP_FAULTS = {
     "stages that are not there": ("mainloop_sm90", "at.advance(stages_of(i + 1));", "at.advance(stages_of(i));"),
     "stages of no product": ("mainloop_sm90", "if (!rows_in_groups || has_product(work)) release", "release"),
-    "claims without a stage": ("mainloop_sm90", "return rows_in_groups && Config::claims &&", "return false &&"),
-    "claims without a slot": ("mainloop_sm90", "skip_operands(load_ring(shared, consumer), at);", ""),
-    "operands of no product": ("mainloop_sm90", "if (has_product(work)) {\n", "if (true) {\n"),
+    "claims without a stage": (
+        "mainloop_sm90",
+        "all_take_stages = rows_in_groups && Config::claims",
+        "all_take_stages = false",
+    ),
+    "claims without a slot": ("mainloop_sm90", "skip_operands(load_ring(shared, consumer), at);", ";"),
+    "operands of no product": (
+        "mainloop_sm90",
+        "if (has_product(work))\n          prefetch",
+        "if (true)\n          prefetch",
+    ),
     "tiles apart share b": ("grouped_scheduler", "work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
     "half of b": ("mainloop_sm90", "part < Config::cluster_m; ++part)", "part < 1; ++part)"),
     "k of another group": ("grouped_scheduler", "work.first_k = table.row(work.tile.batch);", "work.first_k = 0;"),
