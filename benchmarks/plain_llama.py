@@ -98,7 +98,10 @@ def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
 
 
 def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
-    """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv"."""
+    """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv".
+
+    Queries and keys are normalised before, where there are scales "q_norm" and "k_norm".
+    """
     y = rms_norm(x, p["attention_norm"], config.rms_norm_eps)
     head_dim, kv_heads = config.resolved_head_dim, config.resolved_num_key_value_heads
     if "qkv" in p:
@@ -107,19 +110,27 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
     else:
         heads = (y @ p[name].astype(x.dtype) for name in "qkv")
         q, k, v = (z.reshape(*z.shape[:-1], -1, head_dim) for z in heads)
+    if "q_norm" in p:
+        q, k = (rms_norm(y, p[name], config.rms_norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
     return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
 
 def layer(
     x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig, mask: jax.Array | None = None
 ) -> jax.Array:
+    return mlp(attention(x, p, cos, sin, config, mask), p, config.rms_norm_eps)
+
+
+def attention(
+    x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig, mask: jax.Array | None = None
+) -> jax.Array:
+    """x + attention(norm(x))."""
     names = ("heads", "kv_heads", "kv_heads")
     heads = zip(qkv(x, p, cos, sin, config), names, strict=True)
     q, k, v = (constrain(y, "batch", None, name, None) for y, name in heads)
     implementation = "cudnn" if jax.default_backend() == "gpu" and x.dtype != jnp.float32 else "xla"
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
-    x = constrain(x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype), *STREAM)
-    return mlp(x, p, config.rms_norm_eps)
+    return constrain(x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype), *STREAM)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from benchmarks import report_tables, results, tile_report
+from benchmarks.grouped import CASES
 from benchmarks.markdown import geometric_mean, percent, table
 from benchmarks.report_tables import Row, number, overheads, peer_ratios, product_times
 
@@ -79,6 +80,12 @@ SECTIONS = [
             report_tables.energy_step),
     Section("Tiles, at one clock", "_tiles", "make lab-tiles", tile_report.at_one_clock, "_tiles"),
     Section("Tiles, alone", "_tiles_energy", "make lab-tiles_energy", tile_report.alone),
+    Section("Training step of a mixture of experts", "_moe_step", "make bench-moe_step", report_tables.training_step),
+    *(
+        Section(f"Mixture of experts, {case.name}", f"_moe_{name}", f'make bench-moe ARGS="--shapes {name}"',
+                report_tables.experts)
+        for name, case in CASES.items()
+    ),
     Section("Launch", "_launch", "make bench-launch", report_tables.launch),
 ]  # fmt: skip
 TAKES_PATH = ("_tiles", "_tiles_energy")  # their readers, which the cost model's tools share, want the file itself

@@ -29,6 +29,13 @@ VARIANTS = {
     "xla_scan": "plain JAX, scan over layers",
     "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
     "xla_packed": "plain JAX, unrolled, packed rows",
+    "xla_remat": "plain JAX, `jax.checkpoint`",
+    "xla_cudnn": "plain JAX, `ragged_dot` by cuDNN",
+}
+MODELS = {
+    "llama": "a Llama-3-1B (vocabulary 128256, {layers} layers, d 2048, F 8192, 32 heads and 8 key heads of 64)",
+    "qwen3_moe": "a model with Qwen3-30B-A3B's layers (vocabulary 151936, {layers} layers, d 2048, 8 of 128 experts "
+    "with F 768, 32 heads and 4 key heads of 128)",
 }
 EPILOGUES = {
     "residual": "acc + x",
@@ -70,9 +77,9 @@ def training_step(rows: Sequence[Row]) -> str:
     plain = next((number(row, "ms") for row in steps if row["variant"] == "xla"), math.nan)
     first = steps[0]
     text = (
-        f"Value and gradient of the loss of a Llama-3-1B (vocabulary 128256, {first['layers']} layers, d 2048, F 8192, "
-        f"32 heads and 8 key heads of 64) on {first['batch']} x {first['length']} tokens, {first['param_dtype']} "
-        "parameters. *Beyond*: kernels that are neither products nor attention. *Gradient*: largest relative distance "
+        f"Value and gradient of the loss of {MODELS[first.get('model', 'llama')].format(**first)} on "
+        f"{first['batch']} x {first['length']} tokens, {first.get('param_dtype', 'bfloat16')} parameters. "
+        "*Beyond*: kernels that are neither products nor attention. *Gradient*: largest relative distance "
         "of a kind of parameter's gradient to the unrolled plain step's.\n\n"
     )
     columns = ["", "ms", "over plain", "beyond, ms", "temporaries, GiB", "peak, GiB", "gradient", "compiled in, s"]
@@ -111,6 +118,39 @@ def training_step(rows: Sequence[Row]) -> str:
         lines = [[VARIANTS.get(name, name), *(shown for _, shown in pairs)] for name, pairs in by_variant.items()]
         text += table(["", *(f"{layers} layers" for layers in columns)], lines)
     return text
+
+
+def experts(rows: Sequence[Row]) -> str:
+    """Of one shape: the experts' MLPs, the layer, and each product alone."""
+    first = rows[0]
+    text = (
+        f"{first['rows']} rows, {first['experts']} experts, {first['hidden']} x {first['intermediate']}, bfloat16; ms. "
+        "*Sizes*: of the groups, equal, drawn at random, or one with half of the rows. *Tiles*: along the rows, summed "
+        "over the groups. *Speed*: of whole tiles, over that of our batched product on equal groups in the same run. "
+        "In the place of a time: the temporaries that XLA would need.\n\n"
+    )
+    names = [name for name in dict.fromkeys(row["variant"] for row in rows) if not name.startswith("coda_batched_")]
+    for title, is_product in (("", False), ("\nEach product alone:\n\n", True)):
+        of_title = [row for row in rows if row["part"].startswith(("experts", "layer")) != is_product]
+        present = [name for name in names if any(row["variant"] == name for row in of_title)]
+        lines = []
+        for (part, kind), of in grouped(of_title, lambda row: (row["part"], row["kind"])).items():
+            by_name = {row["variant"]: row for row in of}
+            ours = next((by_name[name] for name in ("coda_mlp", "coda") if name in by_name), {})
+            speed = f"{number(ours, 'tile_speed'):.3f}" if ours.get("tile_speed") else ""
+            lines.append([part, kind, ours.get("tiles", ""), speed, *(_time(by_name.get(name)) for name in present)])
+        if lines:
+            text += title + table(["part", "sizes", "tiles", "speed", *(f"`{name}`" for name in present)], lines)
+    included = {row["variant"]: row["includes"] for row in rows if row["includes"]}
+    return text + "".join(f"\n`{name}`: {what}.\n" for name, what in included.items())
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["ms"]:
+        return f"{number(row, 'ms'):.3f}"
+    return f"{number(row, 'temporaries_gib'):.1f} GiB" if row["failure"] == "does not fit" else "failed"
 
 
 def layer(rows: Sequence[Row]) -> str:

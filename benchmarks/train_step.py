@@ -15,14 +15,15 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,28 +120,53 @@ def compile_all(
 ) -> list[Measured]:
     """Compiles the variants side by side; `shardings` gives those of the gradient, from the parameters."""
 
-    def compiled(name: str, lowered: Any) -> tuple[Any, float]:
-        start = time.perf_counter()
-        options = VARIANTS[name].compiler_options
-        return lowered.compile(compiler_options=options), time.perf_counter() - start
+    def steps() -> Iterator[Step]:
+        for name in names:
+            arguments = (parameters.of(VARIANTS[name]), tokens, labels)
+            function = step(name, VARIANTS[name], parameters.setting, gradient_shardings=shardings(arguments[0]))
+            yield Step(name, VARIANTS[name], function, arguments)
+
+    return compile_steps(steps())
+
+
+class Step(NamedTuple):
+    """A variant's jitted function and its arguments."""
+
+    name: str
+    variant: Variant
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+def compile_steps(steps: Iterable[Step]) -> list[Measured]:
+    """Compiles the steps side by side, each as soon as it is made."""
+
+    def compiled(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, float, str]:
+        start, failure = time.perf_counter(), ""
+        try:
+            made = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # What it would need is known all the same, if XLA tries no kernels.
+            made, failure = lowered.compile({**(options or {}), "xla_gpu_autotune_level": 0}), "out of memory"
+        return made, time.perf_counter() - start, failure
 
     found = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = []
-        for name in names:
-            variant = VARIANTS[name]
-            arguments = (parameters.of(variant), tokens, labels)
-            function = step(name, variant, parameters.setting, gradient_shardings=shardings(arguments[0]))
-            waiting.append((name, arguments, pool.submit(compiled, name, function.lower(*arguments))))
-        for name, arguments, future in waiting:
-            function, seconds = future.result()
+        for one in steps:
+            lowered = one.function.lower(*one.arguments)
+            waiting.append((one, pool.submit(compiled, lowered, one.variant.compiler_options)))
+        for one, future in waiting:
+            function, seconds, failure = future.result()
             operations = {
-                one.name: one
+                operation.name: operation
                 for computation in hlo.hlo_computations(function.as_text(), inside_fusions=True)
-                for one in computation
+                for operation in computation
             }
-            call = lambda f=function, a=arguments: f(*a)  # noqa: E731
-            found.append(Measured(name, VARIANTS[name], function, seconds, operations, call))
+            call = functools.partial(function, *one.arguments)
+            found.append(Measured(one.name, one.variant, function, seconds, operations, call, failure=failure))
     return found
 
 
@@ -184,6 +210,8 @@ def _check_alike(
     reference = next((one for one in measured if not one.variant.fused), measured[0])
     expected: tuple[float, Any] | None = None
     for one in (reference, *(one for one in measured if one is not reference)):
+        if one.failure:
+            continue
         try:
             loss, gradient = jax.block_until_ready(one.call())
         except jax.errors.JaxRuntimeError as error:

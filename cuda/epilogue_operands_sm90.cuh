@@ -32,6 +32,14 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
   }
 }
 
+/// The same for a tile that has none: its consumer waits for a slot and gives it back.
+template <int slots>
+__device__ __forceinline__ void skip_operands(Ring<slots> ring, RingPosition<slots>& at) {
+  ring.wait_empty(at);
+  ptx::mbarrier_arrive(ring.full(at.slot));
+  at.advance();
+}
+
 /// Consumer's side: the operands in one thread's registers. `begin` runs before the tile's products; a barrier of the
 /// warpgroup separates it from all that follows.
 template <class Config, class Epilogue, class Params>

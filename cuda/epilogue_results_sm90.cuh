@@ -82,6 +82,17 @@ struct EpilogueResults {
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
   }
+  /// Whether a store's rows begin at multiples of 16 bytes in every section of its variant. Its array's do; but a
+  /// section may begin at any column of the array.
+  template <int variant, int store>
+  static constexpr bool rows_are_aligned() {
+    for (int section = 0; section < Epilogue::sections; ++section) {
+      if (Epilogue::section[section].variant != variant) continue;
+      const TileAccess access = Epilogue::tile_store[section][store];
+      if ((Epilogue::section[section].first - access.first) * bytes_of(access.dtype) % 16 != 0) return false;
+    }
+    return true;
+  }
   /// The first rows of a box, those of the tile's group: the copy engine would store the others too. It has an empty
   /// group of stores for the box, since slots are told apart by how many groups are pending.
   template <int variant>
@@ -89,18 +100,27 @@ struct EpilogueResults {
     static_for<Epilogue::tile_stores(variant)>([&](auto index) {
       const TileAccess access = store_access<variant, index>(tile);
       using Result = Box<Epilogue::tile_store[first_section_of<Epilogue>(variant)][index].dtype, Layout::box_n>;
-      constexpr int row_bytes = Result::row_bytes, chunks = row_bytes / 16, of_element = row_bytes / Layout::box_n;
+      constexpr int row_bytes = Result::row_bytes, of_element = row_bytes / Layout::box_n;
+      constexpr int unit = rows_are_aligned<variant, index>() ? 16 : of_element, units = row_bytes / unit;  // at a time
       const int width = access.columns > 0 ? access.columns : (Layout::head > 0 ? 1 : access.halves) * n;
       const int column = tile.column + Layout::memory_column(access.half, box * Layout::box_n);
       const ptx::uint32 from = slot_address() + 16 * Layout::store_row_bytes(variant, index);
 #pragma unroll 1
-      for (int i = lane; i < rows * chunks; i += 32) {
-        const int row = i / chunks, chunk = i % chunks, at = column + chunk * (16 / of_element);
+      for (int i = lane; i < rows * units; i += 32) {
+        const int row = i / units, byte = i % units * unit, at = column + byte / of_element;
         if (at >= tile.column_end) continue;
         const long long element = static_cast<long long>(tile.row + 64 * block + 16 * warp + row) * width +
                                   (Layout::head > 0 ? 0 : access.half * n) + at - access.first;
         char* const to = static_cast<char*>(params.pointer[access.pointer]) + element * of_element;
-        *reinterpret_cast<int4*>(to) = ptx::load_16_bytes(from + Result::offset(row, chunk));
+        const ptx::uint32 value = from + Result::offset(row, byte / 16) + byte % 16;
+        if constexpr (unit == 16) {
+          *reinterpret_cast<int4*>(to) = ptx::load_16_bytes(value);
+        } else if constexpr (unit == 4) {
+          *reinterpret_cast<int*>(to) = ptx::load_word(value);
+        } else {
+          const ptx::uint32 pair = ptx::load_word(value & ~3u);
+          *reinterpret_cast<ptx::uint16*>(to) = static_cast<ptx::uint16>(pair >> 8 * (value & 2));
+        }
       }
     });
     if (lane == 0) ptx::tma_store_commit();

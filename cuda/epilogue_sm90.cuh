@@ -67,6 +67,11 @@ struct EpilogueVisitor {
 
   /// Stores zeros in all tile results of a tile, whose rows are in no group.
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
+    if constexpr (Config::claims && Epilogue::tile_loads > 0) {  // the slot of `skip_operands`
+      operands.wait_tiles();
+      __syncwarp();
+      operands.template release_tiles<true>();
+    }
     static_for<Epilogue::sections>([&](auto index) {
       constexpr int variant = Epilogue::section[index].variant;
       if constexpr (first_section_of<Epilogue>(variant) == index)

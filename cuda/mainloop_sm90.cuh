@@ -187,6 +187,11 @@ struct Gemm {
         }
         at.advance();
       }
+      if (holds_stage(work)) {
+        stages.wait_empty(at);
+        ptx::mbarrier_arrive(stages.full(at.slot));
+        at.advance();
+      }
     }
     if constexpr (Config::cluster_m > 1) {
 #pragma unroll 1  // no CTA leaves while a consumer of another one may still arrive on its barriers
@@ -290,10 +295,10 @@ struct Gemm {
     }
   }
 
-  /// The k blocks of the i-th piece alone, which take no search for its group.
-  __device__ __forceinline__ int blocks(int i) const {
+  /// How many stages the i-th piece takes, without a search for its group.
+  __device__ __forceinline__ int stages_of(int i) const {
     if constexpr (rows_in_groups) {
-      if constexpr (Config::claims) return scheduler.blocks_of(claims(shared).wait(i));
+      if constexpr (Config::claims) return max(1, scheduler.blocks_of(claims(shared).wait(i)));
       return scheduler.blocks_of(i * scheduler.clusters() + scheduler.cluster());
     }
     return piece(i).blocks;
@@ -305,9 +310,12 @@ struct Gemm {
       RingPosition<LoadRing::slots> at;
       for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
         const Work work = work_of(i, consumer);
-        if (has_product(work))
+        if (has_product(work)) {
           prefetch_operands<Config, Epilogue>(params, work.tile, epilogue_base(consumer), load_ring(shared, consumer),
                                               at);
+        } else if (holds_stage(work)) {
+          skip_operands(load_ring(shared, consumer), at);
+        }
       }
     }
   }
@@ -330,6 +338,12 @@ struct Gemm {
     return work.has_tile();
   }
 
+  /// Whether a piece takes a stage, and a slot for operands, although it has no product: where tiles are claimed, for
+  /// nothing else keeps the producer from being further ahead of a warp than there are slots for claims.
+  __device__ __forceinline__ static bool holds_stage(const Work& work) {
+    return rows_in_groups && Config::claims && !has_product(work);
+  }
+
   /// The workspace's address is the last but one of the kernel's pointers, the flags' the last.
   __device__ __forceinline__ PartialTiles<TileAccumulator> partial_tiles() const {
     constexpr int last = sizeof(params.pointer) / sizeof(void*) - 1;
@@ -343,7 +357,7 @@ struct Gemm {
                                                        consumer, warp, lane);
     RingPosition<Config::stages> at;
     if (!cooperative && consumer == 1 && count(0) > 0) {
-      at.advance(blocks(0));
+      at.advance(stages_of(0));
       wake(0);
     }
     for (int i = first_piece(consumer); i < count(i); i += consumer_stride) {
@@ -374,6 +388,12 @@ struct Gemm {
         at.advance();
       }
 
+      if (holds_stage(work)) {
+        stages.wait_full(at);
+        release(at.slot);
+        at.advance();
+      }
+
       // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only
       //    of a whole tile, for cooperative consumers never have a part of one.
       const bool is_last = cooperative || i + 1 == count(i + 1);
@@ -386,7 +406,7 @@ struct Gemm {
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
       if (!rows_in_groups || has_product(work)) release(previous.slot);
-      if (!is_last) at.advance(blocks(i + 1));
+      if (!is_last) at.advance(stages_of(i + 1));
 
       // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
       if constexpr (Config::split_k) {

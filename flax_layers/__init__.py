@@ -12,7 +12,8 @@ from flax_layers.linear import Linear, project
 from flax_layers.lm_head import LMHead
 from flax_layers.lora import add_lora, merge_lora, remove_lora
 from flax_layers.mlp import MLP, GatedMLP
-from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig
+from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig, MoEConfig
+from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_loss, router_z_loss, update_balance_bias
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.packing import segment_positions
@@ -23,6 +24,7 @@ __all__ = [
     "GPT2",
     "MLP",
     "Attention",
+    "BalanceBias",
     "Decoder",
     "DeferredNorm",
     "Embed",
@@ -36,12 +38,16 @@ __all__ = [
     "Llama",
     "LlamaBlock",
     "LlamaConfig",
+    "MoE",
+    "MoEConfig",
     "RMSNorm",
     "RopeScaling",
+    "RouterStatistics",
     "Stream",
     "TransformerBlock",
     "add_lora",
     "generate",
+    "load_balancing_loss",
     "merge_lora",
     "muon_dimension_numbers",
     "name_parameters",
@@ -49,6 +55,8 @@ __all__ = [
     "remove_lora",
     "rotary",
     "rotary_angles",
+    "router_z_loss",
     "segment_positions",
     "sharding",
+    "update_balance_bias",
 ]

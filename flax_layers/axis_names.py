@@ -13,6 +13,7 @@
 | rank      | r                         | adapters                                                                   |
 | positions | learned positions         | their embedding                                                            |
 | layers    | layers stacked for a scan | an axis in front of a layer's parameters                                   |
+| expert    | E                         | experts' `gate_up` and `down`                                              |
 | fan_in    | H Dh, or F                | `out` and `down`: a second name of the axis that their products sum over   |
 
 An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, in the order of
@@ -46,6 +47,11 @@ PARAMETERS: dict[str, Axes] = {
     "gate.kernel": ("embed", "mlp"),
     "up.kernel": ("embed", "mlp"),
     "down.kernel": (("mlp", "fan_in"), "embed"),
+    "experts.gate_up": ("expert", "embed", None, "mlp"),
+    "experts.down": ("expert", ("mlp", "fan_in"), "embed"),
+    "router.kernel": ("embed", None),
+    "router.bias": (None,),
+    "shared_gate.kernel": ("embed", None),
     "qkv.bias": ("heads",),
     "query.bias": ("heads",),
     "key.bias": ("kv_heads",),

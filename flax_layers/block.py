@@ -17,6 +17,7 @@ from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import MLP, GatedMLP
+from flax_layers.moe.moe import MoE
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.rope_scaling import RopeScaling
@@ -33,7 +34,7 @@ class TransformerBlock(nnx.Module):
     Args:
       attention_norm, mlp_norm: RMSNorm or LayerNorm, or what returns a `coda_jax.DeferredNorm` of a Stream.
       attention: called as attention(norm, residual=True, positions=, mask=, segment_ids=[, cache=]), as Attention.
-      mlp: called as mlp(norm, residual=True), as GatedMLP and MLP.
+      mlp: called as mlp(norm, residual=True), as GatedMLP, MLP and MoE.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class TransformerBlock(nnx.Module):
         attention_norm: RMSNorm | LayerNorm,
         attention: Attention,
         mlp_norm: RMSNorm | LayerNorm,
-        mlp: GatedMLP | MLP,
+        mlp: GatedMLP | MLP | MoE,
     ):
         self.attention_norm = attention_norm
         self.attention = attention
@@ -80,10 +81,13 @@ class TransformerBlock(nnx.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
+        statistics: bool = False,
+        token_mask: jax.Array | None = None,
     ) -> Any:
         """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream.
 
-        positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache).
+        positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache). statistics and
+        token_mask are MoE's; with statistics the result is (y, what MoE returns beside), None of another `mlp`.
         """
         block = constrain_parameters(self)
         stream = named(constrain(Stream.of(x), *STREAM), LAYER_INPUT)
@@ -93,13 +97,19 @@ class TransformerBlock(nnx.Module):
         else:
             stream, cache = block.attention(block.attention_norm(stream), residual=True, cache=cache, **options)
         stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
-        stream = named(block.mlp(block.mlp_norm(stream), residual=True), LAYER_OUTPUT)
+        counted = None
+        if statistics and isinstance(block.mlp, MoE):
+            stream, counted = block.mlp(block.mlp_norm(stream), residual=True, statistics=True, token_mask=token_mask)
+        else:
+            stream = block.mlp(block.mlp_norm(stream), residual=True)
+        stream = named(stream, LAYER_OUTPUT)
         y = stream if isinstance(x, Stream) else array(stream)
-        return y if cache is None else (y, cache)
+        beside = (*(() if cache is None else (cache,)), *((counted,) if statistics else ()))
+        return (y, *beside) if beside else y
 
 
 class LlamaBlock(TransformerBlock):
-    """The block of Llama, Mistral, Qwen2 and Qwen3: RMSNorms, attention with rotary embedding, a gated MLP.
+    """The block of Llama and its kin: RMSNorms, attention with rotary embedding, a gated MLP or what takes its place.
 
     Args:
       in_features: D.
@@ -110,6 +120,7 @@ class LlamaBlock(TransformerBlock):
       rope_theta, rope_scaling, qk_norm, use_bias, use_out_bias, separate_qkv, sliding_window: as in Attention.
       attention_implementation: Attention's implementation.
       activation, separate_gate_up: of GatedMLP.
+      mlp: what takes the place of the gated MLP, as a `MoE`; called as in TransformerBlock.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
@@ -136,6 +147,7 @@ class LlamaBlock(TransformerBlock):
         sliding_window: int | None = None,
         attention_implementation: Implementation | None = None,
         epsilon: float = 1e-6,
+        mlp: Any = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -161,5 +173,7 @@ class LlamaBlock(TransformerBlock):
                 **options,
             ),
             RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
-            GatedMLP(in_features, hidden_features, activation=activation, separate_gate_up=separate_gate_up, **options),
+            GatedMLP(in_features, hidden_features, activation=activation, separate_gate_up=separate_gate_up, **options)
+            if mlp is None
+            else mlp,
         )

@@ -54,7 +54,15 @@ def unstack(layers: nnx.Module) -> nnx.List:
     return nnx.List(map(name_layer, parts))
 
 
-def run_layers(layers: Any, stream: T, *, remat: Remat = None, remat_layers: int | None = None, **options: Any) -> T:
+def run_layers(
+    layers: Any,
+    stream: T,
+    *,
+    remat: Remat = None,
+    remat_layers: int | None = None,
+    statistics: bool = False,
+    **options: Any,
+) -> Any:
     """The stream after all layers.
 
     Args:
@@ -63,30 +71,59 @@ def run_layers(layers: Any, stream: T, *, remat: Remat = None, remat_layers: int
       stream: what enters, an array or a Stream.
       remat: as in `flax_layers.remat.policy_of`, applied to each layer.
       remat_layers: to how many of them, the first; default all. Only of a list.
+      statistics: whether each is called with statistics=True and so returns (stream, a pytree or None).
       options: for every layer.
+
+    Returns:
+      The stream; with `statistics` a pair of it and of the layers' pytrees but None, stacked along a new first axis.
     """
     policy = policy_of(remat)
     if isinstance(layers, nnx.List):
-        return _one_by_one(layers, stream, policy, len(layers) if remat_layers is None else remat_layers, options)
+        stream, found = _one_by_one(
+            layers, stream, policy, len(layers) if remat_layers is None else remat_layers, statistics, options
+        )
+        return (stream, _stacked(found)) if statistics else stream
     graphdef, states = nnx.split(layers)
-    function = _function_of(graphdef)
+    function = _function_of(graphdef, statistics)
     if policy is not None:
         # The body cannot share computations with the backward pass, so the barriers against that are not needed.
         function = jax.checkpoint(function, policy=policy, prevent_cse=False)
     entering = stream.with_statistic() if isinstance(stream, Stream) else stream
-    return lax.scan(lambda stream, state: (function(state, stream, options), None), entering, states)[0]
+
+    def one_layer(stream: Any, state: Any) -> tuple[Any, Any]:
+        return function(state, stream, options)
+
+    left, found = lax.scan(one_layer, entering, states)
+    return (left, found) if statistics else left
 
 
-def _function_of(graphdef: Any) -> Callable[[Any, Any, dict[str, Any]], Any]:
-    """A layer as a function of its variables, what enters and options."""
+def _stacked(trees: list[Any]) -> Any:
+    """Pytrees of one structure as one, without those that are None; None if all are."""
+    present = [tree for tree in trees if tree is not None]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *present) if present else None
 
-    def call(state: Any, stream: Any, options: dict[str, Any]) -> Any:
-        return nnx.merge(graphdef, state)(stream, **options)
+
+def _function_of(graphdef: Any, statistics: bool) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
+    """A layer as a function of its variables, what enters and options; it returns the stream and the statistics."""
+
+    def call(state: Any, stream: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        return _called(nnx.merge(graphdef, state), stream, statistics, options)
 
     return call
 
 
-def _one_by_one(layers: nnx.List, stream: T, policy: Any, remat_layers: int, options: dict[str, Any]) -> T:
+def _called(layer: Any, stream: Any, statistics: bool, options: dict[str, Any]) -> tuple[Any, Any]:
+    """What leaves a layer, and its statistics or None."""
+    if not statistics:
+        return layer(stream, **options), None
+    left: tuple[Any, Any] = layer(stream, statistics=True, **options)
+    return left
+
+
+def _one_by_one(
+    layers: nnx.List, stream: T, policy: Any, remat_layers: int, statistics: bool, options: dict[str, Any]
+) -> tuple[T, list[Any]]:
+    found: list[Any] = []
     take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
     parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []
     cuts_kernels = take_turns and width_is_cut()
@@ -95,14 +132,15 @@ def _one_by_one(layers: nnx.List, stream: T, policy: Any, remat_layers: int, opt
             stream, parameters[i + 1] = lax.optimization_barrier((stream, parameters[i + 1]))
         current = _holding(layer, parameters[i]) if take_turns else layer
         if policy is None or i >= remat_layers:
-            stream = current(stream, **options)
+            stream, counted = _called(current, stream, statistics, options)
         else:
             graphdef, state = nnx.split(current)
             # What pins all that is saved until the cotangent is there would keep weights from being gathered before.
             pinned = (not cuts_kernels, True, True)
-            function = jax.checkpoint(_function_of(graphdef), policy=policy, prevent_cse=pinned)
-            stream = function(state, stream, options)
-    return stream
+            function = jax.checkpoint(_function_of(graphdef, statistics), policy=policy, prevent_cse=pinned)
+            stream, counted = function(state, stream, options)
+        found.append(counted)
+    return stream, found
 
 
 def _holding(layer: nnx.Module, parameters: Any) -> nnx.Module:

@@ -26,9 +26,11 @@ from coda_jax.extend import explicit_cuts, explicit_sharding, halves_apart, halv
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
+from flax_layers.moe.experts import Experts
 
 # What may be adapted, under the names of the modules' own attributes.
 PROJECTIONS = ("qkv", "query", "key", "value", "out", "gate_up", "gate", "up", "down")
+_FEED_FORWARD = ("gate_up", "gate", "up", "down")
 
 
 def add_lora(
@@ -53,13 +55,19 @@ def add_lora(
       rngs: source of keys.
 
     Raises:
-      ValueError: a rank below 1, a target that is unknown or that the model does not have, or an adapter there.
+      ValueError: a rank below 1, a target that is unknown or that the model does not have, or an adapter there; or
+        feed-forward targets of a model with experts, for which there are no adapters.
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"add_lora: {rank=} must be an integer, at least 1")
     known = (*PROJECTIONS, "head")
     if unknown := [name for name in targets if name not in known]:
         raise ValueError(f"add_lora: target {unknown[0]!r} is not one of {', '.join(known)}")
+    if (of_experts := [name for name in targets if name in _FEED_FORWARD]) and _has_experts(model):
+        raise ValueError(
+            f"add_lora: target {of_experts[0]!r}: the model has experts, for which there are no adapters; give "
+            "targets=('qkv', 'out'), of attention alone"
+        )
     name_parameters(model)
     found = [(parent, name) for parent, name in projections(model) if name in targets]
     missing = set(targets) - {name for _, name in found}
@@ -147,11 +155,15 @@ def put_lora(parent: Any, name: str, a: jax.Array, b: jax.Array, *, dtype: DType
 def projections(model: Any) -> Iterator[tuple[Any, str]]:
     """The modules that have projections, and the names of these, `PROJECTIONS` and "head"."""
     for _, module in nnx.iter_modules(model):
-        if not isinstance(module, nnx.LoRA | nnx.LoRALinear):
+        if not isinstance(module, nnx.LoRA | nnx.LoRALinear | Experts):
             for name in (*PROJECTIONS, "head"):
                 value = vars(module).get(name)
                 if isinstance(value, nnx.Module) or (name == "gate_up" and value is not None):
                     yield module, name
+
+
+def _has_experts(model: Any) -> bool:
+    return any(isinstance(module, Experts) for _, module in nnx.iter_modules(model))
 
 
 def _is_adapted(module: Any) -> bool:

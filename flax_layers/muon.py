@@ -8,8 +8,9 @@ from typing import Any
 from flax_layers.axis_names import Axes, axes_of_parameter
 from flax_layers.sharding import map_named
 
-# Axes of a matrix's rows and columns, from the last; those of layers stacked for a scan come before.
-_MATRICES = {"kernel": (2, 1), "gate_up": (3, 1)}
+# By the last names of a path: how many axes there are, those of layers stacked for a scan apart, and the axes of a
+# matrix's rows and columns, from the last.
+_MATRICES = {"experts.gate_up": (4, 3, 1), "experts.down": (3, 2, 1), "kernel": (2, 2, 1), "gate_up": (3, 3, 1)}
 
 
 def muon_dimension_numbers(params: Any) -> Any:
@@ -18,9 +19,10 @@ def muon_dimension_numbers(params: Any) -> Any:
         optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=muon_dimension_numbers)
 
     Muon takes every `kernel` (K, N) and `gate_up` (D, 2, F), the latter as two matrices (D, F), as it takes separate
-    projections; of layers stacked for a scan, where a first axis counts them, or the one that the names of linen's
-    variables say, each layer's by itself. Query, key and value are one matrix, `qkv.kernel`: dimension numbers do not
-    cut columns. Adam has the rest: embeddings, norms, biases, and what is named `head`, or with a name that ends so.
+    projections; of experts `gate_up` (E, D, 2, F) and `down` (E, F, D), each expert's by itself; of layers stacked for
+    a scan, where a first axis counts them, or the one that the names of linen's variables say, each layer's by itself.
+    Query, key and value are one matrix, `qkv.kernel`: dimension numbers do not cut columns. Adam has the rest:
+    embeddings, norms, biases, the gate of a shared expert, and what is named `head`, or with a name that ends so.
 
     Args:
       params: an nnx.State, of variables or of arrays, or nested dictionaries, as linen's; or gradients as these.
@@ -38,13 +40,15 @@ def muon_dimension_numbers(params: Any) -> Any:
     def dimension_numbers(path: Sequence[str | int], x: Any, metadata: Axes | None) -> Any:
         names = [key for key in path if isinstance(key, str)]
         names = names[:-1] if names[-1:] == ["value"] else names  # the key of a variable's array
-        if not names or names[-1] not in _MATRICES or any(name.endswith("head") for name in names):
+        found = next((_MATRICES[end] for end in (".".join(names[-2:]), *names[-1:]) if end in _MATRICES), None)
+        if found is None or "shared_gate" in names or any(name.endswith("head") for name in names):
             return None
-        rows, columns = (x.ndim - axis for axis in _MATRICES[names[-1]])
-        own = axes_of_parameter(path, _MATRICES[names[-1]][0])
+        count, *from_last = found
+        rows, columns = (x.ndim - axis for axis in from_last)
+        own = axes_of_parameter(path, count)
         named = metadata if metadata is not None and len(metadata) == x.ndim else ()
-        if own is not None and {own.axes[0], own.axes[-1]} <= {*named}:
-            rows, columns = named.index(own.axes[0]), named.index(own.axes[-1])
+        if own is not None and {own.axes[-axis] for axis in from_last} <= {*named}:
+            rows, columns = (named.index(own.axes[-axis]) for axis in from_last)
         return MuonDimensionNumbers(rows, columns)
 
     return map_named(dimension_numbers, params)

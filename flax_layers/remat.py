@@ -11,10 +11,12 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | norm_projection                   | a biased projection of a norm: GPT-2's q, k, v | 2 N                |
 | context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
-| mlpwi                             | gate and up before the activation              | 4 F                |
+| mlpwi                             | gate and up before the activation (k experts)  | 4 F (4 k F)        |
 | mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
 
-decoder_layer_input is kept by every policy, as the argument of what is checkpointed.
+decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each
+token's k experts and the order of rows by expert, 12 k bytes. Computed again, scores that differ in the last bit could
+choose another expert, of which the gradient would then be.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from coda_jax import Stream
 
 Remat = str | Iterable[str] | Callable[..., Any] | None
 
+ROUTING = "routing"  # kept by every policy
 LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
 QKV = ("query_proj", "key_proj", "value_proj")
 NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
@@ -78,7 +81,7 @@ def policy_of(remat: Remat) -> Callable[..., Any] | None:
         names = frozenset(name for one in given for name in _ALSO.get(one, (one,)))
         if unknown := sorted(names - NAMES):
             raise ValueError(f"remat={given!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
-    by_name = jax.checkpoint_policies.save_only_these_names(*names)
+    by_name = jax.checkpoint_policies.save_only_these_names(*names, ROUTING)
     if CONTEXT not in names:
         return by_name
 

@@ -51,19 +51,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import array, constrained
 from flax_layers.axis_names import MAXTEXT, METADATA, Axes, Name, axes_of_parameter, module_of_parameter
+from flax_layers.sharding_plans import DATA as DATA
+from flax_layers.sharding_plans import EXPERT as EXPERT
+from flax_layers.sharding_plans import FSDP as FSDP
+from flax_layers.sharding_plans import FSDP_SEQUENCE as FSDP_SEQUENCE
+from flax_layers.sharding_plans import FSDP_TENSOR as FSDP_TENSOR
+from flax_layers.sharding_plans import SEQUENCE as SEQUENCE
+from flax_layers.sharding_plans import TENSOR as TENSOR
+from flax_layers.sharding_plans import MeshAxes as MeshAxes
+from flax_layers.sharding_plans import Plan as Plan
 
-MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
-Plan = dict[str, MeshAxes]
 Pairs = tuple[tuple[str, MeshAxes], ...]
-
-# The textbook plans, over mesh axes "data", "fsdp" and "tensor", any of which a mesh may lack.
-DATA: Plan = {"batch": "data"}
-FSDP: Plan = {"batch": ("data", "fsdp"), "fan_in": "fsdp", "embed": "fsdp"}
-TENSOR: Plan = {"batch": "data", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-FSDP_TENSOR: Plan = {**TENSOR, **FSDP}
-SEQUENCE: Plan = {**TENSOR, "length": "tensor"}
-FSDP_SEQUENCE: Plan = {**FSDP_TENSOR, "length": "tensor"}
 
 STREAM: Axes = ("batch", "length", "embed")  # the residual stream
 _OF_ACTIVATIONS = {"batch", "length"}

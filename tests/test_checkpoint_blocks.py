@@ -147,12 +147,13 @@ def test_a_mesh_that_cuts_stacked_layers(sizes, axes, source):
 def test_a_layer_of_what_lies_on_a_mesh(spec):
     """As a host reads it from its own devices, and as several processes gather it."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    whole = np.arange(4 * 8 * 3, dtype=np.float32).reshape(4, 8, 3)
+    whole = np.arange(4 * 8 * 3, dtype=np.float32).reshape(4, 8, 3) * np.float32(-1)
     array = jax.device_put(whole, NamedSharding(mesh, spec))
     for layer in range(4):
-        np.testing.assert_array_equal(placement.on_host(array, layer), whole[layer])
-    for layer in (1, None):
-        np.testing.assert_array_equal(placement._gathered(array, layer), whole if layer is None else whole[layer])
+        np.testing.assert_array_equal(placement.on_host(array, (layer,)), whole[layer])
+        np.testing.assert_array_equal(placement.on_host(array, (layer, 5)), whole[layer, 5])
+    for index in ((), (1,), (2, 3)):
+        np.testing.assert_array_equal(placement._gathered(array, index), whole[index])
     for index in ((0, 4, 0, 8, 0, 3), (1, 3, 3, 5, 1, 2), (2, 3, 1, 8, 0, 3), (0, 1, 4, 6, 2, 3), (1, 4, 2, 3, 0, 2)):
         block = tuple(slice(*index[i : i + 2]) for i in (0, 2, 4))
         np.testing.assert_array_equal(placement.block_of(array, block), whole[block])

@@ -1,10 +1,13 @@
-"""Tiles that clusters claim, by cuda/mainloop_sm90.cuh and cuda/claims.cuh themselves on the host: the threads of all
-clusters take turns in a random order, copies arrive late, and a tile's products tell which tile was loaded.
+"""Tiles that clusters claim, and those of products of groups, by cuda/mainloop_sm90.cuh, cuda/claims.cuh and
+cuda/grouped_scheduler.cuh themselves on the host: the threads of all clusters take turns in a random order, copies
+arrive late, and a tile's products tell which tile was loaded.
 """
 
 import collections
 import ctypes
+import itertools
 import pathlib
+import shutil
 import subprocess
 
 import numpy as np
@@ -16,7 +19,8 @@ STAGES = 12  # the most
 THEIRS = "constexpr int multiprocessors = 132;"
 
 # Barriers as the hardware has them, copies of the engine as events, and the threads that do something as fibers: of
-# each CTA the producer, the two that prefetch, and for each warp of the consumers its first one, which acts for all.
+# each CTA the producer, the two that prefetch, and for each warp of the consumers its first one, which acts for all;
+# of products of groups the producer's whole warp, which reads the groups.
 PTX = r"""
 #pragma once
 #include <ucontext.h>
@@ -36,7 +40,7 @@ static struct { int x; } blockIdx, gridDim, threadIdx;
 static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static float __fdividef(float a, float b) { return a / b; }
 static int __shfl_sync(unsigned, int value, int) { return value; }
-static void __syncwarp() {}
+static void __syncwarp();
 
 enum Fault { none, deadlock, sent_to_an_ended_block, bad_barrier, bad_word, wrong_stage, wrong_operand, endless };
 static Fault fault;
@@ -58,7 +62,8 @@ struct Tag {
   int row, column, k, batch;
 };
 struct Block {  // of threads, and its shared memory
-  int index, running = 0;
+  int index, running = 0, fibers = 0, of_first_warp = 0;
+  Named all, first_warp;
   std::map<unsigned, Barrier> barriers;
   std::map<unsigned, int> words;
   std::map<unsigned, Tag> tags;
@@ -97,9 +102,14 @@ static void sync_cluster() {
   Cluster* cluster = current->cluster;
   wait_until([=] { return cluster->arrived >= cluster->fibers; });
 }
-static void __syncthreads() {
-  current->cluster->arrived++;
-  sync_cluster();
+static void sync(Named& at, int threads) {
+  const int phase = at.phase;
+  if (++at.arrived == threads) at.arrived = 0, at.phase++;
+  else wait_until([=, &at] { return at.phase != phase; });
+}
+static void __syncthreads() { sync(current->block->all, current->block->fibers); }
+static void __syncwarp() {
+  if (threadIdx.x < 32) sync(current->block->first_warp, current->block->of_first_warp);
 }
 static int atomicAdd(int* counter, int more) {
   step();
@@ -113,7 +123,7 @@ using uint16 = unsigned short;
 using uint32 = unsigned;
 using uint64 = unsigned long long;
 struct TensorMap {
-  bool is_b;
+  bool is_b, is_transposed_a;
   int bytes;  // of a copy
 };
 static void tma_prefetch_map(const TensorMap&) {}
@@ -167,10 +177,13 @@ static int load_word(uint32 from) {
   if (found == current->block->words.end()) fault = bad_word;
   return found == current->block->words.end() ? 0 : found->second;
 }
+static void store_zeros(uint32) {}
+static void fence_async_proxy() {}
 static void copy(Block* block, uint32 target, const TensorMap& map, uint32 barrier, int inner, int outer, int batch) {
   send(block, [=] {
     if (map.is_b) block->tags[target] = {0, inner, outer, batch};
-    for (int row = 0; !map.is_b && row < 128; row += 64)
+    if (map.is_transposed_a) block->tags[target] = {inner, 0, outer, batch};
+    for (int row = 0; !map.is_b && !map.is_transposed_a && row < 128; row += 64)
       block->tags[target + row * 128] = {outer + row, 0, inner, batch};
     arrive_bytes(block, barrier, map.bytes);
   });
@@ -201,7 +214,8 @@ static void named_barrier_sync(int number, int threads) {
 }  // namespace coda::ptx
 """
 
-# Products whose first register is a tile's row, then its column and batch, the k blocks and the sum of their numbers.
+# Products whose first register is a tile's row, then its column and a's batch, how many k blocks, the sum of where they
+# begin, b's batch, and where the last one begins.
 # An epilogue with one operand, which has to be that of its tile.
 EPILOGUE = r"""
 #pragma once
@@ -228,10 +242,18 @@ void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulat
     const Tag of_a = tags.at(a * 16);
     const float found[3] = {float(of_a.row), 0, float(of_a.batch)};
     if (registers[3] > 0 && (registers[0] != found[0] || registers[2] != found[2])) fault = wrong_stage;
-    std::copy(found, found + 3, registers);
-    registers[3] += 1, registers[4] += of_a.k / 64;
+    registers[0] = found[0], registers[2] = found[2];
+    registers[3] += 1, registers[4] += of_a.k, registers[6] = of_a.k;
   }
-  if (tags.count(b * 16)) registers[1] = tags.at(b * 16).column;
+  if (tags.count(b * 16)) {
+    const Tag of_b = tags.at(b * 16);
+    const bool is_first = !accumulate;
+    if (!is_first && (registers[1] != of_b.column || registers[5] != of_b.batch)) fault = wrong_stage;
+    registers[1] = of_b.column, registers[5] = of_b.batch;
+    if (of_b.k < registers[6] || of_b.k >= registers[6] + 64) fault = wrong_stage;
+  } else if (!accumulate) {
+    fault = wrong_stage;
+  }
 }
 }  // namespace wgmma
 template <class Config, class Epilogue>
@@ -244,6 +266,12 @@ template <class Config, class Epilogue, class Params, class Ring>
 void prefetch_operands(const Params&, const Tile& tile, ptx::uint32 base, Ring ring, RingPosition<Ring::slots>& at) {
   ring.wait_empty(at);
   current->block->tags[base] = {tile.row, tile.column, 0, tile.batch};
+  ptx::mbarrier_arrive(ring.full(at.slot));
+  at.advance();
+}
+template <int slots>
+void skip_operands(Ring<slots> ring, RingPosition<slots>& at) {
+  ring.wait_empty(at);
   ptx::mbarrier_arrive(ring.full(at.slot));
   at.advance();
 }
@@ -262,17 +290,34 @@ struct EpilogueVisitor {
   void finish() {}
   template <class Accumulator>
   void visit(const Tile& tile, const Accumulator& accumulator) {
-    const float *found = accumulator.registers[0], blocks = (params.k + 63) / 64;
-    if (found[0] != tile.row || found[1] != tile.column || found[2] != tile.batch || found[3] != blocks ||
-        found[4] != blocks * (blocks - 1) / 2)
+    const float* found = accumulator.registers[0];
+    int first = 0, k = params.k;
+    if (Config::ragged == Ragged::k) {
+      const int* offsets = static_cast<const int*>(params.pointer[Config::offsets]) + tile.batch;
+      first = offsets[0], k = offsets[1] - offsets[0];
+    }
+    const int blocks = Config::ragged == Ragged::k ? max(1, (k + 63) / 64) : (k + 63) / 64;
+    if (found[0] != tile.row || found[1] != tile.column || found[2] != (Config::a_batched ? tile.batch : 0) ||
+        found[3] != blocks || found[4] != blocks * first + 32 * blocks * (blocks - 1) ||
+        found[5] != (Config::b_batched ? tile.batch : 0))
       fault = wrong_stage;
     ring.wait_full(at);
     const Tag operand = current->block->tags[base];
     if (operand.row != tile.row || operand.column != tile.column || operand.batch != tile.batch) fault = wrong_operand;
     ptx::mbarrier_arrive(ring.empty(at.slot));
     at.advance();
-    if (warp == 0)
-      pieces.insert(pieces.end(), {int(blockIdx.x), consumer, tile.row, tile.column, tile.batch});
+    record(tile);
+  }
+  void store_zeros(const Tile& tile) {
+    if (Config::claims) {
+      ring.wait_full(at);
+      ptx::mbarrier_arrive(ring.empty(at.slot));
+      at.advance();
+    }
+    record(tile);
+  }
+  void record(const Tile& tile) {
+    if (warp == 0) pieces.insert(pieces.end(), {int(blockIdx.x), consumer, tile.row, tile.column, tile.batch});
   }
 };
 }  // namespace coda
@@ -287,12 +332,15 @@ struct Whole {
   static constexpr int sections = 1, tile_loads = 1;
   static constexpr Section section[1] = {{0, 0, 0}};
 };
-template <int stages_, int cluster_m_, bool cooperative>
+template <int stages_, int cluster_m_, bool cooperative, Ragged ragged_ = Ragged::none, bool claims_ = true>
 struct Unsized {
   static constexpr int tile_m = 128, tile_n = 64, tile_k = 64, stages = stages_, cluster_m = cluster_m_;
   static constexpr int consumer_m = cooperative ? 64 : 128, loaded_rows = tile_m;
-  static constexpr bool transpose_a = false, transpose_b = false, a_batched = true, b_batched = true;
-  static constexpr bool claims = true, split_k = false;
+  static constexpr Ragged ragged = ragged_;
+  static constexpr int groups = 3, offsets = 0;
+  static constexpr bool transpose_a = ragged == Ragged::k, transpose_b = false;
+  static constexpr bool a_batched = ragged == Ragged::none, b_batched = ragged != Ragged::k;
+  static constexpr bool claims = claims_, split_k = false;
   static constexpr DType input = DType::bf16;
 };
 template <class Of>
@@ -301,7 +349,7 @@ struct Sized : Of {
 };
 struct Params {
   ptx::TensorMap map[2];
-  void* pointer[1];
+  void* pointer[2];
   int m, n, k, batch;
 };
 static Params params;
@@ -328,6 +376,8 @@ static void launch(int clusters, int resident, int fast, bool strict) {
       cluster->blocks[rank]->index = index * Config::cluster_m + rank;
     }
     std::vector<int> threads{0, 32, 64};
+    if (Config::ragged != Ragged::none)
+      for (int lane = 1; lane < 32; ++lane) threads.push_back(lane);
     for (int warp = 4; warp < 12; ++warp) threads.push_back(32 * warp);
     int of_role[5];
     for (int& priority : of_role) priority = random_numbers() % 100;
@@ -348,7 +398,7 @@ static void launch(int clusters, int resident, int fast, bool strict) {
           current->thread = -1;
           setcontext(&loop);
         }, 0);
-        block->running++, cluster->fibers++;
+        block->running++, block->fibers++, block->of_first_warp += number < 32, cluster->fibers++;
       }
     }
   };
@@ -388,15 +438,23 @@ static void launch(int clusters, int resident, int fast, bool strict) {
   if (fault == none && !events.empty()) fault = sent_to_an_ended_block;
 }
 
-extern "C" int run(int form, int m, int n, int k, int batch, int clusters, int fast, int seed, int counter, int* out,
-                   int* count) {
-  const bool cooperative = form == 2;
-  const int cluster_m = form == 1 ? 1 : 2;
+extern "C" int run(int form, int m, int n, int k, int batch, int clusters, int fast, int seed, int counter,
+                   int* offsets, int* out, int* count) {
+  const bool cooperative = form == 2, k_in_groups = form == 7 || form == 8;
+  const int cluster_m = form == 1 || form == 4 ? 1 : 2;
   fault = none, events.clear(), pieces.clear(), random_numbers.seed(seed);
-  params = {{{false, 128 * 64 * 2}, {true, 64 * 64 * 2 / cluster_m}}, {&counter}, m, n, k, batch};
+  params = {{{false, k_in_groups, (k_in_groups ? 64 : 128) * 64 * 2}, {true, false, 64 * 64 * 2 / cluster_m}},
+            {offsets, &counter}, m, n, k, batch};
   const int resident = multiprocessors / cluster_m;
   const bool strict = fast >= 0 || seed % 2;
-  if (cooperative) launch<Sized<Unsized<4, 2, true>>>(clusters, resident, fast, strict);
+  constexpr Ragged by_m = Ragged::m, by_k = Ragged::k;
+  if (form == 3) launch<Sized<Unsized<3, 2, false, by_m>>>(clusters, resident, fast, strict);
+  else if (form == 4) launch<Sized<Unsized<4, 1, false, by_m, false>>>(clusters, resident, fast, strict);
+  else if (form == 5) launch<Sized<Unsized<2, 2, true, by_m>>>(clusters, resident, fast, strict);
+  else if (form == 6) launch<Sized<Unsized<5, 2, false, by_m, false>>>(clusters, resident, fast, strict);
+  else if (form == 7) launch<Sized<Unsized<3, 2, false, by_k, false>>>(clusters, resident, fast, strict);
+  else if (form == 8) launch<Sized<Unsized<4, 2, true, by_k>>>(clusters, resident, fast, strict);
+  else if (cooperative) launch<Sized<Unsized<4, 2, true>>>(clusters, resident, fast, strict);
   else if (cluster_m == 2) launch<Sized<Unsized<STAGES, 2, false>>>(clusters, resident, fast, strict);
   else launch<Sized<Unsized<3, 1, false>>>(clusters, resident, fast, strict);
   if (fault == none) std::copy(pieces.begin(), pieces.end(), out);
@@ -411,11 +469,20 @@ extern "C" int most_stages() {
 """
 FORMS = {"pairs": 0, "alone": 1, "cooperative": 2}
 CLUSTER_M = {"pairs": 2, "alone": 1, "cooperative": 2}
+# Of products of groups: rows or k in groups, and whether tiles are claimed.
+GROUPED = {
+    "m, pairs, claimed": 3,
+    "m, alone": 4,
+    "m, cooperative, claimed": 5,
+    "m, pairs": 6,
+    "k, pairs": 7,
+    "k, cooperative, claimed": 8,
+}
 
 
 def compiled(folder, *flags):
     """What g++ says."""
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", *flags, "-o", "run.so", "run.cc"]
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-gnu-unique", *flags, "-o", "run.so", "run.cc"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
 
 
@@ -431,6 +498,7 @@ def folder(tmp_path_factory):
         "elementwise",
         "pipeline",
         "claims",
+        "grouped_scheduler",
         "mainloop_sm90",
     ):
         text = (HEADERS / f"{name}.cuh").read_text()
@@ -452,18 +520,23 @@ def library(folder):
     return ctypes.CDLL(str(folder / "run.so"))
 
 
-@pytest.fixture
-def run(library):
+def runner(library):
     """Pieces of work in the order of their ends: block, consumer, row, column, batch; without a fault."""
 
-    def run(form, m, n, k, *, batch=1, clusters=8, fast=-1, seed=0, counter=0):
+    def run(form, m, n, k, *, batch=1, clusters=8, fast=-1, seed=0, counter=0, offsets=()):
         out, count = np.zeros((1 << 12, 5), np.int32), ctypes.c_int()
         sizes = m, n, k, batch, clusters, fast, seed, counter
-        fault = library.run(FORMS[form], *sizes, out.ctypes.data_as(ctypes.c_void_p), ctypes.byref(count))
+        arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (np.asarray(offsets, np.int32), out)]
+        fault = library.run({**FORMS, **GROUPED}[form], *sizes, *arrays, ctypes.byref(count))
         assert fault == 0, ["", *FAULTS][fault]
         return out[: count.value]
 
     return run
+
+
+@pytest.fixture
+def run(library):
+    return runner(library)
 
 
 FAULTS = (
@@ -524,3 +597,76 @@ def test_a_number_is_read_before_it_is_overwritten(library, folder):
     """With as many stages as are allowed, which pairs have here; the kernel refuses more when it compiles."""
     assert library.most_stages() == STAGES
     assert "no claim is overwritten before it is read" in compiled(folder, f"-DSTAGES={STAGES + 1}", "-fsyntax-only")
+
+
+OFFSETS = {
+    "even and odd rows of tiles": [0, 300, 428, 800],
+    "empty ones": [0, 0, 700, 700],
+    "more rows than groups": [130, 260, 261, 600],
+    "none": [200, 200, 200, 200],
+}
+
+
+def tiles_of_groups(form, offsets, m, n):
+    """(row, column, group) of all tiles: of rows also those of no group, numbered behind the others."""
+    parts = (0, 64) if "cooperative" in form else (0,)
+    columns = list(range(0, n, 64))
+    found = []
+    if form[0] == "k":
+        of_cluster = 256
+        rows = range(0, -(-m // of_cluster) * of_cluster, 128)
+        found = [(row + part, column, of) for row in rows for column in columns for of in range(3) for part in parts]
+        return collections.Counter(found)
+    for of, (first, end) in enumerate([*itertools.pairwise(offsets), (offsets[-1], m), (0, offsets[0])]):
+        rows = range(first, end, 128)
+        for i, row in enumerate(rows):
+            is_odd = "alone" not in form and i == len(rows) - 1 and i % 2 == 0
+            beyond = [len(columns) * 64] if is_odd and len(columns) % 2 else []
+            found += [(row + part, column, of) for column in columns + beyond for part in parts]
+    return collections.Counter(found)
+
+
+@pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS)
+@pytest.mark.parametrize("form", GROUPED)
+def test_every_tile_of_groups_once(run, form, offsets):
+    """Some clusters have tiles without products, and in an odd row of tiles a cluster's two do not share b's."""
+    for seed in range(6):
+        m, n, k = (400, 328, 900) if form[0] == "k" else (900, 328, (64, 200)[seed % 2])
+        clusters = (1, 5, 40)[seed % 3]
+        pieces = run(form, m, n, k, batch=3, clusters=clusters, seed=seed, offsets=offsets)
+        found = collections.Counter(tuple(piece[2:]) for piece in pieces.tolist())
+        assert found == tiles_of_groups(form, offsets, m, n)
+
+
+GROUP_FAULTS = {
+    "stages that are not there": ("mainloop_sm90", "at.advance(stages_of(i + 1));", "at.advance(stages_of(i));"),
+    "stages of no product": ("mainloop_sm90", "if (!rows_in_groups || has_product(work)) release", "release"),
+    "claims without a stage": ("mainloop_sm90", "return rows_in_groups && Config::claims &&", "return false &&"),
+    "claims without a slot": ("mainloop_sm90", "skip_operands(load_ring(shared, consumer), at);", ""),
+    "operands of no product": ("mainloop_sm90", "if (has_product(work)) {\n", "if (true) {\n"),
+    "tiles apart share b": ("grouped_scheduler", "work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
+    "half of b": ("mainloop_sm90", "part < Config::cluster_m; ++part)", "part < 1; ++part)"),
+    "k of another group": ("grouped_scheduler", "work.first_k = table.row(work.tile.batch);", "work.first_k = 0;"),
+    "k from the first row": ("mainloop_sm90", "(k_in_groups ? work.first_k : 0)", "0"),
+    "no barrier of the warp": (
+        "grouped_scheduler",
+        "read_rows(offsets, m, lane);\n      __syncwarp();",
+        "read_rows(offsets, m, lane);",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", GROUP_FAULTS.values(), ids=GROUP_FAULTS)
+def test_a_fault_of_groups_shows(folder, tmp_path, fault):
+    name, there, instead = fault
+    shutil.copytree(folder, tmp_path / "fault")
+    text = (tmp_path / "fault" / f"{name}.cuh").read_text()
+    assert text.count(there) == 1, there
+    (tmp_path / "fault" / f"{name}.cuh").write_text(text.replace(there, instead))
+    assert not (said := compiled(tmp_path / "fault", f"-DSTAGES={STAGES}")), said
+    run = runner(ctypes.CDLL(str(tmp_path / "fault" / "run.so")))
+    with pytest.raises(AssertionError):
+        for form in GROUPED:
+            for offsets in OFFSETS.values():
+                test_every_tile_of_groups_once(run, form, offsets)

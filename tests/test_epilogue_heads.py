@@ -1,12 +1,15 @@
 """Columns seen as heads, and slices of the columns as outputs of their own: rotary embedding in each spelling."""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.epilogue import NotTileLocalError, evaluate, trace
+from coda_jax.epilogue import NotTileLocalError, emit, evaluate, trace
 from coda_jax.epilogue.operand_kinds import COLUMN_VECTOR, ROPE_TABLE
 from tests.host_execution import HostPrograms
 
@@ -228,6 +231,18 @@ def test_sections_of_equal_programs_share_their_code():
     assert program.sections == ((0, 32), (32, 48), (48, 64))
     assert [o.kind for o in program.operands] == [COLUMN_VECTOR, ROPE_TABLE, ROPE_TABLE]
     assert program == trace(qkv_by_heads(4, 2, 8), acc_of(n), operands)[0].program
+
+
+def test_sections_end_where_the_next_begins_whatever_is_stored_in_them():
+    def slices_and_whole(acc):
+        return acc[:, :48], acc[:, :32], acc
+
+    program = trace(slices_and_whole, acc_of(64), ())[0].program
+    assert program.sections == ((0, 32), (32, 48), (48, 64))
+    for dtypes in itertools.permutations([np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.float16)]):
+        text = re.search(r"Section section\[\] = (.*?);", emit(program, dtypes, ()), re.DOTALL)[1]
+        assert list(map(int, re.findall(r"\.end = (\d+)", text))) == [32, 48, 64]
+        assert list(map(int, re.findall(r"\.first = (\d+)", text))) == [32, 48]
 
 
 def test_a_table_needs_heads():

@@ -107,7 +107,8 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
 
     products, others = products_of(step, given)
     names = [equation.params["spec"].name for equation in products]
-    assert names[:3] == ["expert_gated", "scale_rows", "expert_gated_backward"] and len(names) == 6
+    chained = ["expert_gated", "scale_rows", "expert_gated_backward"]
+    assert names == [*chained, "ragged_contraction", "ragged_gemm", "ragged_contraction"]
     assert all(equation.params["spec"].ragged is not None for equation in products)
     passes = [
         str(equation.primitive)
@@ -137,7 +138,7 @@ def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
         return y, back(y)
 
     assert kernels(step, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)) == 6
-    assert set(sources.values()) == {"expert_gated", "scale_rows", "expert_gated_backward", "gemm"}
+    assert {"expert_gated", "scale_rows", "expert_gated_backward"} < set(sources.values())
     for source, name in sources.items():
         assert resource_usage(ffi.compile(source, name).log).spilled_bytes == 0, name
 

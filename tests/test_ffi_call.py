@@ -270,7 +270,7 @@ def geometry(functions):
             **options,
         }
         given["dtype"] = DTYPES[given["dtype"]]
-        batch = given.pop("batch", max(a, b, key=len)[:-2])
+        batch = () if given.pop("rows_in_groups", False) else given.pop("batch", max(a, b, key=len)[:-2])
         return functions.geometry(a, b, (*batch, 1, 1), (transpose_a, transpose_b, *given.pop("tile"), *given.values()))
 
     return of
@@ -316,6 +316,34 @@ def test_sizes_are_read_off_the_operands(geometry, transpose_a, transpose_b):
 def test_grid(geometry, a, b, options, clusters, blocks):
     sizes = geometry(a, b, **options)
     assert (sizes.clusters, sizes.blocks) == (clusters, blocks)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "clusters", "blocks"),
+    [
+        # Each group may end within a cluster's tiles, and so may the rows of no group before and behind them.
+        ((256, 64), (3, 64, 256), {}, (1 + 4) * 2, 20),
+        ((257, 64), (1, 64, 264), {}, (2 + 2) * 3, 24),
+        ((257, 64), (1, 64, 264), {"cluster_m": 1}, (3 + 2) * 3, 15),
+        ((1, 64), (30, 64, 8), {}, 1 + 31, 64),
+        ((8192, 64), (8, 64, 28672), {"halves": 2, "tile": (128, 256)}, (32 + 9) * 112, 132),
+        ((8192, 640), (8, 640, 4096), {"yields": 155}, (32 + 9) * 32, 132),
+        ((16384, 640), (8, 640, 4096), {"yields": 155}, (64 + 9) * 32, 264),
+        ((0, 64), (3, 64, 256), {}, 0, 0),
+        ((256, 64), (3, 64, 0), {}, 0, 0),
+    ],
+)
+def test_clusters_of_groups(geometry, a, b, options, clusters, blocks):
+    """As many as the scheduler may have at most (`tests/test_grouped_scheduler.py`): else blocks would be missing."""
+    sizes = geometry(a, b, rows_in_groups=True, **options)
+    assert (sizes.m, sizes.k, sizes.n, sizes.batch) == (*a, b[2], b[0])
+    assert (sizes.clusters, sizes.blocks) == (clusters, blocks)
+
+
+def test_k_in_groups_is_a_batch(geometry):
+    """a (k, m), b (k, n), and results (groups, m, n)."""
+    sizes = geometry((300, 264), (300, 400), transpose_a=True, batch=(5,))
+    assert (sizes.m, sizes.n, sizes.k, sizes.batch, sizes.clusters) == (264, 400, 300, 5, 5 * 2 * 4)
 
 
 @pytest.mark.parametrize(

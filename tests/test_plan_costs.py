@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import coda_jax as coda
-from flax_layers import LlamaConfig
+from flax_layers import LlamaConfig, MoEConfig
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -150,3 +150,61 @@ def test_text_dict_and_picture(tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot")
     found.plot(tmp_path / "plan.png")
     assert plt.imread(tmp_path / "plan.png").shape[1] > 900
+
+
+QWEN3_30B = MoEConfig.qwen3_30b_a3b()
+
+
+def test_experts_of_qwen3_30b_a3b():
+    """16384 tokens a device, eight experts each, of 128 over eight devices."""
+    found = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"expert": 8}, tflops=650)
+    of_experts = 128 * 3 * 2048 * 768
+    of_all = 2048 * (32 + 8) * 128 + 4096 * 2048 + 2048 * 128
+    assert found.sizes.parameters_of_experts == of_experts and found.sizes.parameters == of_experts + of_all
+    flops = 2 * 16384 * (of_all - 2048 * 128 + 8 * 3 * 2048 * 768)
+    assert found.ms("forward", "products") == pytest.approx(flops / 650e9, rel=1e-6)
+    assert found.ms("backward", "products") == pytest.approx(2 * flops / 650e9, rel=1e-6)
+    for phase in ("forward", "backward"):
+        exchange = step(found, "all-to-all", phase=phase)
+        assert exchange.bytes == 2 * 2 * 16384 * 8 * 2048 and not exchange.can_overlap
+        assert exchange.ms == pytest.approx(exchange.bytes * 7 / 8 / 350e6)
+    reduce = step(found, "all-reduce", phase="backward")
+    assert (reduce.of, reduce.over, reduce.bytes) == ("gradients of weights", "expert", 4 * of_all)
+    whole, cut = (coda.plan_costs(QWEN3_30B, tokens=16384, mesh=mesh, tflops=650).gib for mesh in ({}, {"expert": 8}))
+    gone = 48 * of_experts * 4 * 7 / 8 / 2**30
+    assert whole["parameters"] - cut["parameters"] == pytest.approx(gone)
+    assert found.tokens_per_second == pytest.approx(8 * 16384 / found.step_ms * 1e3)
+
+
+MIXTRAL = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_experts_beside_fsdp_and_by_the_cost_model():
+    found = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2})
+    gather = step(found, "all-gather", of="experts")
+    assert gather.bytes == 2 * found.sizes.parameters_of_experts // 2 and gather.over == "fsdp"
+    at_650 = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2}, tflops=650)
+    for phase in ("forward", "backward"):
+        assert 0.9 < found.ms(phase, "products") / at_650.ms(phase, "products") < 1.3
+    assert "all-to-all      rows to experts and back" in str(found)
+
+
+def test_experts_of_published_settings():
+    mixtral = coda.plan_costs(MIXTRAL, tokens=8192, mesh={"fsdp": 8}, tflops=650)
+    assert mixtral.sizes == coda.plan_costs(MoEConfig.mixtral_8x7b(), tokens=8192, mesh={}, tflops=650).sizes
+    more = {**MIXTRAL, "shared_expert_intermediate_size": 64}
+    shared = coda.plan_costs(more, tokens=8192, mesh={}, tflops=650)
+    assert shared.sizes.parameters == mixtral.sizes.parameters + 3 * 4096 * 64
+    with pytest.raises(ValueError, match="128 experts are not divided by 3 devices"):
+        coda.plan_costs(QWEN3_30B, tokens=64, mesh={"expert": 3}, tflops=650)
+    with pytest.raises(ValueError, match="0 experts are not divided by 2 devices"):
+        coda.plan_costs(LLAMA_3_8B, tokens=64, mesh={"expert": 2}, tflops=650)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 MODULES = ("torch_cublas", "cutlass", "quack")
+GROUPED_MODULES = ("pallas", "tokamax", "quack", "sonicmoe")  # whose load_grouped() gives grouped products
 
 
 class Absent(Exception):
@@ -39,12 +40,37 @@ class Peer:
     synchronize: Callable[[], None] | None = None
 
 
-def available(modules: Iterable[str] = MODULES) -> list[Peer]:
-    """The peers that are installed here; says in a line which are, and which are not."""
-    found: list[Peer] = []
+class Prepared(NamedTuple):
+    """A call that launches and does not wait, and what makes jax arrays of its result."""
+
+    call: Callable[[], Any]
+    to_jax: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedPeer:
+    """Grouped products of a library whose kernels run outside of XLA.
+
+    Attributes:
+      name, version, synchronize: as in `Peer`.
+      includes: what its figure includes.
+      prepare: (part, arguments) -> the call that computes a part of `benchmarks.moe`, by its name, on these jax arrays;
+        None if the library does not have it.
+    """
+
+    name: str
+    version: str
+    includes: str
+    prepare: Callable[[str, Sequence[jax.Array]], Prepared | None]
+    synchronize: Callable[[], None]
+
+
+def available(modules: Iterable[str] = MODULES, load: str = "load") -> list[Any]:
+    """The peers that a function of this name gives and that are installed here; says in a line which are, which not."""
+    found: list[Any] = []
     for module in modules:
         try:
-            peers = importlib.import_module(f"{__name__}.{module}").load()
+            peers = getattr(importlib.import_module(f"{__name__}.{module}"), load)()
         except Absent as reason:
             print(f"peer {module}: absent, {reason}")
             continue
@@ -53,6 +79,6 @@ def available(modules: Iterable[str] = MODULES) -> list[Peer]:
     return found
 
 
-def versions(peers: Iterable[Peer]) -> str:
+def versions(peers: Iterable[Any]) -> str:
     """Of their libraries, each once, for the results."""
     return "; ".join(dict.fromkeys(peer.version for peer in peers))

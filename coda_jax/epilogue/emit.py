@@ -149,13 +149,13 @@ class _Emitter:
             results: list[tuple[str, np.dtype]] = []
             for i in chosen:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
-                column, end = store.slice or (0, 0)
+                first_column, behind = store.slice or (0, 0)
                 for half, value in enumerate(store.values):
                     if half < self.program.halves.runs(store.width):
-                        fields = {"map": first_map + i, "half": half, "first": column, "dtype": _dtype(dtype)}
+                        fields = {"map": first_map + i, "half": half, "first": first_column, "dtype": _dtype(dtype)}
                         if first_pointer is not None:
                             halves = self.program.halves.apart(store.width)
-                            fields |= {"pointer": first_pointer + i, "halves": halves, "columns": end - column}
+                            fields |= {"pointer": first_pointer + i, "halves": halves, "columns": behind - first_column}
                         entries.append(_entry(fields))
                     results.append((self.name(value), dtype))
             if results not in variants:

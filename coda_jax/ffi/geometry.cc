@@ -45,8 +45,8 @@ Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b
   geometry.batch = static_cast<int32_t>(batch);
   // Of groups at most: each may end within a cluster's tiles, and so may the rows of none before and behind them.
   const int64_t clusters_m = ceil_div(ceil_div(m, call.tile_m), call.cluster_m);
-  geometry.clusters =
-      (has_groups ? clusters_m + batch + 1 : batch * clusters_m) * ceil_div(n / call.halves, call.tile_n / call.halves);
+  const int64_t of_rows = m == 0 ? 0 : has_groups ? clusters_m + batch + 1 : batch * clusters_m;
+  geometry.clusters = of_rows * ceil_div(n / call.halves, call.tile_n / call.halves);
   const int64_t resident = std::max(1, multiprocessors / call.cluster_m);
   // With split-K, which has flags and does not yield, even few tiles may be work for all, and each cluster counts on
   // the others being there.

@@ -11,11 +11,13 @@ T tokens on a device, t devices of tensor parallelism and P parameters in the la
 | data parallelism: gradients reduced                              | 4 P / t        |
 | tensor: the stream's partial sums, twice forward, twice backward | 2 T D each     |
 
-in bfloat16 and with float32 gradients. What is gathered is kept, as in a list of layers without `remat`; with it, and
-in a scan, it is gathered again for each layer's backward pass. Sequence parallelism has a gather and a reduce-scatter
-in the place of each all-reduce, and gathers the stream once more for the weights' gradients. With n devices a gather or
-a reduce-scatter of so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that. This is how
-"Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts.
+in bfloat16 and with float32 gradients. Of a layer with experts the last two products are of T k rows, k experts a
+token, in equal groups. An axis "expert" cuts the experts and, for all else, the tokens: T k D bfloat16 rows go to the
+devices of their experts, and back, and so do their cotangents. What is gathered is kept, as in a list of layers without
+`remat`; with it, and in a scan, it is gathered again for each layer's backward pass. Sequence parallelism has a gather
+and a reduce-scatter in the place of each all-reduce, and gathers the stream once more for the weights' gradients. With
+n devices a gather or a reduce-scatter of so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that.
+This is how "Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.plan_steps import Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
-ROLES = ("data", "fsdp", "tensor")
+ROLES = ("data", "fsdp", "tensor", "expert")
 # What meshes call their axes elsewhere.
 _ALSO = {
     "model": "tensor",
@@ -87,7 +89,8 @@ class PlanCosts:
     @property
     def tokens_per_second(self) -> float:
         """Of all devices, by `step_ms`."""
-        return self.tokens * self.mesh["data"] * self.mesh["fsdp"] / self.step_ms * 1e3
+        devices = self.mesh["data"] * self.mesh["fsdp"] * self.mesh.get("expert", 1)
+        return self.tokens * devices / self.step_ms * 1e3
 
     def hidden_above(self, phase: str) -> int | None:
         """Tokens on a device from which products hide what can be hidden; None where there is nothing to hide."""
@@ -101,13 +104,15 @@ class PlanCosts:
         gathered weights. An optimizer's state, two more copies of the parameters for Adam, is not among them.
         """
         sizes, mesh = self.sizes, self.mesh
-        parameters = sizes.layers * sizes.parameters + sizes.vocabulary * sizes.features * 2
+        of_layer = sizes.parameters_of_all_tokens + sizes.parameters_of_experts / mesh.get("expert", 1)
+        parameters = sizes.layers * of_layer + sizes.vocabulary * sizes.features * 2
         apart = 4 * parameters / mesh["fsdp"] / mesh["tensor"]
         packed = (sizes.heads + 2 * sizes.key_value_heads) * sizes.head
-        cut = packed + sizes.heads * sizes.head + (1 + sizes.is_gated) * sizes.hidden
-        stream = 2 * sizes.features / (mesh["tensor"] if self.sequence_parallel else 1)
+        hidden = (sizes.experts_per_token or 1) * sizes.hidden + sizes.shared
+        cut = packed + sizes.heads * sizes.head + (1 + sizes.is_gated) * hidden
+        stream = (2 + sizes.experts_per_token) * sizes.features / (mesh["tensor"] if self.sequence_parallel else 1)
         kept = 2 * self.tokens * (stream + cut / mesh["tensor"]) * sizes.layers
-        gathered = 2 * sizes.layers * sizes.parameters / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
+        gathered = 2 * sizes.layers * of_layer / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
         each = {"parameters": apart, "gradients": apart, "activations": kept, "gathered": gathered}
         return {name: size / 2**30 for name, size in each.items()}
 
@@ -189,7 +194,7 @@ def plan_costs(
     gradient_dtype: Any = jnp.float32,
     stream_dtype: Any = jnp.bfloat16,
 ) -> PlanCosts:
-    """What a Llama-like layer computes and sends on each device under FSDP, tensor and data parallelism.
+    """What a Llama-like layer computes and sends on each device under FSDP, tensor, expert and data parallelism.
 
     Weights travel in bfloat16. Attention, which the devices have to compute in each scheme, is not counted, nor are the
     embedding and what is elementwise.
@@ -198,7 +203,7 @@ def plan_costs(
       config: with Hugging Face's names, as `flax_layers.LlamaConfig` and a model's config.json have.
       tokens: that a device has. Under tensor parallelism the devices of a group have the same ones.
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis: {"fsdp": 8}.
-      axes: roles by axis, "data", "fsdp" or "tensor", for axes that are called otherwise: {"x": "fsdp"}.
+      axes: roles by axis, "data", "fsdp", "tensor" or "expert", for axes that are called otherwise: {"x": "fsdp"}.
       sequence_parallel: whether the stream between sub-layers is cut by tokens over the tensor axis.
       device: as `coda.explain` takes it; default an H200.
       bus_gbytes: bus bandwidth of a device in GB/s, as nccl-tests tells it. The default is assumed for the NVLink of a
@@ -229,6 +234,9 @@ def plan_costs(
             raise ValueError(
                 f"plan_costs: {name} = {size} is not divided by {roles['tensor']} devices of the tensor axis"
             )
+    over = roles.get("expert", 1)
+    if over > 1 and (sizes.experts == 0 or sizes.experts % over):
+        raise ValueError(f"plan_costs: {sizes.experts} experts are not divided by {over} devices of the expert axis")
     widths = np.dtype(gradient_dtype).itemsize, np.dtype(stream_dtype).itemsize
     planner = Planner(sizes, tokens, roles, sequence_parallel, kind, bus_gbytes, tflops, *widths)
     steps = (*planner.layer(), *planner.head())
@@ -240,7 +248,7 @@ def _roles(mesh: Any, axes: Mapping[str, str]) -> dict[str, int]:
     sizes = {str(name): int(size) for name, size in dict(getattr(mesh, "shape", mesh)).items()}
     if unknown := sorted(axes.keys() - sizes.keys()):
         raise ValueError(f"plan_costs: axes names {unknown[0]!r}; the mesh has {', '.join(sizes)}")
-    found = dict.fromkeys(ROLES, 1)
+    found = dict.fromkeys(("data", "fsdp", "tensor"), 1)
     for name, size in sizes.items():
         role = axes.get(name) or _ALSO.get(name, name)
         if role not in ROLES:
@@ -249,5 +257,5 @@ def _roles(mesh: Any, axes: Mapping[str, str]) -> dict[str, int]:
             )
         if size < 1:
             raise ValueError(f"plan_costs: axis {name!r} has {size} devices")
-        found[role] *= size
+        found[role] = found.get(role, 1) * size
     return found

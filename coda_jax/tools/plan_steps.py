@@ -15,13 +15,15 @@ from coda_jax.tools.costs import bare_us
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A Llama-like model's.
+    """A Llama-like model's; of one with experts each layer is one that has them.
 
     Attributes:
-      features, hidden: D, F.
+      features, hidden: D, and F of the feed-forward layer or of an expert.
       heads, key_value_heads, head: counts, and the width of one.
       layers, vocabulary: counts.
       is_gated: whether the feed-forward has a gate, and so 2 F columns.
+      experts, experts_per_token: counts, 0 of a model without.
+      shared: F of an expert that all tokens have; 0 without.
     """
 
     features: int
@@ -32,6 +34,9 @@ class Sizes:
     layers: int = 1
     vocabulary: int = 0
     is_gated: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    shared: int = 0
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
@@ -48,32 +53,58 @@ class Sizes:
                 raise ValueError(f"plan_costs: the config has no {names[0]}, a count: {value!r}")
             return value
 
+        def has(*names: str) -> bool:
+            return any(config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in names)
+
         heads, features = size("num_attention_heads"), size("hidden_size")
+        counts, shared = ("num_experts", "num_local_experts"), "shared_expert_intermediate_size"
+        of_expert = ("moe_intermediate_size",) if has(*counts) else ()
         return cls(
             features=features,
-            hidden=size("intermediate_size"),
+            hidden=size(*of_expert, "intermediate_size"),
             heads=heads,
             key_value_heads=size("num_key_value_heads", default=heads),
             head=size("head_dim", default=features // heads),
             layers=size("num_hidden_layers", default=1),
             vocabulary=size("vocab_size"),
+            experts=size(*counts) if has(*counts) else 0,
+            experts_per_token=size("num_experts_per_tok") if has(*counts) else 0,
+            shared=size(shared) if has(*counts) and has(shared) else 0,
         )
 
     @property
     def products(self) -> tuple[tuple[str, int, int], ...]:
         """Name, K and N of a layer's weights; of those of "out" and "down" tensor parallelism cuts K, of others N."""
         packed = (self.heads + 2 * self.key_value_heads) * self.head
+        gate_up, widths = "gate_up" if self.is_gated else "up", 1 + self.is_gated
+        shared = (("shared gate_up", self.features, 2 * self.shared), ("shared down", self.shared, self.features))
         return (
             ("qkv", self.features, packed),
             ("out", self.heads * self.head, self.features),
-            ("gate_up" if self.is_gated else "up", self.features, (1 + self.is_gated) * self.hidden),
+            (gate_up, self.features, widths * self.hidden),
             ("down", self.hidden, self.features),
+            *(shared if self.shared else ()),
         )
 
     @property
     def parameters(self) -> int:
         """Of a layer's weights; norm scales are nothing beside them."""
-        return sum(k * n for _, k, n in self.products)
+        return self.parameters_of_experts + self.parameters_of_all_tokens
+
+    @property
+    def parameters_of_experts(self) -> int:
+        """Of a layer's experts, but for a shared one."""
+        return self.experts * sum(k * n for name, k, n in self.products if self.is_of_experts(name))
+
+    @property
+    def parameters_of_all_tokens(self) -> int:
+        """Of a layer's weights that each token is multiplied by, the router's among them."""
+        router = self.features * self.experts
+        return router + sum(k * n for name, k, n in self.products if not self.is_of_experts(name))
+
+    def is_of_experts(self, product: str) -> bool:
+        """Whether each expert has a weight of this name."""
+        return self.experts > 0 and product in ("gate_up", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +114,10 @@ class Step:
     Attributes:
       part: "layer" or "head".
       phase: "forward" or "backward".
-      what: "products", or the collective: "all-gather", "reduce-scatter", "all-reduce".
+      what: "products", or the collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all".
       of: which arrays.
       over: the role whose devices take part; "" for products.
-      bytes: of the whole array, as all these devices have it together; of products 0.
+      bytes: of the whole array, as all these devices have it together, of an all-to-all as each has it; of products 0.
       ms: milliseconds, alone.
       can_overlap: whether it needs nothing of what runs beside it: gathers of weights and sums of gradients can run
         beside products, sums of the stream stand in their way.
@@ -117,18 +148,21 @@ class Planner:
     stream_bytes: int
 
     def layer(self) -> Iterator[Step]:
+        count, sizes = len(self.sizes.products), self.sizes
         for phase in ("forward", "backward"):
-            yield Step(
-                "layer",
-                phase,
-                "products",
-                "4 products" if phase == "forward" else "8 products",
-                "",
-                0,
-                self._products(phase),
-            )
-            yield from self._weights("layer", phase, self.sizes.parameters, "weights")
+            of = f"{count if phase == 'forward' else 2 * count} products"
+            yield Step("layer", phase, "products", of, "", 0, self._products(phase))
+            yield from self._weights("layer", phase, sizes.parameters_of_all_tokens, "weights")
+            if sizes.experts:
+                of_device = sizes.parameters_of_experts // self.experts_over
+                yield from self._weights("layer", phase, of_device, "experts", ("data",))
             yield from self._stream(phase)
+            yield from self._exchange(phase)
+
+    @property
+    def experts_over(self) -> int:
+        """Over how many devices the experts are."""
+        return self.mesh.get("expert", 1)
 
     def head(self) -> Iterator[Step]:
         """The loss: its products are made going forward, with their gradients. A vocabulary that tensor parallelism
@@ -155,21 +189,30 @@ class Planner:
         """Milliseconds of a layer's products on a device."""
         found, tensor = 0.0, self.mesh["tensor"]
         for name, k, n in self.sizes.products:
-            k, n = (k // tensor, n) if name in ("out", "down") else (k, n // tensor)
-            forward, dx, dw = _three(self.tokens, k, n)
+            k, n = (k // tensor, n) if name == "out" or name.endswith("down") else (k, n // tensor)
+            if self.sizes.is_of_experts(name):
+                groups = self.sizes.experts // self.experts_over
+                forward, dx, dw = _three_of_groups(self.tokens * self.sizes.experts_per_token, k, n, groups)
+            else:
+                forward, dx, dw = _three(self.tokens, k, n)
             found += self._ms(forward) if phase == "forward" else self._ms(dx) + self._ms(dw)
         return found
 
     def _ms(self, shape: GemmShape) -> float:
         if self.tflops is not None:
-            return 2 * shape.m * shape.n * shape.k / self.tflops / 1e9
+            return 2 * shape.batch * shape.m * shape.n * shape.k / self.tflops / 1e9
         us = bare_us(shape, np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), self.device)
         if us is None:
             raise ValueError(f"plan_costs: a device's part of a product is {shape}, which is not known; give tflops=")
         return us / 1e3
 
-    def _weights(self, part: str, phase: str, parameters: int, of: str) -> Iterator[Step]:
-        """Gathers of weights, which the backward pass finds there, and sums of their gradients."""
+    def _weights(
+        self, part: str, phase: str, parameters: int, of: str, whole_over: tuple[str, ...] = ("data", "expert")
+    ) -> Iterator[Step]:
+        """Gathers of weights, which the backward pass finds there, and sums of their gradients.
+
+        `whole_over`: the roles whose devices have the same weights.
+        """
         of_group = parameters // self.mesh["tensor"]
         if self.mesh["fsdp"] > 1 and phase == "forward":
             yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * of_group)
@@ -177,9 +220,10 @@ class Planner:
             gradients = self.gradient_bytes * of_group
             if self.mesh["fsdp"] > 1:
                 yield self._collective(part, phase, "reduce-scatter", f"gradients of {of}", "fsdp", gradients)
-            if self.mesh["data"] > 1:
-                rest = gradients // self.mesh["fsdp"]
-                yield self._collective(part, phase, "all-reduce", f"gradients of {of}", "data", rest)
+            for role in whole_over:
+                if self.mesh.get(role, 1) > 1:
+                    rest = gradients // self.mesh["fsdp"]
+                    yield self._collective(part, phase, "all-reduce", f"gradients of {of}", role, rest)
 
     def _stream(self, phase: str) -> Iterator[Step]:
         """The stream's partial sums: after out and down; going back, of dx of qkv and of gate and up."""
@@ -196,6 +240,13 @@ class Planner:
         if phase == "backward":
             yield self._collective("layer", phase, "all-gather", "x of qkv, gate_up, for dW", "tensor", moved, True, 2)
 
+    def _exchange(self, phase: str) -> Iterator[Step]:
+        """Rows to the devices of their experts and back; going back, their cotangents."""
+        if self.experts_over > 1:
+            moved = self.stream_bytes * self.tokens * self.sizes.experts_per_token * self.sizes.features
+            of = "rows to experts and back" if phase == "forward" else "cotangents of rows"
+            yield self._collective("layer", phase, "all-to-all", of, "expert", moved, False, 2)
+
     def _collective(
         self, part: str, phase: str, what: str, of: str, over: str, moved: int, can_overlap: bool = True, times: int = 1
     ) -> Step:
@@ -208,3 +259,13 @@ class Planner:
 def _three(m: int, k: int, n: int) -> tuple[GemmShape, GemmShape, GemmShape]:
     """A product, and those of its cotangents: of a, b transposed, and of b, a transposed."""
     return GemmShape(m, n, k), GemmShape(m, k, n, transpose_b=True), GemmShape(k, n, m)
+
+
+def _three_of_groups(m: int, k: int, n: int, groups: int) -> tuple[GemmShape, GemmShape, GemmShape]:
+    """The same of a product of m rows in so many equal groups."""
+    rows = max(8, m // groups // 8 * 8)
+    return (
+        GemmShape(m, n, k, ragged="m", groups=groups),
+        GemmShape(m, k, n, transpose_b=True, ragged="m", groups=groups),
+        GemmShape(k, n, rows, batch=groups, ragged="k", groups=groups),
+    )

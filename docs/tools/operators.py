@@ -93,6 +93,18 @@ OPERATORS = (
         '`residuals="recompute"`; else acc, rounded. See [Writing an epilogue](epilogue.md).',
     ),
     Operator(
+        "ragged_gemm",
+        "coda.ragged_gemm(a, b, group_sizes, coda.ByGroup(bias), epilogue=lambda acc, bias: jax.nn.gelu(acc + bias))",
+        "a (M, K); b (E, K, N); group_sizes (E) int32; bias (E, N) float32",
+        notes="E groups of rows, one after another. See [Mixture of experts](moe.md).",
+    ),
+    Operator(
+        "ragged_contraction",
+        "coda.ragged_contraction(a, b, group_sizes)",
+        "a (M, K); b (M, N); group_sizes (E) int32",
+        notes="The gradient of `ragged_gemm`'s b.",
+    ),
+    Operator(
         "rms_norm",
         "coda.rms_norm(x, scale)",
         "x (M, D); scale (D)",

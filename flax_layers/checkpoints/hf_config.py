@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.checkpoints.hf_settings import FAMILIES, NOT_HERE, Family
 from flax_layers.checkpoints.settings import check_settings, refusal, same, without
 from flax_layers.config_checks import is_number
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
+from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import settings_in, with_settings
 from flax_layers.rope_scaling import RopeScaling
 
@@ -29,7 +31,9 @@ _OF_A_KIND = ("attention_bias", "use_sliding_window", "sliding_window", "max_win
 
 
 def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> LlamaConfig | GPT2Config:
-    """The configuration in a config.json, of a Llama, a Mistral, a Qwen2, a Qwen3 or a GPT-2.
+    """The configuration in a config.json, of a Llama, a Mistral, a Qwen2, a Qwen3 or a GPT-2, or of one with experts.
+
+    A MoEConfig of a Mixtral, a Qwen2-MoE or a Qwen3-MoE.
 
     Each setting is one of ours, one that is known not to change what is computed (`flax_layers.checkpoints.hf_settings`
     lists them), or has the value that ours compute with; any other is refused.
@@ -66,8 +70,9 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
             fields[field.name] = _value(settings, family, field)
     if family.config is GPT2Config:
         return GPT2Config(**fields)
-    theta, scaling = _rope(settings)
-    config = LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling)
+    theta, scaling = _rope(settings, family.defaults.get("rope_theta", 10000.0))
+    cls: Any = family.config
+    config: LlamaConfig = cls(**fields, rope_theta=theta, rope_scaling=scaling)
     return dataclasses.replace(config, sliding_window=_window(settings, family, config.num_hidden_layers))
 
 
@@ -108,12 +113,14 @@ def _own_settings(config: LlamaConfig | GPT2Config, model_type: str | None) -> d
     _check_name(config, "hidden_act")
     fitting = _model_types(config)
     name = model_type if model_type in fitting else fitting[0]
+    if isinstance(config, MoEConfig):
+        settings = _of_experts(config, settings, name)
     # Written out: transformers has other defaults for these models.
     settings["num_key_value_heads"] = config.resolved_num_key_value_heads
     settings["head_dim"] = config.resolved_head_dim
     if "attention_bias" in FAMILIES[name].known.read:
         settings["attention_bias"] = config.attention_bias
-    if name != "llama":
+    if name in ("mistral", "mixtral", "qwen2", "qwen3"):
         settings["sliding_window"] = config.sliding_window
     if "use_sliding_window" in FAMILIES[name].known.read:
         settings["use_sliding_window"] = config.sliding_window is not None
@@ -122,16 +129,33 @@ def _own_settings(config: LlamaConfig | GPT2Config, model_type: str | None) -> d
     scaling = config.rope_scaling
     return {
         "model_type": name,
-        "architectures": [f"{name.capitalize()}ForCausalLM"],
+        "architectures": [f"{name.title().replace('_', '')}ForCausalLM"],
         **settings,
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
     }
 
 
+def _of_experts(config: MoEConfig, settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """The settings that a kind of models with experts has, by its names."""
+    settings |= {
+        "moe_intermediate_size": config.resolved_moe_intermediate_size,
+        "mlp_only_layers": list(config.mlp_only_layers),
+    }
+    read = FAMILIES[name].known.read - {"router_z_loss_coef"}
+    found = {key: value for key, value in settings.items() if key in read}
+    if config.router_z_loss_coef:  # which transformers does not know
+        found["router_z_loss_coef"] = config.router_z_loss_coef
+    if name == "mixtral":
+        found["num_local_experts"] = found.pop("num_experts")
+    return found
+
+
 def _written_over(former: dict[str, Any], own: dict[str, Any], config: LlamaConfig | GPT2Config) -> dict[str, Any]:
     """Settings of Hugging Face's that a model came with, our own in their place; rotary ones in the form they had."""
     kept = {name: value for name, value in former.items() if name not in _OF_FORMER_FILES}
+    if "num_local_experts" in own:
+        kept.pop("num_experts", None)
     unset = {field.name for field in dataclasses.fields(config)} - NOT_HERE - own.keys()
     kept |= dict.fromkeys(unset & kept.keys())  # as an n_inner that is the default now
     if isinstance(config, GPT2Config):
@@ -166,6 +190,8 @@ def _model_types(config: LlamaConfig) -> list[str]:
     """The kinds of models that compute what this configuration says."""
     if config.rope_theta is None:
         raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
+    if isinstance(config, MoEConfig):
+        return _model_types_of_experts(config)
     biases = (config.attention_bias, config.resolved_attention_out_bias)
     if config.qk_norm:
         found = ["qwen3"] if biases[0] == biases[1] else []
@@ -182,6 +208,34 @@ def _model_types(config: LlamaConfig) -> list[str]:
             f"{given}, sliding_window={config.sliding_window} has no place in a config.json: a Llama has both biases "
             "or none, and no window; a Mistral has no biases; a Qwen2 has attention_bias alone; a Qwen3 has qk_norm, "
             "and both biases or none"
+        )
+    return found
+
+
+def _model_types_of_experts(config: MoEConfig) -> list[str]:
+    """The kind of models with experts that computes what this configuration says."""
+    default = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in ("scoring_func", "routed_scaling_factor", "n_group", "topk_group", "use_balance_bias"):
+        if getattr(config, name) != default[name]:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no place in a config.json of a Mixtral or a Qwen3-MoE"
+            )
+    biases = (config.attention_bias, config.resolved_attention_out_bias)
+    shared = config.shared_expert_intermediate_size is not None
+    has_window = config.sliding_window is not None
+    fits = {
+        "mixtral": is_mixtral(config),
+        "qwen2_moe": not config.qk_norm and biases == (True, False) and config.shared_expert_gate and not has_window,
+        "qwen3_moe": config.qk_norm and biases[0] == biases[1] and not shared and not has_window,
+    }
+    found = [name for name, does in fits.items() if does]
+    if not found:
+        raise ValueError(
+            f"attention_bias={biases[0]}, attention_out_bias={biases[1]}, qk_norm={config.qk_norm}, "
+            f"sliding_window={config.sliding_window}, shared_expert_gate={config.shared_expert_gate}, "
+            f"norm_topk_prob={config.norm_topk_prob} has no place in a config.json: a Mixtral has none of these but "
+            "norm_topk_prob and a window, and experts of intermediate_size in each layer; a Qwen2-MoE attention_bias "
+            "alone, and a shared expert with a gate; a Qwen3-MoE qk_norm, both biases or none, and no shared expert"
         )
     return found
 
@@ -207,7 +261,7 @@ def _with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore
     return rest
 
 
-def _rope(settings: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
+def _rope(settings: Mapping[str, Any], default_theta: float) -> tuple[Any, RopeScaling | None]:
     """rope_theta and the scaling."""
     where, rope = _rope_dictionary(settings)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -224,7 +278,7 @@ def _rope(settings: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
     original = settings.get("original_max_position_embeddings")
     if scaling and original is not None and original != rope["original_max_position_embeddings"]:
         raise refusal("original_max_position_embeddings", original, f"it is another one in {where}")
-    theta = rope.get("rope_theta", 10000.0)
+    theta = rope.get("rope_theta", default_theta)
     theta = float(theta) if is_number(theta) else theta
     return theta, RopeScaling(**{name: rope[name] for name in scaling}) if scaling else None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from flax_layers.checkpoints.hf_experts import expert_entries
 from flax_layers.checkpoints.table import Entry, Part, Path
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
+from flax_layers.models.moe_config import MoEConfig
 
 
 def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
@@ -15,7 +17,7 @@ def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
 
 
 def _llama(config: LlamaConfig) -> list[Entry]:
-    """LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM."""
+    """LlamaForCausalLM and its kin: Mistral, Qwen2, Qwen3, and Mixtral, Qwen2-MoE, Qwen3-MoE."""
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     head_dim = config.resolved_head_dim
     queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
@@ -38,9 +40,14 @@ def _llama(config: LlamaConfig) -> list[Entry]:
             Entry((*path, "attention", "qkv", "kernel"), qkv),
             Entry((*path, "attention", "out", "kernel"), (kernel(f"{attention}.o_proj.weight", (width, queries)),)),
             Entry((*path, "mlp_norm", "scale"), (Part(f"{layer}.post_attention_layernorm.weight", (width,)),)),
-            Entry((*path, "mlp", "gate_up"), gate_up),
-            Entry((*path, "mlp", "down", "kernel"), (kernel(f"{mlp}.down_proj.weight", (width, hidden)),)),
         ]
+        if isinstance(config, MoEConfig) and config.has_experts(i):
+            found += expert_entries(config, i)
+        else:
+            found += [
+                Entry((*path, "mlp", "gate_up"), gate_up),
+                Entry((*path, "mlp", "down", "kernel"), (kernel(f"{mlp}.down_proj.weight", (width, hidden)),)),
+            ]
         if config.attention_bias:
             biases = tuple(Part(f"{attention}.{name}.bias", (n,)) for name, n in projections.items())
             found.append(Entry((*path, "attention", "qkv", "bias"), biases))

@@ -9,6 +9,7 @@ from typing import Any
 from flax_layers.checkpoints.settings import Known
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
+from flax_layers.models.moe_config import MoEConfig
 
 # Reason -> names. A setting that no version of `transformers` reads stands here only if its name leaves no doubt.
 HARMLESS: Mapping[str, tuple[str, ...]] = {
@@ -55,6 +56,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "tie_last_hidden_states",
         "keys_to_ignore_at_inference",
         "loss_type",
+        "output_router_logits",
     ),
     "dropout and noise, of training alone; there are none here": (
         "attention_dropout",
@@ -64,6 +66,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "resid_pdrop",
         "summary_first_dropout",
         "neftune_noise_alpha",
+        "router_jitter_noise",
     ),
     "which tokens end, pad or begin a text": (
         "bos_token_id",
@@ -174,7 +177,7 @@ class Family:
       aliases: other names of settings, which win in `transformers`.
     """
 
-    config: type[LlamaConfig] | type[GPT2Config]
+    config: type[LlamaConfig] | type[MoEConfig] | type[GPT2Config]
     known: Known
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -207,6 +210,15 @@ _MISTRAL = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
+_EXPERTS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "router_z_loss_coef")
+_QWEN_EXPERTS = (*_EXPERTS, "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_QWEN_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "norm_topk_prob": False,
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         LlamaConfig, _rotary("attention_bias", values={"use_sliding_window": (False,)}, harmless=_NO_WINDOW)
@@ -223,6 +235,58 @@ FAMILIES: Mapping[str, Family] = {
         _rotary("attention_bias", *_WINDOW, values={"use_qk_norm": (True,)}),
         {**_QWEN, "head_dim": 128},
         {"qk_norm": True},
+    ),
+    "mixtral": Family(
+        MoEConfig,
+        _rotary("sliding_window", *_EXPERTS, values={"attention_bias": (False,)}),
+        {**_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen2_moe": Family(
+        MoEConfig,
+        _rotary(
+            *_QWEN_EXPERTS,
+            "shared_expert_intermediate_size",
+            values={"qkv_bias": (True,), "use_sliding_window": (False,)},
+            harmless=_NO_WINDOW,
+        ),
+        {
+            **_QWEN_MOE,
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        {"attention_bias": True, "attention_out_bias": False, "shared_expert_gate": True},
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_moe": Family(
+        MoEConfig,
+        _rotary(
+            *_QWEN_EXPERTS,
+            "attention_bias",
+            values={
+                "qkv_bias": (False,),
+                "shared_expert_intermediate_size": (0,),
+                "use_qk_norm": (True,),
+                "use_sliding_window": (False,),
+            },
+            harmless=_NO_WINDOW,
+        ),
+        {
+            **_QWEN_MOE,
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        {"qk_norm": True},
+        aliases={"num_local_experts": "num_experts"},
     ),
     "gpt2": Family(
         GPT2Config,

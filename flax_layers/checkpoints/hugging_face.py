@@ -1,4 +1,4 @@
-"""Parameters of a Llama, a Mistral, a Qwen2, a Qwen3 or a GPT-2 from and to Hugging Face's checkpoints."""
+"""Parameters of a Llama or its kin, or a GPT-2, from and to Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flax import nnx
 from flax_layers.checkpoints.folder import write_folder
 from flax_layers.checkpoints.hf_beside import with_its_head, without_buffers
 from flax_layers.checkpoints.hf_config import config_from_hf, config_to_hf
+from flax_layers.checkpoints.hf_experts import as_in_files
 from flax_layers.checkpoints.hf_files import CONFIG, GENERATION, WEIGHTS, former_files, settings_of, weight_files
 from flax_layers.checkpoints.hf_names import entries
 from flax_layers.checkpoints.incoming import readable
@@ -23,6 +24,7 @@ from flax_layers.checkpoints.safetensors_files import Stored, stored_in, write
 from flax_layers.checkpoints.table import arrays_of, check, check_layers, fill, types_of
 from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama, LlamaConfig
+from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import settings_in, with_settings
 
 
@@ -43,7 +45,9 @@ def from_hf(
 ) -> Llama | GPT2:
     """A model with the parameters of a Hugging Face LlamaForCausalLM, its kin, or GPT2LMHeadModel.
 
-    Its kin are MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. `load_hf_folder` reads config and arrays from
+    Its kin are MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM, and with experts MixtralForCausalLM,
+    Qwen2MoeForCausalLM and Qwen3MoeForCausalLM, of a MoEConfig: experts each in an array of its own, as files have
+    them, or all in one, as transformers 5 has them in memory. `load_hf_folder` reads config and arrays from
     a folder.
 
     Args:
@@ -73,6 +77,8 @@ def from_hf(
         arrays = {name if name == "lm_head.weight" else f"transformer.{name}": x for name, x in arrays.items()}
     arrays, config = with_its_head(without_buffers(arrays, config), config)
     arrays = readable(arrays)
+    if isinstance(config, MoEConfig):
+        arrays = as_in_files(arrays, config)
     check_layers(config.n_layer if isinstance(config, GPT2Config) else config.num_hidden_layers, arrays)
     table = entries(config)
     hint = (
@@ -87,6 +93,8 @@ def from_hf(
 
 def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: name -> array in the parameters' own dtype, all in the host's memory.
+
+    Experts are arrays of their own, as files have them.
 
     Args:
       model: a model, on a mesh too; one that has several processes wants this call in each of them. Or a state

@@ -16,6 +16,7 @@ from flax_layers.checkpoints.incoming import readable_one
 from flax_layers.checkpoints.placement import Index, Shardings, block_of
 from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, check_layers, fill
 from flax_layers.models.llama import Llama, LlamaConfig
+from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import remember, settings_in
 
 Rotary = Literal["halves", "interleaved"]
@@ -56,8 +57,8 @@ def from_maxtext(
 
     Raises:
       ValueError: arrays that are missing or unknown, a shape that does not agree with `config`, shardings that do not
-        divide a parameter or are not those of all parameters, or query_scaled of a model with QK-norms, which undo any
-        factor.
+        divide a parameter or are not those of all parameters, a MoEConfig, or query_scaled of a model with QK-norms,
+        which undo any factor.
 
     Source: MaxText's attentions.py, embeddings.py and decoders.py.
     """
@@ -147,6 +148,8 @@ def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | None) -> list[Entry]:
     """All parameters, layers unrolled."""
+    if isinstance(config, MoEConfig):
+        raise ValueError("a config with experts: MaxText's checkpoints are read and written of models without experts")
     if query_scaled is None:
         query_scaled = not config.qk_norm
     if query_scaled and config.qk_norm:

@@ -63,7 +63,7 @@ def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]
         if found is None:
             continue
         written.add(path)
-        a, b = (np.asarray(on_host(x, None if index is ... else index)) for x in found)
+        a, b = (np.asarray(on_host(x, index)) for x in found)
         columns = np.split(b, np.cumsum([_columns(part) for part in entry.parts])[:-1], axis=-1)
         for part, of_part in zip(entry.parts, columns, strict=True):
             name = _module(part)
@@ -126,8 +126,8 @@ def from_peft(
         parent: Any = model
         for key in path[:-1]:
             parent = parent[key] if isinstance(key, int) else getattr(parent, key)
-        count = None if ... in of_layers else model.config.num_hidden_layers
-        a, b = of_layers[...] if count is None else _stacked(of_layers, count)
+        count = None if () in of_layers else model.config.num_hidden_layers
+        a, b = of_layers[()] if count is None else _stacked(of_layers, count)
         put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
     remember(model, ADAPTER_CONFIG, given)
 
@@ -187,9 +187,13 @@ def load_peft_folder(model: Llama | GPT2, path: str | Path, *, ignore: Sequence[
 
 
 def _table(model: Llama | GPT2) -> list[Entry]:
-    """The kernels that may have adapters, the head's among them where it is tied."""
+    """The kernels that may have adapters, the head's among them where it is tied; not those of experts and routers."""
     config = model.config
-    found = [entry for entry in entries(config) if entry.path[-1] in ("kernel", "gate_up")]
+    found = [
+        entry
+        for entry in entries(config)
+        if entry.path[-1] in ("kernel", "gate_up") and not {"experts", "router"} & {*entry.path}
+    ]
     if config.tie_word_embeddings:
         width = config.n_embd if isinstance(config, GPT2Config) else config.hidden_size
         found.append(Entry(("head", "kernel"), (Part("lm_head.weight", (config.vocab_size, width), transposed=True),)))
@@ -256,7 +260,7 @@ def _check_base(entry: Entry, params: Any, unread: dict[str, Any]) -> None:
     names = {f"{_PREFIX}{_module(part)}.base_layer.weight": i for i, part in enumerate(entry.parts)}
     for name in names.keys() & unread.keys():
         is_tied = entry.path[0] == "head" and "kernel" not in params.get("head", {})
-        path, index = (("embed", "embedding"), ...) if is_tied else place(params, entry.path)
+        path, index = (("embed", "embedding"), ()) if is_tied else place(params, entry.path)
         kernel = np.asarray(at(params, path))[index]
         own = kernel if is_tied else entry.split(kernel)[names[name]]
         if not np.array_equal(np.asarray(unread.pop(name)).astype(own.dtype), own):
@@ -304,11 +308,13 @@ def _read(part: Part, unread: dict[str, Any], settings: Mapping[str, Any], rows:
     return a.T, b.T * scaling(settings, module, rank)
 
 
-def _stacked(of_layers: Mapping[int, tuple[np.ndarray, np.ndarray]], count: int) -> tuple[np.ndarray, np.ndarray]:
+def _stacked(
+    of_layers: Mapping[tuple[int, ...], tuple[np.ndarray, np.ndarray]], count: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The arrays of all layers, of one rank: zeros where a layer has less."""
     a, b = next(iter(of_layers.values()))
     rank = max(x.shape[1] for x, _ in of_layers.values())
     all_a, all_b = np.zeros((count, a.shape[0], rank), a.dtype), np.zeros((count, rank, b.shape[1]), b.dtype)
-    for i, (a, b) in of_layers.items():
+    for (i,), (a, b) in of_layers.items():
         all_a[i, :, : a.shape[1]], all_b[i, : b.shape[0]] = a, b
     return all_a, all_b

@@ -84,24 +84,22 @@ def placed(read: Callable[[Index], np.ndarray], shape: tuple[int, ...], sharding
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def on_host(array: Any, layer: int | None = None, *, only_first_process: bool = False) -> np.ndarray | None:
-    """The array, or array[layer], in the host's memory, of which JAX keeps no copy.
+def on_host(array: Any, index: tuple[int, ...] = (), *, only_first_process: bool = False) -> np.ndarray | None:
+    """array[index] in the host's memory, of which JAX keeps no copy.
 
     Args:
       array: of any sharding. Where it has devices of other processes, all processes call this together.
-      layer: an index of the first axis.
+      index: of the first axes, as a layer's, or a layer's and an expert's.
       only_first_process: whether the processes but the first only help: they get None.
     """
     wanted = not (only_first_process and jax.process_index())
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        gathered = _gathered(array, layer).addressable_data(0)
+        gathered = _gathered(array, index).addressable_data(0)
         return np.asarray(gathered) if wanted else None
     if not wanted:
         return None
-    if layer is None:
-        return block_of(array, _bounds((slice(None),) * array.ndim, array.shape))
-    rest = _bounds((slice(None),) * (array.ndim - 1), array.shape[1:])
-    return block_of(array, (slice(layer, layer + 1), *rest))[0]
+    lead, rest = tuple(slice(i, i + 1) for i in index), array.shape[len(index) :]
+    return block_of(array, (*lead, *_bounds((slice(None),) * len(rest), rest))).reshape(rest)
 
 
 def block_of(array: Any, index: Index) -> np.ndarray:
@@ -134,17 +132,27 @@ def wait_for_all_processes(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-def _gathered(array: jax.Array, layer: int | None) -> jax.Array:
-    """The array, or array[layer], on each device."""
+def _gathered(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """array[index] on each device."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         raise ValueError(f"only arrays with a NamedSharding can be gathered from several processes, not {sharding}")
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    if layer is None or (sharding.spec and sharding.spec[0] is not None):
-        whole = jax.jit(lambda x: x, out_shardings=everywhere)(array)
-        return whole if layer is None else whole[layer]
-    one = jax.jit(lambda x, i: lax.dynamic_index_in_dim(x, i, keepdims=False), out_shardings=everywhere)
-    return one(array, layer)
+    cuts = [*sharding.spec, *(None,) * array.ndim]
+
+    def one(x: jax.Array, index: tuple[int, ...]) -> jax.Array:
+        for i, cut in zip(index, cuts, strict=False):
+            x = lax.dynamic_index_in_dim(x, i, keepdims=False) if cut is None else _summed_alone(x, i)
+        return x
+
+    return jax.jit(one, out_shardings=everywhere)(array, index)
+
+
+def _summed_alone(x: jax.Array, i: int | jax.Array) -> jax.Array:
+    """x[i] by a sum of its bits and of zeros: where devices share the first axis they send one slice, not all of x."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    is_it = (jnp.arange(x.shape[0]) == i).reshape(-1, *(1,) * (x.ndim - 1))
+    return lax.bitcast_convert_type(jnp.sum(jnp.where(is_it, bits, 0), axis=0, dtype=bits.dtype), x.dtype)
 
 
 def _within(part: Iterable[slice], whole: Index) -> Index:

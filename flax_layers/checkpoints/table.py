@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from flax_layers.checkpoints.placement import Index, Path, Shardings, block_of, by_path, on_host, placed
+from flax_layers.moe.router import BalanceBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Entry:
     """A parameter, and the arrays of the checkpoint that lie side by side in its columns.
 
     Attributes:
-      path: keys of the parameter in the model's state, ("layers", i, ...) in layer i, also where layers are stacked.
+      path: keys of the parameter in the model's state, ("layers", i, ...) in layer i, also where layers are stacked;
+        (..., "experts", e, "gate_up") of expert e in what has the experts along its first axis.
       parts: the arrays.
     """
 
@@ -133,22 +135,23 @@ def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], sharding
     """
     graphdef, state = nnx.split(model)
     shapes = nnx.to_pure_dict(state)
-    entries_at: dict[Path, list[tuple[Any, Entry]]] = defaultdict(list)
+    entries_at: dict[Path, list[tuple[tuple[int, ...], Entry]]] = defaultdict(list)
     for entry in as_stored(table, shapes):
-        path, layer = place(shapes, entry.path)
-        entries_at[path].append((layer, entry))
+        path, stacked_at = place(shapes, entry.path)
+        entries_at[path].append((stacked_at, entry))
     sharding_at = by_path(shardings, {path: at(shapes, path) for path in entries_at})
     params: dict[Any, Any] = {}
     for path, entries in entries_at.items():
         leaf = at(shapes, path)
 
-        def read(index: Index, leaf: Any = leaf, entries: list[tuple[Any, Entry]] = entries) -> np.ndarray:
+        def read(index: Index, leaf: Any = leaf, entries: list[tuple[tuple[int, ...], Entry]] = entries) -> np.ndarray:
             block = np.empty([axis.stop - axis.start for axis in index], leaf.dtype)
-            for layer, entry in entries:
-                if layer is ...:
-                    entry.read(arrays, leaf.shape, index, block)
-                elif index[0].start <= layer < index[0].stop:
-                    entry.read(arrays, leaf.shape[1:], index[1:], block[layer - index[0].start])
+            for stacked_at, entry in entries:
+                count = len(stacked_at)
+                lead = list(zip(stacked_at, index[:count], strict=True))
+                if all(axis.start <= i < axis.stop for i, axis in lead):
+                    own = block[tuple(i - axis.start for i, axis in lead)]
+                    entry.read(arrays, leaf.shape[count:], index[count:], own)
             return block
 
         _put(params, path, placed(read, leaf.shape, sharding_at[path]))
@@ -171,9 +174,8 @@ def arrays_of(
     """
     params = _parameters_in(model, table)
     for entry in as_stored(table, params):
-        path, layer = place(params, entry.path)
-        layer = None if layer is ... else layer
-        array = on_host(at(params, path), layer, only_first_process=only_first_process)
+        path, stacked_at = place(params, entry.path)
+        array = on_host(at(params, path), stacked_at, only_first_process=only_first_process)
         if array is not None:
             yield from zip(entry.parts, entry.split(array), strict=True)
 
@@ -199,8 +201,9 @@ def _parameters_in(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Any
 
 
 def parameters_of(model: nnx.Module | nnx.State) -> Any:
-    """Nested dictionaries of a model's parameters; a ValueError if adapters are among them."""
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model)
+    """Nested dictionaries of a model's parameters and balance biases; a ValueError if adapters are among them."""
+    wanted = nnx.Any(nnx.Param, BalanceBias)
+    params = nnx.to_pure_dict(nnx.state(model, wanted) if isinstance(model, nnx.Module) else model)
     if adapted := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[-1] == "lora_a"]:
         raise ValueError(
             f"{'.'.join(map(str, adapted[0][:-1]))} is an adapter, which this checkpoint has no place for: merge_lora "
@@ -210,8 +213,13 @@ def parameters_of(model: nnx.Module | nnx.State) -> Any:
 
 
 def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
-    """The table for a model that may have query, key and value apart, and gate and up."""
+    """The table for a model that may have query, key and value apart, and gate and up.
+
+    Without balance biases where there are none, as of gradients.
+    """
     for entry in table:
+        if entry.path[-2:] == ("router", "bias") and "bias" not in at(params, place(params, entry.path[:-1])[0]):
+            continue
         if entry.path[-1] == "gate_up" and "gate_up" not in at(params, place(params, entry.path[:-1])[0]):
             for name, part in zip(("gate", "up"), entry.parts, strict=True):
                 yield Entry((*entry.path[:-1], name, "kernel"), (part,))
@@ -227,11 +235,22 @@ def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
                 yield Entry((*parent, name, kind), (part,))
 
 
-def place(params: Any, path: Path) -> tuple[Path, Any]:
-    """Where the parameter is in the model's state, and its index there: of a layer in stacked layers, or all of it."""
-    if path[0] == "layers" and path[1] not in params["layers"]:
-        return (path[0], *path[2:]), path[1]
-    return path, ...
+def place(params: Any, path: Path) -> tuple[Path, tuple[int, ...]]:
+    """Where the parameter is in the model's state, and its index there, of a layer or an expert where they are stacked.
+
+    Args:
+      params: nested dictionaries of the parameters. A parameter that is not there has the place of its path.
+      path: an entry's, in which a number that is no key is an index of the parameter's first axis, or the next one.
+    """
+    keys: list[str | int] = []
+    index: list[int] = []
+    for key in path:
+        if isinstance(key, int) and key not in params:
+            index.append(key)
+        else:
+            keys.append(key)
+            params = params.get(key, {}) if isinstance(params, Mapping) else {}
+    return tuple(keys), tuple(index)
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 from flax import nnx
@@ -13,6 +13,7 @@ from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
 from flax_layers.models.origin import end_tokens
+from flax_layers.moe.balancing import RouterStatistics
 from flax_layers.packing import counted_labels, segment_positions
 from flax_layers.sharding import MeshAxes, axis_rules
 
@@ -62,6 +63,16 @@ class LanguageModel(nnx.Module):
         """What the head projects."""
         raise NotImplementedError
 
+    def _features_and_statistics(
+        self, tokens: jax.Array, token_mask: jax.Array | None, options: dict[str, Any]
+    ) -> tuple[Any, RouterStatistics | None]:
+        """What the head projects, and what is counted of routers, stacked along the layers that have one."""
+        return self._features(tokens, **options), None
+
+    def _auxiliary_loss(self, statistics: RouterStatistics) -> jax.Array:
+        """What the statistics add to the mean loss."""
+        raise NotImplementedError
+
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
         raise NotImplementedError
@@ -108,26 +119,6 @@ class LanguageModel(nnx.Module):
         self._check_length(capacity)
         return [layer.attention.init_cache(batch_size, capacity) for layer in self._layers()]
 
-    @overload
-    def loss(
-        self,
-        tokens: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None = None,
-        *,
-        weight_sum: Literal[False] = False,
-        **options: Any,
-    ) -> jax.Array: ...
-    @overload
-    def loss(
-        self,
-        tokens: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None = None,
-        *,
-        weight_sum: Literal[True],
-        **options: Any,
-    ) -> tuple[jax.Array, jax.Array]: ...
     @under_rules
     def loss(
         self,
@@ -140,9 +131,15 @@ class LanguageModel(nnx.Module):
         segment_ids: jax.Array | None = None,
         across_segments: bool = False,
         weight_sum: bool = False,
+        auxiliary: bool = True,
+        token_mask: jax.Array | None = None,
+        tokens_per_expert: bool = False,
+        dropped_choices: bool = False,
         **options: Any,
     ) -> Any:
         """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
+
+        A model with experts adds the auxiliary losses of its config, as transformers does with output_router_logits.
 
         Args:
           tokens: (B, T) or (T,).
@@ -153,22 +150,42 @@ class LanguageModel(nnx.Module):
             By default it does not: that label is the next sequence's first token.
           weight_sum: whether the sum of the labels' weights is returned too. Microbatches of packed rows have different
             ones: their mean is sum(losses) / sum(weight sums), of reduction="sum".
+          auxiliary: whether auxiliary losses are added. To reduction="sum" they are added times the sum of weights.
+          token_mask: of tokens' shape, bool: False of tokens that auxiliary losses and counts leave out, as padding;
+            transformers' attention_mask. Default all count.
+          tokens_per_expert: whether to return how many tokens each expert of each layer has.
+          dropped_choices: whether to return how many choices of experts each layer has dropped: with the config's
+            capacity_factor, over a mesh.
           **options: as in `LMHead.loss`.
 
         Returns:
-          The mean, or as `reduction` says; with `weight_sum` a pair of it and of the sum, () float32, as of
-          `LMHead.loss`.
+          The mean, or as `reduction` says; with `weight_sum`, `tokens_per_expert` or `dropped_choices` a tuple of it,
+          of the sum of weights, () float32, as of `LMHead.loss`, of the tokens of each expert, (layers with experts, E)
+          int32, and of the dropped choices, (layers with experts,) int32.
 
         Raises:
-          ValueError: more tokens than the config allows, or labels or weights of another shape.
+          ValueError: more tokens than the config allows, labels, weights or a token_mask of another shape, an option
+            of experts for a model without, or auxiliary losses beside reduction="none".
         """
         self._check_length(tokens.shape[-1])
+        if token_mask is not None and token_mask.shape != tokens.shape:
+            raise ValueError(f"token_mask has shape {token_mask.shape}; of tokens {tokens.shape} it is the same")
         if segment_ids is not None and not across_segments:
             labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
             options["ignore_index"] = ignored
-        features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-        found = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
-        return found if weight_sum else found[0]
+        seen = {"positions": _resolved(positions, segment_ids), "mask": mask, "segment_ids": segment_ids}
+        features, statistics = self._features_and_statistics(tokens, token_mask, seen)
+        loss, total = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
+        if statistics is None and (tokens_per_expert or dropped_choices or token_mask is not None):
+            raise ValueError(
+                "tokens_per_expert, dropped_choices and token_mask want a model with experts, of a MoEConfig"
+            )
+        if statistics is not None and auxiliary:
+            loss = _with_auxiliary(loss, total, self._auxiliary_loss(statistics), options.get("reduction", "mean"))
+        found = (loss, *((total,) if weight_sum else ()))
+        if statistics is not None:
+            found += (statistics.counts,) * tokens_per_expert + (statistics.dropped,) * dropped_choices
+        return found if len(found) > 1 else loss
 
     @under_rules
     def token_logprobs(
@@ -215,3 +232,10 @@ def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array 
     if segment_ids is None:
         raise ValueError("positions='restart' begins anew in each segment: give segment_ids")
     return segment_positions(segment_ids)
+
+
+def _with_auxiliary(loss: jax.Array, total: jax.Array, auxiliary: jax.Array, reduction: str) -> jax.Array:
+    """The loss and the auxiliary one, which is of a mean."""
+    if reduction == "none":
+        raise ValueError("auxiliary losses are of all tokens: beside reduction='none' give auxiliary=False")
+    return loss + (auxiliary * total if reduction == "sum" else auxiliary)

@@ -1,0 +1,121 @@
+"""Experts in Hugging Face's checkpoints: an array for each, as files have them, or one of all, as models in memory.
+
+    file       block_sparse_moe.experts.3.w1.weight, .w3, .w2           Mixtral: gate, up, down
+               mlp.experts.3.gate_proj.weight, .up_proj, .down_proj      Qwen2-MoE and Qwen3-MoE
+    memory     mlp.experts.gate_up_proj (E, 2F, D), mlp.experts.down_proj (E, D, F)        transformers 5
+
+A balance bias is `mlp.gate.e_score_correction_bias`, as DeepSeek-V3 has it; where a file has none it begins at 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_layers.checkpoints.placement import Index, block_of
+from flax_layers.checkpoints.table import Entry, Part, Path
+from flax_layers.models.moe_config import MoEConfig
+
+_BIAS = "gate.e_score_correction_bias"
+
+
+def is_mixtral(config: MoEConfig) -> bool:
+    """Whether a Mixtral computes what the configuration says."""
+    has_all = config.mlp_only_layers == () and config.decoder_sparse_step == 1
+    extras = (
+        config.qk_norm,
+        config.attention_bias,
+        config.resolved_attention_out_bias,
+        config.shared_expert_intermediate_size is not None,
+        config.use_balance_bias,
+    )
+    same_size = config.resolved_moe_intermediate_size == config.intermediate_size
+    return has_all and same_size and config.norm_topk_prob and not any(extras)
+
+
+def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
+    """The parameters of the MoE of a layer, with the names that files have."""
+    path: Path = ("layers", layer, "mlp")
+    width, hidden = config.hidden_size, config.resolved_moe_intermediate_size
+    mlp, gate, up, down = _names(config, layer)
+
+    def kernel(name: str, columns: int, rows: int) -> Part:
+        return Part(f"{mlp}.{name}.weight", (columns, rows), transposed=True)
+
+    yield Entry((*path, "router", "kernel"), (kernel("gate", config.num_experts, width),))
+    if config.use_balance_bias:
+        yield Entry((*path, "router", "bias"), (Part(f"{mlp}.{_BIAS}", (config.num_experts,)),))
+    for i in range(config.num_experts):
+        pair = tuple(kernel(f"experts.{i}.{name}", hidden, width) for name in (gate, up))
+        yield Entry((*path, "experts", i, "gate_up"), pair)
+        yield Entry((*path, "experts", i, "down"), (kernel(f"experts.{i}.{down}", width, hidden),))
+    if (shared := config.shared_expert_intermediate_size) is not None:
+        pair = tuple(kernel(f"shared_expert.{name}_proj", shared, width) for name in ("gate", "up"))
+        yield Entry((*path, "shared", "gate_up"), pair)
+        yield Entry((*path, "shared", "down", "kernel"), (kernel("shared_expert.down_proj", width, shared),))
+    if config.shared_expert_gate:
+        yield Entry((*path, "shared_gate", "kernel"), (kernel("shared_expert_gate", 1, width),))
+
+
+def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
+    """The arrays with the names and shapes that files have; what are all experts' becomes a view for each.
+
+    A balance bias that none of the layers has is zeros.
+
+    Raises:
+      ValueError: an array of all experts of another shape than the config makes it.
+    """
+    found = dict(arrays)
+    begins_at_zero = config.use_balance_bias and not any(name.endswith(_BIAS) for name in arrays)
+    hidden, width = config.resolved_moe_intermediate_size, config.hidden_size
+    for layer in filter(config.has_experts, range(config.num_hidden_layers)):
+        memory = f"model.layers.{layer}.mlp"
+        mlp, gate, up, down = _names(config, layer)
+        if begins_at_zero:
+            found[f"{mlp}.{_BIAS}"] = np.zeros(config.num_experts, np.float32)
+        if (router := f"{memory}.gate.weight") in found:
+            found[f"{mlp}.gate.weight"] = found.pop(router)
+        for name, shape, rows in (
+            ("gate_up_proj", (2 * hidden, width), {gate: slice(0, hidden), up: slice(hidden, 2 * hidden)}),
+            ("down_proj", (width, hidden), {down: slice(0, width)}),
+        ):
+            if (array := found.pop(f"{memory}.experts.{name}", None)) is None:
+                continue
+            if tuple(array.shape) != (config.num_experts, *shape):
+                raise ValueError(
+                    f"{memory}.experts.{name} has shape {tuple(array.shape)}; the config makes it "
+                    f"{(config.num_experts, *shape)}"
+                )
+            for i in range(config.num_experts):
+                for kind, of_kind in rows.items():
+                    found[f"{mlp}.experts.{i}.{kind}.weight"] = _OfOne(array, i, of_kind)
+    return found
+
+
+def _names(config: MoEConfig, layer: int) -> tuple[str, str, str, str]:
+    """Of a layer's mixture, and of the kernels of an expert."""
+    if is_mixtral(config):
+        return f"model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"
+    return f"model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OfOne:
+    """Some rows of one expert in an array (E, rows, columns) of all; its slices are in the host's memory."""
+
+    array: Any
+    expert: int
+    rows: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.stop - self.rows.start, self.array.shape[2]
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        rows, columns = index
+        first = self.rows.start
+        whole = (slice(self.expert, self.expert + 1), slice(first + rows.start, first + rows.stop), columns)
+        return block_of(self.array, whole)[0]

@@ -1,0 +1,319 @@
+"""Experts on a mesh under plain `jit`: each device sorts its own tokens, and experts are where the rules put them.
+
+Where rules are in force (`flax_layers.sharding`) a layer's experts run in one `jax.shard_map` over all mesh axes, in
+which every product is a kernel on what its device has. What a mesh axis does there follows from what the rules cut by
+it:
+
+    tokens      "batch", or "length": each device sorts the rows of its own tokens. An axis that cuts parameters as
+                well, FSDP's, has them gathered in the compute dtype, and their gradients scattered in their own.
+    experts     "expert": rows go to the devices of their experts and back (`flax_layers.moe.exchange`). Such an axis
+                usually cuts the tokens, too. Where it does not, each of its devices takes a share of the tokens that
+                they all have, and they gather the results.
+    F           "mlp": each device has a share of every expert's hidden features, and results are summed over the axis,
+                in the compute dtype. Where it cuts "length" as well, each device keeps its part of the sum.
+
+XLA left to itself would sort and gather over the tokens of all devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from coda_jax.extend import constrained, vary
+from flax_layers.axis_names import Axes, Name
+from flax_layers.moe.exchange import exchanged_experts
+from flax_layers.moe.routing import sorted_experts
+from flax_layers.sharding import STREAM, activation_spec, mesh_axes, spec_of
+
+MeshAxes = tuple[str, ...]
+# The names of the axes of experts' parameters, (E, D, 2, F) and (E, F, D).
+GATE_UP: Axes = ("expert", "embed", None, "mlp")
+DOWN: Axes = ("expert", ("mlp", "fan_in"), "embed")
+
+
+def expert_parallel(
+    experts: Callable[..., jax.Array],
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    parameters: Sequence[jax.Array],
+    *,
+    axes: Sequence[Axes] = (GATE_UP, DOWN),
+    capacity_factor: float | None = None,
+    compute_dtype: Any = None,
+    dtype: Any = None,
+) -> Any:
+    """`sorted_experts`, over the mesh of `jax.set_mesh` as the rules in force say; on one device where none are.
+
+    Inside a `jax.shard_map` over some mesh axes it is over the others, without gradients: JAX does not differentiate a
+    map in a map.
+
+    Args:
+      experts: called as experts(rows (R, D), row_scale (R,) float32, group_sizes (E',), *parameters) -> (R, D) with the
+        E' experts of one device; see `exchanged_experts`. Where F is cut, it is called with a share of F, and what it
+        returns is summed: it must be a sum over F.
+      x: (..., D), as (B, T, D).
+      ids: (..., k) integers, the experts of each token.
+      weights: (..., k) float32.
+      parameters: arrays (E, ...).
+      axes: the names of each parameter's axes, "expert" the first; see `flax_layers.axis_names`.
+      capacity_factor: rows of a device's receive buffer, in multiples of the T k rows of its own tokens: as many as it
+        receives if all experts are chosen equally often. Others are dropped, as `exchanged_experts` says. Default there
+        is a place for all. Where no mesh axis cuts the experts nothing is received, and nothing dropped.
+      compute_dtype: of parameters that are gathered, and of sums over devices; default the promotion of x's and theirs.
+      dtype: of the result; default that of what `experts` returns.
+
+    Returns:
+      (..., D); with capacity_factor also () int32, how many rows all devices have dropped.
+
+    Raises:
+      ValueError: shapes that do not fit; a capacity_factor that is not positive; mesh axes that do not divide the
+        experts evenly.
+    """
+    num_experts = parameters[0].shape[0]
+    if any(p.shape[0] != num_experts for p in parameters) or len(parameters) != len(axes):
+        raise ValueError(
+            f"parameters of {num_experts} experts, with {len(axes)} names: {[p.shape for p in parameters]}"
+        )
+    options = {"num_experts": num_experts, "dtype": dtype}
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
+    if (plan := _plan(x, parameters, axes)) is None:
+        y = _on_device(sorted_experts, experts, x, ids, weights, parameters, **options)
+        return y if capacity_factor is None else (y, jnp.int32(0))
+
+    run = functools.partial(_run, experts, plan, capacity_factor, compute_dtype, options)
+    tokens = PartitionSpec(*plan.tokens, None)
+    specs = (tokens, tokens, tokens, *(p.spec for p in plan.parameters))
+    arguments = [constrained(z, spec) for z, spec in zip((x, ids, weights, *parameters), specs, strict=True)]
+    results = PartitionSpec(*plan.results, None)
+    outs = results if capacity_factor is None else (results, PartitionSpec())
+    return jax.shard_map(run, in_specs=specs, out_specs=outs, axis_names=set(_free_axes()))(*arguments)
+
+
+class _Parameter(NamedTuple):
+    """How a parameter comes to the devices.
+
+    Attributes:
+      spec: of the part that each device is given.
+      gathered: the mesh axes over which that is gathered, of each of its axes.
+    """
+
+    spec: PartitionSpec
+    gathered: tuple[MeshAxes, ...]
+
+
+class _Plan(NamedTuple):
+    """What the mesh axes do.
+
+    Attributes:
+      tokens: the entries of x's PartitionSpec but the last one.
+      results: those of the result's.
+      scattered: the axis of the result of whose sum each device keeps a part.
+      experts: the mesh axes that cut the experts.
+      idle: those of them that do not cut the tokens.
+      summed: those that cut F, over which results are summed.
+      varying: all over which devices have different arrays.
+      parameters: of each.
+    """
+
+    tokens: tuple[MeshAxes | None, ...]
+    results: tuple[MeshAxes | None, ...]
+    scattered: int | None
+    experts: MeshAxes
+    idle: MeshAxes
+    summed: MeshAxes
+    varying: frozenset[str]
+    parameters: tuple[_Parameter, ...]
+
+
+def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -> _Plan | None:
+    """None where no rules are in force, no mesh is, or no mesh axis is left to cut anything."""
+    names = (*(None,) * (x.ndim - len(STREAM)), *STREAM)[-x.ndim :]
+    stream, free = activation_spec(x.shape, *names), _free_axes()
+    if stream is None or not free:
+        return None
+    cuts = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
+    experts = _cut_of_experts(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
+    of_stream = _entries(stream, free)[:-1]
+    batch = mesh_axes(entry for name, entry in zip(names, of_stream, strict=False) if name != "length")
+    # Sequence parallelism cuts the length by the axis that cuts F, whose devices want the same tokens here.
+    summed = _without(_cut_of_hidden(cuts, axes), batch)
+    tokens = [_without(entry, summed) for entry in of_stream]
+    of_tokens = frozenset(mesh_axes(tokens))
+    results, scattered = list(tokens), None
+    for i, entry in enumerate(of_stream):
+        if summed and entry == (*tokens[i], *summed):
+            results[i], scattered = entry, i
+    return _Plan(
+        tuple(entry or None for entry in tokens),
+        tuple(entry or None for entry in results),
+        scattered,
+        experts,
+        _without(experts, of_tokens),
+        summed,
+        of_tokens.union(experts, summed),
+        tuple(_parameter(cut, each, experts, summed, of_tokens) for cut, each in zip(cuts, axes, strict=True)),
+    )
+
+
+def _without(axes: MeshAxes, others: Collection[str]) -> MeshAxes:
+    return tuple(axis for axis in axes if axis not in others)
+
+
+def _cut_of_experts(
+    parameters: Sequence[jax.Array], cuts: Sequence[tuple[MeshAxes, ...]], wanted: set[MeshAxes]
+) -> MeshAxes:
+    """The mesh axes that cut the experts of all parameters."""
+    if len(wanted) != 1 or {cut[0] for cut in cuts} != wanted:
+        raise ValueError(
+            f"the rules cut experts, of parameters of shapes {[p.shape for p in parameters]}, by mesh axes "
+            f"{sorted(wanted)}: these must be the same for all, and divide the number of experts evenly"
+        )
+    return next(iter(wanted))
+
+
+def _cut_of_hidden(cuts: Sequence[tuple[MeshAxes, ...]], axes: Sequence[Axes]) -> MeshAxes:
+    """The mesh axes that cut F of all parameters which have it, in their order."""
+    of_f = [
+        entry
+        for cut, each in zip(cuts, axes, strict=True)
+        for entry, name in zip(cut, each, strict=True)
+        if _is_f(name)
+    ]
+    return tuple(axis for axis in of_f[0] if all(axis in entry for entry in of_f)) if of_f else ()
+
+
+def _parameter(
+    cut: tuple[MeshAxes, ...], names: Axes, experts: MeshAxes, summed: MeshAxes, of_tokens: frozenset[str]
+) -> _Parameter:
+    """Mesh axes that neither cut F nor tokens are left to XLA, which gathers over them."""
+    entries: list[MeshAxes] = [experts]
+    gathered: list[MeshAxes] = [()]
+    for name, entry in zip(names[1:], cut[1:], strict=True):
+        kept = summed if _is_f(name) else ()
+        over = tuple(axis for axis in entry if axis in of_tokens)
+        entries.append((*kept, *over))  # those that stay come first: what is gathered is one piece of F
+        gathered.append(over)
+    return _Parameter(PartitionSpec(*(entry or None for entry in entries)), tuple(gathered))
+
+
+def _is_f(name: Name) -> bool:
+    return "mlp" in (name if isinstance(name, tuple) else (name,))
+
+
+def _entries(spec: PartitionSpec, free: MeshAxes) -> tuple[MeshAxes, ...]:
+    """The mesh axes of each entry, but those that are manual."""
+    return tuple(tuple(axis for axis in mesh_axes([entry]) if axis in free) for entry in spec)
+
+
+def _free_axes() -> MeshAxes:
+    """Mesh axes that no shard_map around this has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is not AxisType.Manual
+    )
+
+
+def _run(
+    experts: Callable[..., jax.Array],
+    plan: _Plan,
+    capacity_factor: float | None,
+    compute_dtype: Any,
+    options: dict[str, Any],
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    *parameters: jax.Array,
+) -> Any:
+    """What a device does with its tokens and its part of the parameters."""
+    x, weights, *given = vary(plan.varying, x, weights, *parameters)
+    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
+    whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]
+    own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
+    run: Any = sorted_experts
+    if plan.experts:
+        limit = None if capacity_factor is None else math.ceil(capacity_factor * own_ids.size)
+        run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=limit)
+    y = _on_device(run, experts, own, own_ids, own_weights, whole, **options)
+    y, dropped = y if plan.experts and capacity_factor is not None else (y, jnp.int32(0))
+    if plan.idle:
+        y = _joined(y, plan.idle, x.shape[:-1])
+    if plan.summed:
+        y = _summed(y.astype(jnp.result_type(*dtypes)), plan).astype(y.dtype)
+    if capacity_factor is None:
+        return y
+    return y, lax.psum(dropped, tuple(jax.typeof(dropped).manual_axis_type.varying))
+
+
+def _on_device(
+    run: Any,
+    experts: Callable[..., jax.Array],
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    parameters: Sequence[jax.Array],
+    **options: Any,
+) -> Any:
+    """`sorted_experts` or `exchanged_experts` of tokens (..., D)."""
+    flat = (z.reshape(-1, z.shape[-1]) for z in (x, ids, weights))
+    y = run(lambda *rows: experts(*rows, *parameters), *flat, **options)
+    y, *dropped = y if isinstance(y, tuple) else (y,)
+    y = y.reshape(x.shape)
+    return (y, *dropped) if dropped else y
+
+
+def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
+    """This device's share of tokens (..., n) that all devices along these axes have: (T', n), of zeros at the end."""
+    flat = x.reshape(-1, x.shape[-1])
+    devices = lax.axis_size(axes)
+    size = -(-flat.shape[0] // devices)
+    flat = jnp.pad(flat, ((0, devices * size - flat.shape[0]), (0, 0)))
+    return lax.dynamic_slice_in_dim(flat, lax.axis_index(axes) * size, size)
+
+
+def _joined(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
+    """The results (*shape, D) of the shares (T', D) of all devices."""
+    return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, -1)
+
+
+def _summed(y: jax.Array, plan: _Plan) -> jax.Array:
+    if plan.scattered is None:
+        return lax.psum(y, plan.summed)
+    return lax.psum_scatter(y, plan.summed, scatter_dimension=plan.scattered, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x: jax.Array, axes: tuple[MeshAxes, ...], dtype: Any) -> jax.Array:
+    """A parameter, gathered along its axes in `dtype`; its gradient is summed and scattered in its own."""
+    if not any(axes):
+        return x
+    x = x.astype(dtype)
+    for dimension, names in enumerate(axes):
+        x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+    return x
+
+
+def _gathered_forward(x: jax.Array, axes: tuple[MeshAxes, ...], dtype: Any) -> tuple[jax.Array, Any]:
+    return _gathered(x, axes, dtype), jnp.zeros((0,), x.dtype)
+
+
+def _gathered_backward(
+    axes: tuple[MeshAxes, ...], dtype: Any, of_x: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    cotangent = cotangent.astype(of_x.dtype)
+    for dimension, names in enumerate(axes):
+        if names:
+            cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=dimension, tiled=True)
+    return (cotangent,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -1,0 +1,90 @@
+"""Gated feed-forward experts: their parameters, and what they make of rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+import coda_jax as coda
+from flax_layers.activation import Activation, activation_of
+from flax_layers.axis_metadata import parameter
+from flax_layers.linear import default_kernel_init
+from flax_layers.sharding import keeps_weights
+
+
+class Experts(nnx.Module):
+    """E gated feed-forward layers, each of the rows of its tokens.
+
+    y = row_scale * (activation(x @ gate[e]) * (x @ up[e])) @ down[e]           e the expert of a row
+
+    Args:
+      in_features: D.
+      hidden_features: F of each expert.
+      num_experts: E.
+      activation: applied to the gate; a function, or its name: see `flax_layers.activation`.
+      dtype: compute dtype; default the promotion of input and parameters.
+      param_dtype: storage dtype of `gate_up` (E, D, 2, F) and `down` (E, F, D).
+      kernel_init: initialiser of all; it sees one expert's, (D, 2F) and (F, D), and returns an array.
+      rngs: source of keys.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        *,
+        activation: str | Activation = "silu",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        def of_each_expert(rows: int, columns: int) -> jax.Array:
+            def one(key: jax.Array) -> Any:
+                made = kernel_init(key, (rows, columns), param_dtype)
+                if isinstance(made, nnx.VariableMetadata):
+                    raise TypeError("Experts: kernel_init has metadata; give one that returns an array, and axis rules")
+                return made
+
+            return jax.vmap(one)(jax.random.split(rngs.params(), num_experts))
+
+        gate_up = of_each_expert(in_features, 2 * hidden_features)
+        gate_up = gate_up.reshape(num_experts, in_features, 2, hidden_features)
+        self.gate_up = parameter(gate_up, "expert", "embed", None, "mlp")
+        self.down = parameter(of_each_expert(hidden_features, in_features), "expert", ("mlp", "fan_in"), "embed")
+        self.activation = activation_of(activation)
+        self.dtype = dtype
+
+    def __call__(self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """What the experts make of rows sorted by expert.
+
+        Args:
+          rows: (R, D).
+          row_scale: (R,) float32.
+          group_sizes: (E,) int32, how many rows each expert has; rows beyond their sum give zeros.
+
+        Returns:
+          (R, D) in the compute dtype.
+        """
+        return self.of_rows(rows, row_scale, group_sizes, self.gate_up[...], self.down[...])
+
+    def of_rows(
+        self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> jax.Array:
+        """As a call, with these in the place of the module's parameters: a device's experts, or its share of F."""
+        dtype = self.dtype or jnp.result_type(rows, gate_up)
+        return coda.expert_mlp(
+            rows.astype(dtype),
+            gate_up,
+            down,
+            group_sizes,
+            row_scale=row_scale,
+            activation=self.activation,
+            dtype=dtype,
+            keep_weights=keeps_weights(),
+        )

@@ -1,0 +1,188 @@
+"""The mixture of experts as a layer, in the place of a block's feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from coda_jax import DeferredNorm, Stream
+from coda_jax.extend import array
+from flax_layers.activation import Activation
+from flax_layers.axis_metadata import name_parameters
+from flax_layers.linear import Linear, Residual, Sum, default_kernel_init
+from flax_layers.mlp import GatedMLP
+from flax_layers.moe.balancing import RouterStatistics, router_statistics
+from flax_layers.moe.expert_parallel import expert_parallel
+from flax_layers.moe.experts import Experts
+from flax_layers.moe.router import Router, Scoring
+
+
+class MoE(nnx.Module):
+    """Mixture of experts: each token's feed-forward layer is a weighted sum of k of E experts. No token is dropped
+    without a capacity_factor.
+
+    y = sum over j of weight[j] * expert[j](x) [+ [sigmoid(x @ shared_gate)] * shared(x)] [+ residual]
+
+    Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32, which the
+    residual joins before the one rounding: no scatter with additions, in either pass. `router` is a `Router`, `experts`
+    an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it. On a mesh rows
+    go to the devices of their experts, as the rules in force say: see `flax_layers.moe.expert_parallel`.
+
+    Args:
+      in_features: D.
+      hidden_features: F of each expert.
+      num_experts: E.
+      experts_per_token: k.
+      activation: applied to the gates; a function, or its name: see `flax_layers.activation`.
+      scoring, normalized, scaling, groups, groups_kept: as in Router.
+      use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
+      shared_features: F of the shared expert; default there is none.
+      capacity_factor: how many rows a device may receive over a mesh axis that cuts the experts, in multiples of what
+        it receives if all are chosen equally often; others are dropped, and counted. Default there is a place for all.
+      use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
+      dtype: compute dtype of the experts; default the promotion of input and parameters.
+      param_dtype: storage dtype of `router.kernel` (D, E), `experts.gate_up` (E, D, 2, F), `experts.down` (E, F, D) and
+        of the shared expert.
+      kernel_init: initialiser of all; it sees one expert's kernels, as in Experts.
+      rngs: source of keys.
+
+    Raises:
+      ValueError: as Router, a shared gate without a shared expert, or a capacity_factor that is not positive.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        activation: str | Activation = "silu",
+        scoring: Scoring = "softmax",
+        normalized: bool = True,
+        scaling: float = 1.0,
+        groups: int | None = None,
+        groups_kept: int | None = None,
+        use_balance_bias: bool = False,
+        shared_features: int | None = None,
+        use_shared_gate: bool = False,
+        capacity_factor: float | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        if use_shared_gate and shared_features is None:
+            raise ValueError(f"{use_shared_gate=} wants a shared expert: give shared_features")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
+        self.capacity_factor = capacity_factor
+        options: dict[str, Any] = {"param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        self.router = Router(
+            in_features,
+            num_experts,
+            experts_per_token,
+            scoring=scoring,
+            normalized=normalized,
+            scaling=scaling,
+            groups=groups,
+            groups_kept=groups_kept,
+            use_bias=use_balance_bias,
+            **options,
+        )
+        self.experts = Experts(in_features, hidden_features, num_experts, activation=activation, dtype=dtype, **options)
+        self.shared: Any = nnx.data(None)
+        if shared_features is not None:
+            self.shared = GatedMLP(in_features, shared_features, activation=activation, dtype=dtype, **options)
+        self.shared_gate: Any = Linear(in_features, 1, dtype=dtype, **options) if use_shared_gate else nnx.data(None)
+        name_parameters(self)
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: Literal[False] = False,
+        token_mask: jax.Array | None = None,
+    ) -> Any: ...
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: Literal[True],
+        token_mask: jax.Array | None = None,
+    ) -> tuple[Any, RouterStatistics]: ...
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        residual: Residual = None,
+        statistics: bool = False,
+        token_mask: jax.Array | None = None,
+    ) -> Any:
+        """Applies the layer to x (..., D); `residual` as in Linear.
+
+        Args:
+          x: (..., D). A norm that is not applied yet is formed, once for router and experts.
+          residual: (..., D) to add before the one rounding; True for what x, a norm, normalises.
+          statistics: whether to return what is counted of the router too.
+          token_mask: (...,) bool, False of tokens that the statistics leave out, as padding. They are computed all the
+            same.
+
+        Returns:
+          (..., D), in the residual's dtype if there is one, else in the compute dtype, a Stream as of Linear; with
+          `statistics` a pair of it and of `RouterStatistics`.
+
+        Raises:
+          ValueError: x, residual or token_mask of another shape.
+        """
+        target = Sum.of(residual, x)
+        formed = array(x)
+        features = self.router.kernel.shape[0]
+        if formed.ndim < 1 or formed.shape[-1] != features:
+            raise ValueError(f"MoE: x has shape {formed.shape}; it must be (..., {features})")
+        if token_mask is not None and token_mask.shape != formed.shape[:-1]:
+            raise ValueError(f"token_mask has shape {token_mask.shape}; of x {formed.shape} it is {formed.shape[:-1]}")
+        routing = self.router(formed)
+        dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
+        wide = jnp.promote_types(dtype, jnp.float32)
+        y: Any = expert_parallel(
+            self.experts.of_rows,
+            formed.astype(dtype),
+            routing.ids,
+            routing.weights,
+            (self.experts.gate_up[...], self.experts.down[...]),
+            capacity_factor=self.capacity_factor,
+            compute_dtype=dtype,
+            dtype=wide,
+        )
+        y, dropped = (y, 0) if self.capacity_factor is None else y
+        if self.shared is not None:
+            y = y + self._shared(formed, wide)
+        added = y.astype(dtype) if target is None else _added(y, target)
+        return (added, router_statistics(routing, token_mask, dropped)) if statistics else added
+
+    def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
+        """What the shared expert adds to x (..., D), of the dtype `wide`."""
+        rows = x if x.ndim > 1 else x[None]
+        y: jax.Array = self.shared(rows).astype(wide)
+        if self.shared_gate is not None:
+            y = jax.nn.sigmoid(self.shared_gate(rows).astype(wide)) * y
+        return y.reshape(x.shape)
+
+
+def _added(y: jax.Array, residual: Sum) -> jax.Array | Stream:
+    """residual + y in float32, rounded once."""
+    if residual.array.shape != y.shape:
+        raise ValueError(f"a residual of shape {residual.array.shape} is added to an output of shape {y.shape}")
+    total = (residual.array.astype(y.dtype) + y).astype(residual.array.dtype)
+    if not residual.is_stream:
+        return total
+    return Stream(total).with_statistic() if residual.has_sums else Stream(total)
