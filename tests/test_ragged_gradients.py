@@ -118,8 +118,8 @@ def check_gradients(case, m, groups, dtype, sizes, residuals, *, first=None, tra
     found = [*vjp_of_ours(case, options)(sizes, first, [a, b, *operands], given)]
     found[1] = jnp.swapaxes(found[1], 1, 2) if transpose_b else found[1]
     for i, (got, one, other, x) in enumerate(zip(found, exact, plain, arrays, strict=True)):
-        # A sum of all rows is of terms that cancel.
-        rough = np.asarray(other).astype(np.float64) + 1e-6 * np.abs(one).max(initial=0) + 1e-5 * (i > 1)
+        slack = 1e-6 * np.abs(one).max(initial=0) + 2e-6 * np.sqrt(m * N) * (i > 1)  # of sums of terms that cancel
+        rough = np.asarray(other).astype(np.float64) + slack
         tolerance.check(got, np.asarray(one), rough, dtype=x.dtype, name=f"of argument {i}")
         if (kind := ("tile", "groups", *CASES[case].kinds)[i]) in OF_ROWS:
             assert not np.asarray(got)[group < 0].any()
@@ -155,14 +155,13 @@ def test_gradients(problem):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
-@pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize(("m", "groups"), [(1, 2), (129, 64), (200, 33)])
-def test_gradients_of_many(case, m, groups, dtype, residuals, transpose_b):
+def test_gradients_of_many(case, m, groups, dtype, residuals):
     @hypothesis.settings(SETTINGS, max_examples=10)
     @hypothesis.given(sizes_of(m, groups))
     def of_sizes(sizes):
-        check_gradients(case, m, groups, dtype, sizes, residuals, transpose_b=transpose_b)
+        check_gradients(case, m, groups, dtype, sizes, residuals, transpose_b=len(case) % 2 == 0)
 
     of_sizes()
 

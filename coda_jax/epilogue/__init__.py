@@ -7,6 +7,7 @@ From a function to a kernel's epilogue, in order:
                 and elementwise; tags say what indexes each axis, values holds what is known of a value
   operand       is an array beside acc, and what is asked of its kind; operand_kinds has all that is known of each kind,
                 for this room and those above it; groups is of arrays of which a row's group chooses
+  group_reductions  are reductions over the rows of each group, which XLA makes from values of each row
   finishing     leaves to XLA what follows from finished reductions
   simplify      shortens the nodes; assemble numbers them and makes the program
   program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
