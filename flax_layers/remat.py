@@ -11,12 +11,14 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | norm_projection                   | a biased projection of a norm: GPT-2's q, k, v | 2 N                |
 | context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
+| expert_rows                       | rows of tokens, sorted by their k experts      | 2 k D              |
 | mlpwi                             | gate and up before the activation (k experts)  | 4 F (4 k F)        |
 | mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
 
 decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each
 token's k experts and the order of rows by expert, 12 k bytes. Computed again, scores that differ in the last bit could
-choose another expert, of which the gradient would then be.
+choose another expert, of which the gradient would then be. Expert rows are the largest array of a layer with experts:
+without their name in a tuple that has all others they are gathered again, and no product is run again.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from coda_jax import Stream
 Remat = str | Iterable[str] | Callable[..., Any] | None
 
 ROUTING = "routing"  # kept by every policy
+EXPERT_ROWS = "expert_rows"
 LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
 QKV = ("query_proj", "key_proj", "value_proj")
-NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, "mlpwi", LAYER_OUTPUT})
+NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "mlpwi", LAYER_OUTPUT})
 # Names that MaxText has for arrays that are several, or parts of one, here.
 _ALSO = {"qkv_proj": QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 

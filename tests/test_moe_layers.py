@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from layer_checks import check_module
 
+import coda_jax as coda
 import flax_layers as layers
 from flax_layers import moe
 from flax_layers.checkpoints import from_maxtext, from_peft, to_maxtext, to_peft
@@ -238,6 +239,22 @@ def test_remat_keeps_what_was_chosen():
 
     assert sorts(None) == sorts("full") == 1
     assert sorts(jax.checkpoint_policies.nothing_saveable) == 2
+
+
+def test_products_that_remat_runs_again():
+    """Kept by their names, rows apart, none of a block's products is made twice: four, and seven going back."""
+    block = layers.LlamaBlock(16, 24, 4, mlp=made(), rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(block)
+
+    def products(remat):
+        def loss(state, x):
+            return jnp.sum(run_layers(nnx.List([nnx.merge(graphdef, state)]), x, remat=remat))
+
+        return sum(coda.explain(jax.value_and_grad(loss), state, jnp.ones((1, 4, 16))).products.values())
+
+    names = ("query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi")
+    assert products(None) == products(names) == products((*names, "expert_rows")) == 11
+    assert products("save_attention") == 12 and products("full") == 14
 
 
 def test_layers_of_both_kinds():

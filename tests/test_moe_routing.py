@@ -72,12 +72,16 @@ def test_gather_and_sum_are_each_other_s_gradient(dtype, k):
     np.testing.assert_array_equal(back(x)[0], rows)
 
 
-def test_sum_in_another_dtype():
-    order = moe.order_by_expert(ids_of(8, 2, 4), 4)
-    y = jnp.ones((16, 3), jnp.bfloat16) * 1.0078125
-    total, pull = jax.vjp(lambda y: moe.combined(y, order, 2, jnp.float32), y)
-    assert total.dtype == jnp.float32 and float(total[0, 0]) == 2 * 1.0078125
+def test_sums_are_float32():
+    """Of bfloat16 rows 1, 2^-9 and 2^-9 as well: no partial sum is rounded to bfloat16."""
+    order = moe.order_by_expert(ids_of(8, 3, 4), 4)
+    routed = jnp.tile(jnp.array([1, 2**-9, 2**-9], jnp.bfloat16), 8)
+    y = routed[order.rows][:, None] * jnp.ones((1, 3), jnp.bfloat16)
+    total, pull = jax.vjp(lambda y: moe.combined(y, order, 3, jnp.float32), y)
+    np.testing.assert_array_equal(total, np.full((8, 3), 1 + 2**-8, np.float32))
     assert pull(total)[0].dtype == jnp.bfloat16
+    halves = jnp.tile(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 8)[order.rows][:, None]
+    np.testing.assert_array_equal(moe.combined(halves, order, 3), np.full((8, 1), 1 + 2**-7))
 
 
 @pytest.mark.parametrize(("k", "only"), [(1, None), (1, (2,)), (2, (0, 5)), (3, None)])

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_layers.remat import ROUTING, named
+from flax_layers.remat import EXPERT_ROWS, ROUTING, named
 
 # experts(rows (R, D), row_scale (R,) float32, group_sizes (E,) int32) -> (R, D)
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -137,4 +137,5 @@ def sorted_experts(
         )
     order, k = order_by_expert(ids, num_experts), ids.shape[1]
     row_scale = gathered(weights.reshape(-1), order, 1)
-    return combined(experts(gathered(x, order, k), row_scale, order.group_sizes), order, k, dtype)
+    rows = named(gathered(x, order, k), EXPERT_ROWS)
+    return combined(experts(rows, row_scale, order.group_sizes), order, k, dtype)
