@@ -353,8 +353,8 @@ def test_calls_that_are_refused():
     boxed = nnx.with_partitioning(nnx.initializers.zeros, (None, None))
     with pytest.raises(TypeError, match="kernel_init has metadata"):
         moe.Experts(16, 8, 6, kernel_init=boxed, rngs=nnx.Rngs(0))
-    for options in ({"tokens_per_expert": True}, {"token_mask": TOKENS > 0}):
-        with pytest.raises(ValueError, match="are for models with experts"):
+    for options in ({"tokens_per_expert": True}, {"dropped_choices": True}, {"token_mask": TOKENS > 0}):
+        with pytest.raises(ValueError, match="want a model with experts, of a MoEConfig"):
             loss_of(dense, **options)
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 11\)"):
         loss_of(layers.Llama(TINY, rngs=nnx.Rngs(0)), token_mask=TOKENS[:, 1:] > 0)
