@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -352,8 +353,8 @@ def test_calls_that_are_refused():
     boxed = nnx.with_partitioning(nnx.initializers.zeros, (None, None))
     with pytest.raises(TypeError, match="kernel_init has metadata"):
         moe.Experts(16, 8, 6, kernel_init=boxed, rngs=nnx.Rngs(0))
-    for options in ({"tokens_per_expert": True}, {"token_mask": TOKENS > 0}):
-        with pytest.raises(ValueError, match="are for models with experts"):
+    for options in ({"tokens_per_expert": True}, {"dropped_choices": True}, {"token_mask": TOKENS > 0}):
+        with pytest.raises(ValueError, match="want a model with experts, of a MoEConfig"):
             loss_of(dense, **options)
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 11\)"):
         loss_of(layers.Llama(TINY, rngs=nnx.Rngs(0)), token_mask=TOKENS[:, 1:] > 0)
@@ -523,3 +524,16 @@ def test_checkpoint_of_the_state():
     nnx.replace_by_pure_dict(restored, jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state))
     nnx.update(other, restored)
     np.testing.assert_array_equal(loss_of(other), loss_of(model))
+
+
+def test_any_number_of_tokens():
+    """Exported with a symbolic number, and under vmap."""
+    module = made()
+    graphdef, state = nnx.split(module)
+    call = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    exported = jax.export.export(call)(state, jax.ShapeDtypeStruct((tokens, 16), jnp.float32))
+    x = jax.random.normal(jax.random.key(0), (13, 16))
+    np.testing.assert_array_equal(exported.call(state, x), call(state, x))
+    for got, one in zip(jax.vmap(module)(jnp.stack([x, 2 * x])), (x, 2 * x), strict=True):
+        np.testing.assert_allclose(got, module(one), atol=1e-6)

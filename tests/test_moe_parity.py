@@ -206,3 +206,57 @@ def test_published_configs():
     }
     for kind, theirs_says in defaults.items():
         assert config_from_hf({"model_type": kind}) == config_from_hf(theirs_says.to_dict()), kind
+
+
+def test_a_model_with_deepseek_v3_s_experts():
+    """dots.llm1: a dense first layer, sigmoids, groups, a balance bias, scaling, a shared expert; logits, gradients."""
+    sizes = {name: SIZES[name] for name in list(SIZES)[:7]}
+    experts = {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(
+        transformers.Dots1Config(
+            **sizes,
+            **experts,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            head_dim=8,
+            sliding_window=None,
+        ),
+        attn_implementation="eager",
+    ).eval()
+    with torch.no_grad():
+        for name, x in reference.state_dict().items():
+            if "experts" in name or "mlp.gate" in name:
+                x.copy_(0.3 * torch.randn(x.shape))
+    config = layers.MoEConfig(
+        **sizes,
+        **experts,
+        num_experts=8,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=(0,),
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
+        use_balance_bias=True,
+        router_aux_loss_coef=0.0,
+        qk_norm=True,
+    )
+
+    def ours_of(arrays):
+        return {name.replace("shared_experts", "shared_expert"): x for name, x in arrays.items()}
+
+    tokens = torch.from_numpy(TOKENS)
+    out = reference(tokens, labels=tokens)
+    out.loss.backward()
+    model = from_hf(ours_of({name: x.detach().numpy() for name, x in reference.state_dict().items()}), config)
+    assert np.any(model.layers[1].mlp.router.bias[...])
+    labels = jnp.asarray(np.concatenate([TOKENS[:, 1:], np.full((2, 1), -100)], axis=1))
+    loss, gradient = nnx.jit(nnx.value_and_grad(lambda model: model.loss(jnp.asarray(TOKENS), labels)))(model)
+    np.testing.assert_allclose(loss, out.loss.item(), rtol=1e-5)
+    wanted = in_files(ours_of({name: x.grad.numpy() for name, x in reference.named_parameters()}), config)
+    got = to_hf(gradient, config)
+    assert got.keys() | {"model.layers.1.mlp.gate.e_score_correction_bias"} == wanted.keys()
+    for name, array in got.items():
+        np.testing.assert_allclose(array, wanted[name], atol=3e-5 * np.abs(wanted[name]).max(), err_msg=name)
