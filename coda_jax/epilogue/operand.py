@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from coda_jax.epilogue.dtypes import TILES
+from coda_jax.epilogue.dtypes import FLOATS, TILES
 from coda_jax.epilogue.groups import Marked, RowGroups
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, Tag
@@ -68,6 +68,11 @@ class Operand:
     def has_rows(self) -> bool:
         """True if its array has a row for each row of the product."""
         return Along.ROWS in self.axes
+
+    @property
+    def sums_rows(self) -> bool:
+        """True if its cotangent is a sum over rows of the product."""
+        return self.dtype.name in FLOATS and not self.has_rows
 
 
 class OperandKind:

@@ -268,7 +268,7 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
     def factors(axes: ProductAxes, shape: Sequence[int] | None, piece: int) -> ArrayMapping:
         mapping: list[Any] = []
         for i, axis in enumerate(axes):
-            unit = unit_of[axis] if axis else 0
+            unit = unit_of.get(axis, 0) if axis else 0  # no argument has the groups of a ragged K
             # Pieces have sizes of their own.
             name = f"{axis}_{piece}" if axis and axis.dimension is joined else str(axis)
             if unit == 1:

@@ -25,8 +25,9 @@ from coda_jax.primitives.spec import CallOptions
 class RowsInGroups:
     """What the derivative of an epilogue takes in the place of rows in no group, and leaves of them.
 
-    A sum over the rows would have their part in it, which is no number where f or its derivative is none there: in the
-    place of such a row stands the nearest one that is in a group, with a cotangent of zeros.
+    A sum over the rows, as the cotangent of a vector is, would have their part in it, which is no number where f or its
+    derivative is none there: beside one, in the place of such a row stands the nearest one that is in a group, with a
+    cotangent of zeros.
 
     Attributes:
       offsets: of the groups.
@@ -49,17 +50,17 @@ class RowsInGroups:
         cotangents: Sequence[Any],
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         """pullback(acc, arguments, cotangents) of a program's epilogue, whose cotangents of such rows may be NaN."""
-        needed = itertools.compress(program.operands, pullback.needs)
-        given = [self.filled(x) if operand.has_rows else x for operand, x in zip(needed, arguments, strict=True)]
-        if pullback.needs[-1]:  # the offsets
-            given[-1] = self._stretched()
-        of_groups = [
-            None if x is None else self.masked(x, axes) for x, axes in zip(cotangents, program.row_axes, strict=True)
-        ]
-        acc = None if acc is None else self.filled(acc)
-        dacc, found = pullback(acc, given, of_groups)
-        each = zip(found, program.operands, strict=True)
-        return self.masked(dacc, (0,)), [None if x is None else self.cotangent(x, operand) for x, operand in each]
+        if any(x.sums_rows for x in program.operands):
+            needed = itertools.compress(program.operands, pullback.needs)
+            arguments = [self.filled(x) if one.has_rows else x for one, x in zip(needed, arguments, strict=True)]
+            if pullback.needs[-1]:  # the offsets
+                arguments[-1] = self._stretched()
+            each = zip(cotangents, program.row_axes, strict=True)
+            cotangents = [None if x is None else self.masked(x, axes) for x, axes in each]
+            acc = None if acc is None else self.filled(acc)
+        dacc, found = pullback(acc, arguments, cotangents)
+        of_operands = zip(found, program.operands, strict=True)
+        return self.masked(dacc, (0,)), [x if x is None else self.cotangent(x, one) for x, one in of_operands]
 
     def filled(self, x: jax.Array) -> jax.Array:
         """An array of the rows, (M, ...), with rows of the groups' in the place of those in none."""
