@@ -38,7 +38,30 @@ def run(
     print(name, f"{about}ran", flush=True)
 
 
+def run_groups(config: coda.GemmConfig | None = None, about: str = "") -> None:
+    """A product of groups and its gradients: an aligned group, empty ones, one of a row, rows in none."""
+    sizes = jnp.array([128, 0, 1, 77, 0, 30], jnp.int32)
+    a = jax.random.normal(jax.random.key(0), (264, 136)).astype(jnp.bfloat16)
+    b = jax.random.normal(jax.random.key(1), (6, 136, 384)).astype(jnp.bfloat16)
+    bias, scale = coda.ByGroup(jnp.ones((6, 384))), jnp.ones((264, 1))
+
+    def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+        product = functools.partial(coda.ragged_gemm, implementation="cuda", config=config)
+        y, squares = product(a, b, sizes, bias, scale, epilogue=_biased)
+        return jnp.sum(y.astype(jnp.float32)) + jnp.sum(squares)
+
+    jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(a, b))
+    print("groups", f"{about}ran", flush=True)
+
+
+def _biased(acc: jax.Array, bias: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = jax.nn.gelu(acc + bias) * scale
+    return y, jnp.sum(y * y, axis=1)
+
+
 def main() -> None:
+    for tile_m, tile_n, cluster_m in ((128, 128, 2), (128, 192, 2), (128, 256, 2), (64, 256, 1)):
+        run_groups(coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m), f"in {tile_m} x {tile_n} ")
     for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
         for name in PROGRAMS:
             run(name, 264, 400, 136, transpose_a=transpose_a, transpose_b=transpose_b)

@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import coda_jax as coda
 from benchmarks.epilogues import EpilogueCase
 from benchmarks.programs import spec_of
 from coda_jax.epilogue import ByGroup, trace
 from coda_jax.epilogue.groups import group_offsets
+from coda_jax.lowering import kernel
 from coda_jax.primitives.axes import Dimension
 from coda_jax.tiles.config import TILES, GemmConfig
-from tests import tolerance
+from tests import ragged_cases, tolerance
 from tests.gpu.poisoned import poisoned
+from tests.test_ragged_gradients import check_gradients
 
 REPEATS = 300
 
@@ -100,7 +103,7 @@ def _rows_of(sizes):
     return list(zip(ends - sizes, ends, strict=True))
 
 
-def _grouped(name, sizes, n, k, *, transpose_b=False, config=None, seed=0, rewrite=lambda source: source, dtype):
+def _grouped(name, sizes, n, k, *, transpose_b=False, seed=0, dtype, **options):
     """A call on poisoned outputs, and the plain formula group by group, in a dtype."""
     case, groups = CASES[name], len(sizes)
     m = sum(sizes) + MORE_ROWS
@@ -110,7 +113,7 @@ def _grouped(name, sizes, n, k, *, transpose_b=False, config=None, seed=0, rewri
     operands = case.operands(m, n, groups, keys[2])
     offsets = group_offsets(jnp.asarray(sizes, jnp.int32), m)
     spec, arrays = _spec(case, m, n, operands, sizes, offsets, ragged=Dimension.M, transpose_b=transpose_b)
-    call = poisoned(spec, (a, b, *arrays), config=config, rewrite=rewrite)
+    call = poisoned(spec, (a, b, *arrays), **options)
 
     def plain(working):
         host = jax.tree.map(lambda x: np.asarray(x).astype(working) if x.dtype != jnp.int32 else x, (a, b, arrays))
@@ -141,6 +144,35 @@ def _grouped(name, sizes, n, k, *, transpose_b=False, config=None, seed=0, rewri
     return call, check
 
 
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+@pytest.mark.parametrize("case", [case for case in ragged_cases.CASES if case != "of each group"])
+def test_gradients(case, residuals, transpose_b):
+    sizes = np.array(SIZES["unaligned"], np.int32)
+    with coda.strict():
+        check_gradients(case, int(sizes.sum()) + MORE_ROWS, 8, jnp.bfloat16, sizes, residuals, transpose_b=transpose_b)
+
+
+def test_reductions_of_each_group():
+    sizes = np.array(SIZES["unaligned"], np.int32)
+    check_gradients("of each group", int(sizes.sum()) + MORE_ROWS, 8, jnp.bfloat16, sizes, "preactivation")
+
+
+def test_group_offset_and_loops():
+    """Groups from the third on; and products of a batch, one after the other."""
+    sizes = jnp.array(SIZES["unaligned"], jnp.int32)
+    a, b = _normal(jax.random.key(0), (3, 900, 128)), _normal(jax.random.key(1), (5, 128, 256))
+    product = jax.vmap(lambda a: coda.ragged_gemm(a, b, sizes, group_offset=2, implementation="cuda"))
+    out = np.asarray(jax.jit(product)(a), np.float32)
+    ends = np.cumsum(sizes)
+    for batch in range(3):
+        for g in range(8):
+            rows = slice(ends[g] - sizes[g], ends[g])
+            want = np.asarray(a[batch, rows], np.float32) @ np.asarray(b[g - 2], np.float32) if 2 <= g < 7 else 0
+            assert np.all(np.abs(out[batch, rows] - want) <= 0.01 * np.abs(want) + 0.1)
+        assert not out[batch, ends[-1] :].any()
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_in_groups(name, sizes):
@@ -166,7 +198,7 @@ def test_transposed_b(name):
     check(call())
 
 
-def _contracted(sizes, m, n, *, config=None, dtype=jnp.bfloat16, seed=0, rewrite=lambda source: source):
+def _contracted(sizes, m, n, *, dtype=jnp.bfloat16, seed=0, **options):
     rows = sum(sizes) + MORE_ROWS
     keys = jax.random.split(jax.random.key(seed), 2)
     a, b = (_normal(key, (rows, size), dtype) for key, size in zip(keys, (m, n), strict=True))
@@ -174,7 +206,7 @@ def _contracted(sizes, m, n, *, config=None, dtype=jnp.bfloat16, seed=0, rewrite
     offsets = group_offsets(jnp.asarray(sizes, jnp.int32), rows)
     case = Case(identity, out_dtypes=(dtype,))
     spec, arrays = _spec(case, m, n, (), sizes, offsets, ragged=Dimension.K, transpose_a=True)
-    call = poisoned(spec, (a, b, *arrays), config=config, rewrite=rewrite)
+    call = poisoned(spec, (a, b, *arrays), **options)
 
     def check(outputs):
         (out,) = outputs
@@ -231,9 +263,31 @@ def test_every_launch_gives_the_same_bits(name, config):
     assert sum(int(_differing(first, call())) for _ in range(REPEATS)) == 0
 
 
+@pytest.mark.parametrize("nanoseconds", [0, 1000])
+@pytest.mark.parametrize("config", [GemmConfig(tile_m=128, tile_n=128), GemmConfig(tile_m=128, tile_n=256)], ids=str)
+@pytest.mark.parametrize("name", ["kept_gate", "scaled", "k"])
+def test_claimed_tiles(name, config, nanoseconds, monkeypatch):
+    """The same bits as those of blocks that have tiles of their own."""
+    monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", nanoseconds)
+    sizes, sources = _large_sizes(24, 8000), []
+
+    def kept(source):
+        sources.append(source)
+        return source
+
+    def call(**options):
+        if name == "k":
+            return _contracted(sizes, 1024, 1040, config=config, **options)[0]
+        return _grouped(name, sizes, 2048, 256, config=config, dtype=jnp.bfloat16, **options)[0]
+
+    want, claiming = call()(), call(yields=True, rewrite=kept)
+    assert sources and all("claims = true" in source for source in sources)
+    assert sum(int(_differing(want, claiming())) for _ in range(REPEATS // 3)) == 0
+
+
 FAULTS = {
     "store a neighbour's rows": ("m", (("if (rows < 16) {", "if (rows < 0) {"),)),
-    "leave rows of none": ("m", (("if (work.blocks == 0) epilogue.store_zeros(work.tile);", ";"),)),
+    "leave rows of none": ("m", (("epilogue.store_zeros(work.tile);", ";"),)),
     "an offset by one": ("m", (("min(max(offsets[group], 0), rows)", "min(max(offsets[group] + 1, 0), rows)"),)),
     "k behind the end": ("k", (("if (left < Config::tile_k) zero_behind(consumer, at.slot, left);", ""),)),
     "one factor alone is zeroed": (
