@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks import report_tables, results, tile_report
+from benchmarks import moe_tables, report_tables, results, tile_report
 from benchmarks.grouped import CASES
 from benchmarks.markdown import geometric_mean, percent, table
 from benchmarks.report_tables import Row, number, overheads, peer_ratios, product_times
@@ -83,7 +83,7 @@ SECTIONS = [
     Section("Training step of a mixture of experts", "_moe_step", "make bench-moe_step", report_tables.training_step),
     *(
         Section(f"Mixture of experts, {case.name}", f"_moe_{name}", f'make bench-moe ARGS="--shapes {name}"',
-                report_tables.experts)
+                moe_tables.experts)
         for name, case in CASES.items()
     ),
     Section("Launch", "_launch", "make bench-launch", report_tables.launch),

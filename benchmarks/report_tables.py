@@ -80,7 +80,7 @@ def training_step(rows: Sequence[Row]) -> str:
         f"Value and gradient of the loss of {MODELS[first.get('model', 'llama')].format(**first)} on "
         f"{first['batch']} x {first['length']} tokens, {first.get('param_dtype', 'bfloat16')} parameters. "
         "*Beyond*: kernels that are neither products nor attention. *Gradient*: largest relative distance "
-        "of a kind of parameter's gradient to the unrolled plain step's.\n\n"
+        f"of a kind of parameter's gradient to {_reference(steps)}.\n\n"
     )
     columns = ["", "ms", "over plain", "beyond, ms", "temporaries, GiB", "peak, GiB", "gradient", "compiled in, s"]
     text += table(
@@ -89,7 +89,7 @@ def training_step(rows: Sequence[Row]) -> str:
             [
                 VARIANTS.get(row["variant"], row["variant"]),
                 f"{number(row, 'ms'):.1f}",
-                f"{number(row, 'ms') / plain:.3f}",
+                "" if math.isnan(plain) else f"{number(row, 'ms') / plain:.3f}",
                 f"{number(row, 'beyond_ms'):.1f}",
                 f"{number(row, 'temporaries_gib'):.1f}",
                 f"{number(row, 'peak_gib'):.1f}",
@@ -99,6 +99,9 @@ def training_step(rows: Sequence[Row]) -> str:
             for row in steps
         ],
     )
+    for row in (row for row in rows if row["kind"] == "step" and not row["ms"]):
+        name, needed = VARIANTS.get(row["variant"], row["variant"]), number(row, "temporaries_gib")
+        text += f"\n{name}: {row['failure']}, not run. XLA would need {needed:.0f} GiB of temporaries.\n"
     kernels = [row for row in rows if row["kind"] == "kernels" and row["variant"] in ("coda", "xla")]
     by_class = grouped(kernels, lambda row: row["class"])
     longest = {name: max(number(row, "ms") for row in of) for name, of in by_class.items()}
@@ -120,37 +123,11 @@ def training_step(rows: Sequence[Row]) -> str:
     return text
 
 
-def experts(rows: Sequence[Row]) -> str:
-    """Of one shape: the experts' MLPs, the layer, and each product alone."""
-    first = rows[0]
-    text = (
-        f"{first['rows']} rows, {first['experts']} experts, {first['hidden']} x {first['intermediate']}, bfloat16; ms. "
-        "*Sizes*: of the groups, equal, drawn at random, or one with half of the rows. *Tiles*: along the rows, summed "
-        "over the groups. *Speed*: of whole tiles, over that of our batched product on equal groups in the same run. "
-        "In the place of a time: the temporaries that XLA would need.\n\n"
-    )
-    names = [name for name in dict.fromkeys(row["variant"] for row in rows) if not name.startswith("coda_batched_")]
-    for title, is_product in (("", False), ("\nEach product alone:\n\n", True)):
-        of_title = [row for row in rows if row["part"].startswith(("experts", "layer")) != is_product]
-        present = [name for name in names if any(row["variant"] == name for row in of_title)]
-        lines = []
-        for (part, kind), of in grouped(of_title, lambda row: (row["part"], row["kind"])).items():
-            by_name = {row["variant"]: row for row in of}
-            ours = next((by_name[name] for name in ("coda_mlp", "coda") if name in by_name), {})
-            speed = f"{number(ours, 'tile_speed'):.3f}" if ours.get("tile_speed") else ""
-            lines.append([part, kind, ours.get("tiles", ""), speed, *(_time(by_name.get(name)) for name in present)])
-        if lines:
-            text += title + table(["part", "sizes", "tiles", "speed", *(f"`{name}`" for name in present)], lines)
-    included = {row["variant"]: row["includes"] for row in rows if row["includes"]}
-    return text + "".join(f"\n`{name}`: {what}.\n" for name, what in included.items())
-
-
-def _time(row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row["ms"]:
-        return f"{number(row, 'ms'):.3f}"
-    return f"{number(row, 'temporaries_gib'):.1f} GiB" if row["failure"] == "does not fit" else "failed"
+def _reference(steps: Sequence[Row]) -> str:
+    """Whose gradient the others are compared with: the plain step's, or where none ran the first one's."""
+    if any(row["variant"].startswith("xla") for row in steps):
+        return "the unrolled plain step's"
+    return "that of the first row, for no plain step ran: it is compared with nothing else here"
 
 
 def layer(rows: Sequence[Row]) -> str:

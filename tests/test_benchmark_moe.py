@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import grouped, grouped_forms, grouped_timing, moe, moe_step, peers, report_tables, timing
+from benchmarks import grouped, grouped_forms, grouped_timing, moe, moe_step, moe_tables, peers, report_tables, timing
 from coda_jax.tiles.config import GemmConfig
 
 CASE = grouped.TINY["tiny"]
@@ -197,9 +197,22 @@ def test_the_table_of_experts():
         common | {"part": "experts", "variant": "other", "failure": "TypeError", "includes": "its products"},
         common | {"part": "down", "variant": "coda", "ms": "0.5", "tiles": "7", "tile_speed": "0.5"},
     ]
-    shown = report_tables.experts(rows)
+    shown = moe_tables.experts(rows)
     assert "| experts | random |  | 0.970 | 1.500 | 123.4 GiB | failed |" in shown
     assert "| down | random | 7 | 0.500 | 0.500 |" in shown and "`other`: its products." in shown
+    assert "`other` failed: TypeError" in shown and "`xla` failed" not in shown
+
+
+def test_the_table_of_steps_where_no_plain_step_fits():
+    """It says what the gradients are compared with, and what the plain step would need."""
+    common = {"kind": "step", "model": "qwen3_moe", "batch": "4", "length": "64", "layers": "2", "failure": ""}
+    common |= {"beyond_ms": "1", "temporaries_gib": "5", "peak_gib": "6", "compile_s": "7", "gradient_distance": "0"}
+    ran = common | {"variant": "coda", "ms": "2"}
+    plain = common | {"variant": "xla", "ms": "", "temporaries_gib": "388", "failure": "out of memory"}
+    shown = report_tables.training_step([ran, plain])
+    assert "| flax_layers | 2.0 |  | 1.0 |" in shown and "no plain step ran" in shown
+    assert "plain JAX, unrolled: out of memory, not run. XLA would need 388 GiB" in shown
+    assert "the unrolled plain step's" in report_tables.training_step([ran, plain | {"ms": "3", "failure": ""}])
 
 
 def test_grouped_products(tmp_path, capsys, quick_to_compile):
