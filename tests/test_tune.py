@@ -218,6 +218,25 @@ def test_programs_that_are_measured():
     assert not jnp.array_equal(sets[0][0], sets[1][0])
 
 
+@needs_nvrtc
+def test_groups_that_are_measured():
+    """All rows are in a group, of every layout of the rows: else tiles would be measured that only write zeros."""
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((96, 128), (4, 128, 64))]
+
+    def loss(a, b, sizes):
+        return coda.ragged_gemm(a, b, sizes).astype(jnp.float32).sum()
+
+    works = tune.products_of(jax.value_and_grad(loss, (0, 1)), *types, sizes).values()
+    assert len(works) == 3
+    for work in works:
+        sets = tune.random_sets(work, jax.local_devices()[0])()
+        assert [[x.shape for x in arguments] for arguments in sets] == [[x.shape for x in work.types]] * len(sets)
+        for *_, offsets in sets:
+            assert (offsets[0], offsets[-1]) == (0, 96) and jnp.all(jnp.diff(offsets) >= 0)
+        assert not jnp.array_equal(sets[0][-1], sets[1][-1])
+
+
 @pytest.mark.slow
 @needs_nvrtc
 def test_measured_on_a_device(monkeypatch):

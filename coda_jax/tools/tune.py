@@ -108,10 +108,11 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
-    that it can have, all at one clock. The best are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json``
-    beside the compiled kernels. The best has the least energy times time, energy being the measured time times the
-    power that the tile is known to take; of those within 0.75 % it is the fastest. With ``CODA_JAX_TILES_BY=time`` it
-    is the fastest, in an entry of its own. An entry stays until its product is tuned again.
+    that it can have, all at one clock; of a grouped product every row is in a group, and groups are unequal. The best
+    are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the compiled kernels. The best has
+    the least energy times time, energy being the measured time times the power that the tile is known to take; of those
+    within 0.75 % it is the fastest. With ``CODA_JAX_TILES_BY=time`` it is the fastest, in an entry of its own. An entry
+    stays until its product is tuned again.
 
     Functions that are jitted from then on, here or in later processes with the same setting, take their tiles from the
     table. What is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several
@@ -274,13 +275,27 @@ def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.random.normal(key, type_.shape, jnp.float32).astype(type_.dtype)
 
 
+def random_offsets(key: jax.Array, work: Work) -> jax.Array:
+    """Where the groups of a grouped product's rows begin: all rows are in one, and sizes are up to twice the mean."""
+    groups, rows = work.problem.shape.groups, work.spec.matrices.flat_types(work.types)[0].shape[0]
+    shifts = jax.random.uniform(key, (groups - 1,), minval=-0.5, maxval=0.5)
+    inner = ((jnp.arange(1, groups) + shifts) * (rows / groups)).astype(jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, rows, jnp.int32)])
+
+
 def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
     """The program that makes the sets, at random, as power and with it the clock depend on the data."""
+
+    def arguments(keys: jax.Array) -> tuple[jax.Array, ...]:
+        found = list(map(random_array, keys, work.types))
+        if work.spec.ragged is not None:
+            found[-1] = random_offsets(keys[-1], work)
+        return tuple(found)
 
     def make() -> list[tuple[jax.Array, ...]]:
         # The generator that XLA compiles in no time.
         keys = jax.random.split(jax.random.key(0, impl="rbg"), (number_of_sets(work), len(work.types)))
-        return [tuple(map(random_array, keys_of_set, work.types)) for keys_of_set in keys]
+        return list(map(arguments, keys))
 
     return jax.jit(make, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower().compile()
 
