@@ -367,6 +367,12 @@ def called(**changes):
         ({"group_sizes": [2, 2, 2]}, TypeError, "group_sizes is list; it must be an array"),
         ({"x": jnp.ones((6, 8), jnp.int32)}, TypeError, "x has dtype int32; it must be bfloat16, float16 or float32"),
         ({"row_scale": jnp.ones(6, jnp.int32)}, TypeError, "row_scale has dtype int32"),
+        (
+            {"w_gate_up": (0, 8, 20), "w_down": (0, 10, 8)},
+            ValueError,
+            r"w_down has shape \(0, 10, 8\); the number of ex",
+        ),
+        ({"implementation": "gpu"}, ValueError, "expert_mlp: implementation = 'gpu'; it must be one of 'auto', 'cuda'"),
         ({"activation": "silu"}, TypeError, "activation = 'silu'; it must be a function"),
         ({"dtype": jnp.int32}, TypeError, "dtype = int32; it must be bfloat16, float16 or float32"),
     ],

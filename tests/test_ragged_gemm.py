@@ -385,6 +385,7 @@ def add(acc, x):
         ((A, B, SIZES[None]), {}, ValueError, "group_sizes has shape (1, 4); it must be (G,)"),
         ((A, B, [5, 0, 9, 7]), {}, TypeError, "group_sizes is list; it must be an array (G,) int32"),
         ((A, B, SIZES), {"group_offset": 1}, ValueError, "group_offset = 1; group_sizes has 4 groups, b has 4"),
+        ((A, B, SIZES[:3]), {"group_offset": 0}, ValueError, "group_sizes has 3 groups, b has 4; it must have b's"),
         ((A, B, SIZES), {"group_offset": -1}, ValueError, "group_offset = -1; group_sizes has 4 groups"),
         ((A, B, SIZES), {"group_offset": jnp.ones(2, jnp.int32)}, TypeError, "group_offset is int32 of shape (2,)"),
         ((A, B, SIZES), {"group_offset": jnp.ones(())}, TypeError, "group_offset is float32 of shape ()"),
@@ -445,7 +446,7 @@ def test_refusals(arguments, options, error, message):
     [
         ((A, A[:23], SIZES), {}, ValueError, "a (24, 8) has 24 rows, b (23, 8) has 23; they must be equal"),
         ((A, B, SIZES), {}, ValueError, "ragged_contraction: b has shape (4, 8, 16); it must be a matrix"),
-        ((A, A, SIZES[:0]), {}, ValueError, "there must be at least one group"),
+        ((A, A, SIZES[:0]), {}, ValueError, "group_sizes has shape (0,); it must have at least one group"),
         ((A, A, SIZES.astype(jnp.int16)), {}, TypeError, "ragged_contraction: group_sizes has dtype int16"),
         ((A, A, SIZES), {"implementation": "gpu"}, ValueError, "ragged_contraction: implementation = 'gpu'"),
         ((A, A, SIZES), {"config": 128}, TypeError, "ragged_contraction: config is int"),
@@ -456,6 +457,27 @@ def test_refusals_of_contractions(arguments, options, error, message):
     with pytest.raises(error) as info:
         coda.ragged_contraction(*arguments, **options)
     assert message in str(info.value)
+
+
+def test_the_number_of_groups_is_known():
+    (groups,) = export.symbolic_shape("g")
+    a, b, sizes = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((24, 8), F32), ((groups, 8, 16), F32), ((groups,), jnp.int32))
+    )
+    with pytest.raises(ValueError, match=r"ragged_gemm: b has shape \(g, 8, 16\); the number of groups must be known"):
+        jax.eval_shape(coda.ragged_gemm, a, b, sizes)
+    with pytest.raises(ValueError, match=r"ragged_contraction: group_sizes has shape \(g,\); the number of groups"):
+        jax.eval_shape(coda.ragged_contraction, a, a, sizes)
+
+
+def test_tiles_of_groups_are_not_split():
+    explained = coda.explain(
+        functools.partial(coda.ragged_gemm, config=coda.GemmConfig(split_k=True)),
+        *(A.astype(jnp.bfloat16), B.astype(jnp.bfloat16), SIZES),
+        platform="cuda",
+    )
+    assert "split_k = True with a product of groups; their tiles are never split" in str(explained)
 
 
 def test_a_cpu_has_no_kernel():

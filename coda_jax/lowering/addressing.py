@@ -51,9 +51,7 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     return None
 
 
-def _unsupported_groups(groups: Any) -> str | None:
-    if not isinstance(groups, int):
-        return f"{groups} groups is symbolic; only their rows may be"
+def _unsupported_groups(groups: int) -> str | None:
     if groups > _MOST_GROUPS:
         return f"{groups} groups; the kernel keeps where they begin in shared memory, of at most {_MOST_GROUPS}"
     return None

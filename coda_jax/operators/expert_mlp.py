@@ -16,6 +16,7 @@ from coda_jax.operators.chain import Chain, run_chain
 from coda_jax.operators.deferred_norm import check_shapes
 from coda_jax.operators.feed_forward import MLP_NAME, Activation, activated, activation_pullback, gated
 from coda_jax.operators.norm_products import multiply, named
+from coda_jax.primitives.call_arguments import check_implementation
 from coda_jax.primitives.dtypes import check_dtype, check_floats, joined_halves, resolve_dtype
 
 
@@ -71,6 +72,7 @@ def expert_mlp(
       ValueError: shapes that do not fit.
     """
     name = "expert_mlp"
+    check_implementation(name, implementation)
     gate_up = joined_halves(name, "w_gate_up", w_gate_up, axis=2)
     check_floats(name, x=x, w_gate_up=gate_up, w_down=w_down)
     check_dtype(name, "group_sizes", group_sizes, ("int32",))
@@ -80,6 +82,8 @@ def expert_mlp(
             "rows of x sorted by expert"
         )
     (rows, width), (experts, features, _) = x.shape, w_down.shape
+    if not isinstance(experts, int) or experts == 0:
+        raise ValueError(f"{name}: w_down has shape {w_down.shape}; the number of experts must be known, and not 0")
     columns = (2, features) if gate_up.ndim == 4 else (2 * features,)
     check_shapes(
         name, x, {"w_gate_up": (gate_up, (experts, width, *columns)), "w_down": (w_down, (experts, features, width))}

@@ -36,9 +36,13 @@ def as_operand(function: str, index: int, x: Any) -> jax.Array:
 def check_options(function: str, residuals: str, implementation: str, config: Any) -> None:
     """Raises where one of these is none of those allowed."""
     _check_choice(function, "residuals", residuals, ("preactivation", "recompute"))
-    _check_choice(function, "implementation", implementation, ("auto", "cuda", "xla"))
+    check_implementation(function, implementation)
     if config is not None and not isinstance(config, GemmConfig):
         raise TypeError(f"{function}: config is {type(config).__name__}; it must be a GemmConfig or None")
+
+
+def check_implementation(function: str, implementation: str) -> None:
+    _check_choice(function, "implementation", implementation, ("auto", "cuda", "xla"))
 
 
 def check_epilogue(function: str, epilogue: Any, operands: Sequence[Any]) -> None:

@@ -220,8 +220,7 @@ def _sizes(a: jax.Array, parts: Sequence[jax.Array], transpose_b: bool) -> tuple
             f"ragged_gemm: a {a.shape} has K = {a.shape[1]}, b {b.shape}{' transposed' if transpose_b else ''} has "
             f"K = {b.shape[k_axis]}; they must be equal"
         )
-    if same_size(b.shape[0], 0):
-        raise ValueError(f"ragged_gemm: b has shape {b.shape}; it must have at least one group")
+    _check_count("ragged_gemm", "b", b)
     columns = b.shape[1:-1] if transpose_b else b.shape[2:]
     if len(parts) > 1:
         columns = (sum(x.shape[1 if transpose_b else 2] for x in parts),)
@@ -232,8 +231,15 @@ def _check_group_sizes(function: str, sizes: Any) -> None:
     if not hasattr(sizes, "dtype") or not hasattr(sizes, "shape"):
         raise TypeError(f"{function}: group_sizes is {type(sizes).__name__}; it must be an array (G,) int32")
     check_group_sizes(sizes, function)
-    if same_size(sizes.shape[0], 0):
-        raise ValueError(f"{function}: group_sizes has shape {sizes.shape}; there must be at least one group")
+    _check_count(function, "group_sizes", sizes)
+
+
+def _check_count(function: str, name: str, x: Any) -> None:
+    """Raises where the number of groups, the first axis of x, is 0 or symbolic."""
+    if not isinstance(x.shape[0], int):
+        raise ValueError(f"{function}: {name} has shape {x.shape}; the number of groups must be known, not symbolic")
+    if x.shape[0] == 0:
+        raise ValueError(f"{function}: {name} has shape {x.shape}; it must have at least one group")
 
 
 def _offsets(sizes: Any, rows: Any, groups: Any, first: Any) -> jax.Array:
@@ -242,12 +248,14 @@ def _offsets(sizes: Any, rows: Any, groups: Any, first: Any) -> jax.Array:
     sizes = jnp.asarray(sizes)
     sizes = without_axes(sizes, 0, axes_of_dimension(sizes, 0))
     if first is None:
-        if not same_size(sizes.shape[0], groups):
+        if sizes.shape[0] != groups:
             raise ValueError(
                 f"ragged_gemm: group_sizes has {sizes.shape[0]} groups, b has {groups}; they must be as many, or "
                 "group_offset says which of them b has"
             )
         return group_offsets(sizes, rows)
+    if sizes.shape[0] < groups:
+        raise ValueError(f"ragged_gemm: group_sizes has {sizes.shape[0]} groups, b has {groups}; it must have b's")
     if isinstance(first, int) and not isinstance(first, bool):
         if not 0 <= first <= sizes.shape[0] - groups:
             raise ValueError(
@@ -260,8 +268,6 @@ def _offsets(sizes: Any, rows: Any, groups: Any, first: Any) -> jax.Array:
             f"ragged_gemm: group_offset is {getattr(first, 'dtype', type(first).__name__)} of shape "
             f"{getattr(first, 'shape', ())}; it must be an int32 scalar or (1,)"
         )
-    if sizes.shape[0] < groups:
-        raise ValueError(f"ragged_gemm: group_sizes has {sizes.shape[0]} groups, b has {groups}; it must have b's")
     return jax.lax.dynamic_slice_in_dim(group_offsets(sizes, rows), first.reshape(()), groups + 1)
 
 

@@ -67,7 +67,7 @@ def choose_config(
                 fitting.append(config)
         if fitting:
             return max(fitting, key=lambda config: config.column_passes)
-    raise ValueError(_misfit(tiles, program, traffic, given, shape.k_bytes))
+    raise ValueError(_misfit(tiles, program, traffic, given, shape))
 
 
 def candidates(
@@ -288,9 +288,11 @@ def _check_boxes(given: GemmConfig, program: Program, traffic: EpilogueTraffic) 
 
 
 def _misfit(
-    tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraffic, given: GemmConfig, k_bytes: int
+    tiles: Sequence[TileShape], program: Program, traffic: EpilogueTraffic, given: GemmConfig, shape: GemmShape
 ) -> str:
     """Why none of the tiles has a configuration."""
+    if given.split_k and shape.groups:
+        return "GemmConfig: split_k = True with a product of groups; their tiles are never split, and it must be False"
     if not tiles:
         return (
             f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
@@ -301,7 +303,7 @@ def _misfit(
         )
     possible = set[int]()
     for tile in tiles:
-        for _, (box_n, *_) in _preferred(program, traffic, tile, k_bytes):
+        for _, (box_n, *_) in _preferred(program, traffic, tile, shape.k_bytes):
             possible.update(_possible_passes(program, tile, given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)))
     if not possible:
         return f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}"
