@@ -344,7 +344,7 @@ def test_calls_that_are_refused():
     module, dense = made(), layers.Llama(layers.LlamaConfig(**SMALL), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"MoE: x has shape \(3, 8\); it must be \(..., 16\)"):
         module(jnp.ones((3, 8)))
-    with pytest.raises(ValueError, match=r"token_mask has shape \(4,\); of x \(3, 16\) it is \(3,\)"):
+    with pytest.raises(ValueError, match=r"token_mask has shape \(4,\); of x \(3, 16\) it must be \(3,\)"):
         module(jnp.ones((3, 16)), token_mask=jnp.ones(4, bool))
     with pytest.raises(ValueError, match=r"a residual of shape \(1, 16\)"):
         module(jnp.ones((3, 16)), residual=jnp.ones((1, 16)))
@@ -354,7 +354,7 @@ def test_calls_that_are_refused():
     with pytest.raises(TypeError, match="kernel_init has metadata"):
         moe.Experts(16, 8, 6, kernel_init=boxed, rngs=nnx.Rngs(0))
     for options in ({"tokens_per_expert": True}, {"dropped_choices": True}, {"token_mask": TOKENS > 0}):
-        with pytest.raises(ValueError, match="want a model with experts, of a MoEConfig"):
+        with pytest.raises(ValueError, match="want a model with experts: a Llama of a MoEConfig"):
             loss_of(dense, **options)
     with pytest.raises(ValueError, match=r"token_mask has shape \(2, 11\)"):
         loss_of(layers.Llama(TINY, rngs=nnx.Rngs(0)), token_mask=TOKENS[:, 1:] > 0)
@@ -442,7 +442,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidd
 BAD_CONFIGS = {
     "num_experts=0": {"num_experts": 0},
     "num_experts_per_tok=2.5": {"num_experts_per_tok": 2.5},
-    "7 experts a token of 6": {"num_experts_per_tok": 7},
+    "num_experts_per_tok.* is 7, of num_experts=6": {"num_experts_per_tok": 7},
     "moe_intermediate_size=0": {"moe_intermediate_size": 0},
     "decoder_sparse_step=0": {"decoder_sparse_step": 0},
     "mlp_only_layers=3; it must be numbers": {"mlp_only_layers": 3},
@@ -451,7 +451,7 @@ BAD_CONFIGS = {
     "routed_scaling_factor=0": {"routed_scaling_factor": 0},
     "norm_topk_prob=1": {"norm_topk_prob": 1},
     "scoring='tanh'": {"scoring_func": "tanh"},
-    "both their number and how many are kept": {"n_group": 2},
+    "2 groups of experts of which None are kept.*n_group and topk_group": {"n_group": 2},
     "shared_expert_gate=True wants": {"shared_expert_gate": True},
 }
 

@@ -238,10 +238,12 @@ def test_three_parts_are_the_whole():
 
 
 BAD_ROUTERS = {
-    "5 experts a token of 4": (4, 5, {}),
-    "0 experts a token of 4": (4, 0, {}),
+    "experts_per_token .*num_experts_per_tok.* is 5, of num_experts=4; it must be 1 to 4": (4, 5, {}),
+    "experts_per_token=0; it must be an integer, 1 or more": (4, 0, {}),
+    "experts_per_token=2.0; it must be an integer": (4, 2.0, {}),
+    "num_experts=0; it must be an integer, 1 or more": (0, 1, {}),
     "scoring='tanh' is unknown": (4, 2, {"scoring": "tanh"}),
-    "both their number and how many": (4, 2, {"groups": 2}),
+    "2 groups of experts of which None are kept; give both": (4, 2, {"groups": 2}),
     "4 experts do not make 3 equal groups": (4, 2, {"groups": 3, "groups_kept": 1}),
     "4 experts do not make 4 equal groups of two": (4, 2, {"groups": 4, "groups_kept": 1}),
     "3 of 2 groups are kept": (4, 2, {"groups": 2, "groups_kept": 3}),

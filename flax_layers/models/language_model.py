@@ -169,7 +169,7 @@ class LanguageModel(nnx.Module):
         """
         self._check_length(tokens.shape[-1])
         if token_mask is not None and token_mask.shape != tokens.shape:
-            raise ValueError(f"token_mask has shape {token_mask.shape}; of tokens {tokens.shape} it is the same")
+            raise ValueError(f"token_mask has shape {token_mask.shape}; it must be that of tokens, {tokens.shape}")
         if segment_ids is not None and not across_segments:
             labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
             options["ignore_index"] = ignored
@@ -178,7 +178,8 @@ class LanguageModel(nnx.Module):
         loss, total = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
         if statistics is None and (tokens_per_expert or dropped_choices or token_mask is not None):
             raise ValueError(
-                "tokens_per_expert, dropped_choices and token_mask want a model with experts, of a MoEConfig"
+                "tokens_per_expert, dropped_choices and token_mask want a model with experts: a Llama of a MoEConfig "
+                "of which a layer has them"
             )
         if statistics is not None and auxiliary:
             loss = _with_auxiliary(loss, total, self._auxiliary_loss(statistics), options.get("reduction", "mean"))

@@ -13,6 +13,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import array
 from flax_layers.activation import Activation
 from flax_layers.axis_metadata import name_parameters
+from flax_layers.config_checks import is_number
 from flax_layers.linear import Linear, Residual, Sum, default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.moe.balancing import RouterStatistics, router_statistics
@@ -41,9 +42,9 @@ class MoE(nnx.Module):
       scoring, normalized, scaling, groups, groups_kept: as in Router.
       use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
       shared_features: F of the shared expert; default there is none.
+      use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
       capacity_factor: how many rows a device may receive over a mesh axis that cuts the experts, in multiples of what
         it receives if all are chosen equally often; others are dropped, and counted. Default there is a place for all.
-      use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
       dtype: compute dtype of the experts; default the promotion of input and parameters.
       param_dtype: storage dtype of `router.kernel` (D, E), `experts.gate_up` (E, D, 2, F), `experts.down` (E, F, D) and
         of the shared expert.
@@ -78,8 +79,8 @@ class MoE(nnx.Module):
     ):
         if use_shared_gate and shared_features is None:
             raise ValueError(f"{use_shared_gate=} wants a shared expert: give shared_features")
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"{capacity_factor=}; it must be positive, or None for a place for all rows")
+        if capacity_factor is not None and not (is_number(capacity_factor) and capacity_factor > 0):
+            raise ValueError(f"{capacity_factor=}; it must be positive, a number, or None for a place for all rows")
         self.capacity_factor = capacity_factor
         options: dict[str, Any] = {"param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
         self.router = Router(
@@ -149,7 +150,9 @@ class MoE(nnx.Module):
         if formed.ndim < 1 or formed.shape[-1] != features:
             raise ValueError(f"MoE: x has shape {formed.shape}; it must be (..., {features})")
         if token_mask is not None and token_mask.shape != formed.shape[:-1]:
-            raise ValueError(f"token_mask has shape {token_mask.shape}; of x {formed.shape} it is {formed.shape[:-1]}")
+            raise ValueError(
+                f"token_mask has shape {token_mask.shape}; of x {formed.shape} it must be {formed.shape[:-1]}"
+            )
         routing = self.router(formed)
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -166,16 +167,26 @@ def check_router(
     """Checks what a router is made with.
 
     Raises:
-      ValueError: more experts of a token than there are, groups that do not fit, or an unknown scoring.
+      ValueError: counts that are no positive integers, more experts of a token than there are, groups that do not fit,
+        or an unknown scoring.
     """
-    if not 1 <= experts_per_token <= num_experts:
-        raise ValueError(f"{experts_per_token} experts a token of {num_experts}; it must be 1 to {num_experts}")
+    counts = {"num_experts": num_experts, "experts_per_token": experts_per_token}
+    if wrong := [name for name, n in counts.items() if not isinstance(n, int | np.integer) or n < 1]:
+        raise ValueError(f"{wrong[0]}={counts[wrong[0]]!r}; it must be an integer, 1 or more")
+    if experts_per_token > num_experts:
+        raise ValueError(
+            f"experts_per_token (of a MoEConfig num_experts_per_tok) is {experts_per_token}, of num_experts="
+            f"{num_experts}; it must be 1 to {num_experts}"
+        )
     if scoring not in get_args(Scoring):
         raise ValueError(f"{scoring=} is unknown; it must be one of {', '.join(get_args(Scoring))}")
-    if (groups is None) != (groups_kept is None):
-        raise ValueError(f"groups of experts want both their number and how many are kept: {groups} and {groups_kept}")
-    if groups is None or groups_kept is None:
+    if groups is None and groups_kept is None:
         return
+    if groups is None or groups_kept is None:
+        raise ValueError(
+            f"{groups} groups of experts of which {groups_kept} are kept; give both numbers (groups and groups_kept, "
+            "of a MoEConfig n_group and topk_group) or none"
+        )
     if groups < 1 or num_experts % groups or num_experts // groups < 2:
         raise ValueError(f"{num_experts} experts do not make {groups} equal groups of two or more")
     if not 1 <= groups_kept <= groups:
@@ -207,7 +218,7 @@ def update_balance_bias(model: T, counts: jax.Array, rate: float) -> T:
     biases = list(_balance_biases(model))
     sizes = [bias[...].shape[0] if bias[...].ndim > 1 else 1 for bias in biases]
     if not biases:
-        raise ValueError("update_balance_bias: there is no BalanceBias: give routers use_bias=True")
+        raise ValueError("update_balance_bias: there is no BalanceBias: give MoE or MoEConfig use_balance_bias=True")
     rows = counts if counts.ndim > 1 else counts[None]
     experts = biases[0][...].shape[-1]
     if rows.shape != (sum(sizes), experts):
