@@ -459,6 +459,14 @@ def test_refusals_of_contractions(arguments, options, error, message):
     assert message in str(info.value)
 
 
+def test_messages_name_the_function():
+    b = jnp.stack([B] * 2, axis=2).reshape(4, 8, 4, 8)
+    with pytest.raises(ValueError, match=r"^ragged_gemm: b has columns \(4, 8\), and epilogue"):
+        coda.ragged_gemm(A, b, SIZES, epilogue=lambda acc: acc[:, :16] * acc[:, 16:])
+    with pytest.raises(NotImplementedError, match=r"^ragged_gemm 'tanh': implementation='cuda' was asked for"):
+        coda.ragged_gemm(A, B, SIZES, epilogue=jnp.tanh, implementation="cuda")
+
+
 def test_the_number_of_groups_is_known():
     (groups,) = export.symbolic_shape("g")
     a, b, sizes = (

@@ -162,7 +162,7 @@ def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
       FallbackError: strict, and the form was not asked for.
     """
     if spec.implementation == "cuda":
-        raise NotImplementedError(f"gemm '{spec.name}': implementation='cuda' was asked for, but {reason}")
+        raise NotImplementedError(f"{spec.function} '{spec.name}': implementation='cuda' was asked for, but {reason}")
     if spec.implementation == "auto":
         message = f"takes its XLA form: {reason}"
-        warn_once(f"gemm '{spec.name}' {message}", message, spec.site, strict=strict)
+        warn_once(f"{spec.function} '{spec.name}' {message}", message, spec.site, strict=strict)

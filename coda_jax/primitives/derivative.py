@@ -156,18 +156,11 @@ def product(
         dataclasses.replace(options, out_sharding=flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
         out_dtypes(traced),
-        _bare_name(options) if epilogue is None else traced.name,
+        options.function if epilogue is None else traced.name,
         axes,
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
     return _differentiable(traced, acc, tuple(types), spec, options)(*primitive_arguments(arrays, rows, spec)), traced
-
-
-def _bare_name(options: Options) -> str:
-    """The name of a product without an epilogue."""
-    if options.ragged is None:
-        return "gemm"
-    return "ragged_contraction" if options.ragged is Dimension.K else "ragged_gemm"
 
 
 def _differentiable(
@@ -206,7 +199,7 @@ def _differentiable(
         return outputs, (factors, kept, list(itertools.compress(operands, needs)), offsets)
 
     run = differentiable(
-        f"gemm '{spec.name}'",
+        f"{spec.function} '{spec.name}'",
         functools.partial(bind, spec=spec),
         forward,
         _ProductBackward(epilogue, spec, options, pullback),

@@ -163,8 +163,8 @@ for _primitive in PRIMITIVES:
 def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -> Any:
     if spec.implementation == "cuda":
         raise NotImplementedError(
-            f"gemm '{spec.name}': implementation='cuda' was asked for on platform {_platforms(ctx)}; the kernel "
-            "runs on NVIDIA Hopper GPUs. Use 'auto' or 'xla' here."
+            f"{spec.function} '{spec.name}': implementation='cuda' was asked for on platform {_platforms(ctx)}; the "
+            "kernel runs on NVIDIA Hopper GPUs. Use 'auto' or 'xla' here."
         )
     return lower_xla(ctx, *arguments, spec=spec)
 

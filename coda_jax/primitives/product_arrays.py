@@ -78,7 +78,7 @@ def check_halves(epilogue: Epilogue, b: jax.Array, options: CallOptions) -> None
     if halves.count == 1 or len(columns) == 1 or (options.halves and halves.of_n == 2):
         return
     raise ValueError(
-        f"gemm: b has columns {columns}, and epilogue '{epilogue.name}' works on "
+        f"{options.function}: b has columns {columns}, and epilogue '{epilogue.name}' works on "
         f"{f'heads of {halves.head} columns' if halves.head else 'halves'}; they must be one axis, or for halves of "
         "the product (2, N / 2)"
     )

@@ -53,6 +53,13 @@ class CallOptions:
     ragged: Dimension | None = None
     out_sharding: Any = None
 
+    @property
+    def function(self) -> str:
+        """The name of the function that computes such a product, for messages."""
+        if self.ragged is None:
+            return "gemm"
+        return "ragged_contraction" if self.ragged is Dimension.K else "ragged_gemm"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmSpec(CallOptions):
