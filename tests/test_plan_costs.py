@@ -204,7 +204,16 @@ def test_experts_of_published_settings():
     more = {**MIXTRAL, "shared_expert_intermediate_size": 64}
     shared = coda.plan_costs(more, tokens=8192, mesh={}, tflops=650)
     assert shared.sizes.parameters == mixtral.sizes.parameters + 3 * 4096 * 64
+    own = {
+        **MIXTRAL,
+        "num_local_experts": None,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": MIXTRAL["intermediate_size"],
+    }
+    assert coda.plan_costs(own, tokens=8192, mesh={}, tflops=650).sizes == mixtral.sizes
+    two_shared = coda.plan_costs({**own, "n_shared_experts": 2}, tokens=8192, mesh={}, tflops=650)
+    assert two_shared.sizes.shared == 2 * mixtral.sizes.hidden
     with pytest.raises(ValueError, match="128 experts are not divided by 3 devices"):
         coda.plan_costs(QWEN3_30B, tokens=64, mesh={"expert": 3}, tflops=650)
-    with pytest.raises(ValueError, match="0 experts are not divided by 2 devices"):
+    with pytest.raises(ValueError, match="the expert axis has 2 devices, and the config has no experts"):
         coda.plan_costs(LLAMA_3_8B, tokens=64, mesh={"expert": 2}, tflops=650)

@@ -235,7 +235,9 @@ def plan_costs(
                 f"plan_costs: {name} = {size} is not divided by {roles['tensor']} devices of the tensor axis"
             )
     over = roles.get("expert", 1)
-    if over > 1 and (sizes.experts == 0 or sizes.experts % over):
+    if over > 1 and sizes.experts == 0:
+        raise ValueError(f"plan_costs: the expert axis has {over} devices, and the config has no experts")
+    if sizes.experts % over:
         raise ValueError(f"plan_costs: {sizes.experts} experts are not divided by {over} devices of the expert axis")
     widths = np.dtype(gradient_dtype).itemsize, np.dtype(stream_dtype).itemsize
     planner = Planner(sizes, tokens, roles, sequence_parallel, kind, bus_gbytes, tflops, *widths)

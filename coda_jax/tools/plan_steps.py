@@ -57,8 +57,12 @@ class Sizes:
             return any(config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in names)
 
         heads, features = size("num_attention_heads"), size("hidden_size")
-        counts, shared = ("num_experts", "num_local_experts"), "shared_expert_intermediate_size"
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        shared, num_shared = "shared_expert_intermediate_size", "n_shared_experts"
         of_expert = ("moe_intermediate_size",) if has(*counts) else ()
+        shared_width = size(shared) if has(*counts) and has(shared) else 0
+        if has(*counts) and has(num_shared):  # each as wide as an expert
+            shared_width = size(num_shared) * size("moe_intermediate_size")
         return cls(
             features=features,
             hidden=size(*of_expert, "intermediate_size"),
@@ -69,7 +73,7 @@ class Sizes:
             vocabulary=size("vocab_size"),
             experts=size(*counts) if has(*counts) else 0,
             experts_per_token=size("num_experts_per_tok") if has(*counts) else 0,
-            shared=size(shared) if has(*counts) and has(shared) else 0,
+            shared=shared_width,
         )
 
     @property
