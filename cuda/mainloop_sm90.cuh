@@ -69,6 +69,7 @@ struct Gemm {
   // nothing keeps the producer from being further ahead of a warp than there are slots for claims.
   static constexpr bool all_take_stages = rows_in_groups && Config::claims;
   using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
+  using Work = typename WorkScheduler::Piece;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -180,9 +181,9 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
+        const int k = first_k(work) + k_block * Config::tile_k;
         load_a(work.tile, k, stage, stages.full(at.slot));
-        if (rows_in_groups && Config::cluster_m > 1 && work.is_apart) {
+        if (is_apart(work)) {
           for (int part = 0; part < Config::cluster_m; ++part)
             load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
         } else {
@@ -334,6 +335,18 @@ struct Gemm {
       work.tile.index_m = work.tile.index_m * consumers + consumer;
     }
     return work;
+  }
+
+  /// The first row of k of a piece's group.
+  __device__ __forceinline__ static int first_k(const Work& work) {
+    if constexpr (k_in_groups) return work.first_k;
+    return 0;
+  }
+
+  /// Whether the tiles of the cluster do not share b's.
+  __device__ __forceinline__ static bool is_apart(const Work& work) {
+    if constexpr (rows_in_groups && Config::cluster_m > 1) return work.is_apart;
+    return false;
   }
 
   /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros.
