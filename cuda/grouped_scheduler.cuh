@@ -110,11 +110,11 @@ struct RowGroupWork {
   __device__ __forceinline__ bool has_tile() const { return true; }
 };
 
-/// A tile of one group of k, with the rows of k from `first_k` on, before `k_end`.
+/// A tile of one group of k, with its rows of k before `k_end`.
 struct KGroupWork {
-  Tile tile;
+  KGroupTile tile;
   int first_block, blocks;
-  int first_k, k_end;
+  int k_end;
 
   __device__ __forceinline__ bool has_tile() const { return true; }
 };
@@ -212,7 +212,7 @@ struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Confi
  private:
   __device__ __forceinline__ KGroupWork of_group(const Tile& tile) const {
     const int first_k = table.row(tile.batch), k_end = max(first_k, table.row(tile.batch + 1));
-    return {tile, 0, max(1, (k_end - first_k + Config::tile_k - 1) / Config::tile_k), first_k, k_end};
+    return {{tile, first_k}, 0, max(1, (k_end - first_k + Config::tile_k - 1) / Config::tile_k), k_end};
   }
 };
 

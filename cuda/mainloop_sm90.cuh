@@ -181,13 +181,15 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        const int k = first_k(work) + k_block * Config::tile_k;
-        load_a(work.tile, k, stage, stages.full(at.slot));
-        if (is_apart(work)) {
+        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
+        bool is_apart = false;
+        if constexpr (rows_in_groups && Config::cluster_m > 1) is_apart = work.is_apart;
+        if (is_apart) {
           for (int part = 0; part < Config::cluster_m; ++part)
-            load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
+            load_b<false>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot), part);
         } else {
-          load_b<(Config::cluster_m > 1)>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), rank);
+          load_b<(Config::cluster_m > 1)>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes,
+                                          stages.full(at.slot), rank);
         }
         at.advance();
       }
@@ -251,6 +253,7 @@ struct Gemm {
   /// multiplied, but its results are stored nowhere.
   __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
+    if constexpr (k_in_groups) k += static_cast<const KGroupTile&>(tile).first_k;
     if constexpr (Config::transpose_a) {
       for (int chunk = 0; chunk < Config::tile_m / 64; ++chunk)
         ptx::tma_load(target + chunk * chunk_bytes, params.map[0], barrier, tile.row + 64 * chunk, 0, k, batch);
@@ -264,6 +267,7 @@ struct Gemm {
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
                                          int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
+    if constexpr (k_in_groups) k += static_cast<const KGroupTile&>(tile).first_k;
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one half.
       constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
@@ -337,18 +341,6 @@ struct Gemm {
     return work;
   }
 
-  /// The first row of k of a piece's group.
-  __device__ __forceinline__ static int first_k(const Work& work) {
-    if constexpr (k_in_groups) return work.first_k;
-    return 0;
-  }
-
-  /// Whether the tiles of the cluster do not share b's.
-  __device__ __forceinline__ static bool is_apart(const Work& work) {
-    if constexpr (rows_in_groups && Config::cluster_m > 1) return work.is_apart;
-    return false;
-  }
-
   /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros.
   __device__ __forceinline__ static bool has_product(const Work& work) {
     if constexpr (rows_in_groups) return work.blocks > 0;
@@ -387,7 +379,7 @@ struct Gemm {
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
         if constexpr (k_in_groups) {
-          const int left = work.k_end - work.first_k - k_block * Config::tile_k;
+          const int left = work.k_end - work.tile.first_k - k_block * Config::tile_k;
           if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
         }
         multiply(consumer, at.slot, k_block > 0, accumulator);

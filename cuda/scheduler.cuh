@@ -44,6 +44,10 @@ struct Tile {
 struct GroupTile : Tile {
   int row_end;
 };
+/// A tile of k in groups, whose rows of k begin at `first_k`.
+struct KGroupTile : Tile {
+  int first_k;
+};
 
 /// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
 /// adds the other CTAs' sums and runs the epilogue.

@@ -655,7 +655,7 @@ GROUP_FAULTS = {
     "tiles apart share b": ("grouped_scheduler", "k_blocks : 0, in_odd_row >= 0}", "k_blocks : 0, false}"),
     "half of b": ("mainloop_sm90", "part < Config::cluster_m; ++part)", "part < 1; ++part)"),
     "k of another group": ("grouped_scheduler", "first_k = table.row(tile.batch), k_end", "first_k = 0, k_end"),
-    "k from the first row": ("mainloop_sm90", "first_k(work) + k_block", "k_block"),
+    "k from the first row": ("mainloop_sm90", "k += static_cast<const KGroupTile&>(tile).first_k;", ""),
     "no barrier of the warp": (
         "grouped_scheduler",
         "read_rows(offsets, m, lane);\n      __syncwarp();",

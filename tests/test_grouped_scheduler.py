@@ -99,7 +99,7 @@ static int row_end(const GroupTile& tile) { return tile.row_end; }
 static int is_apart(const KGroupWork&) { return 0; }
 static int is_apart(const RowGroupWork& work) { return work.is_apart; }
 static int first_k(const RowGroupWork&) { return 0; }
-static int first_k(const KGroupWork& work) { return work.first_k; }
+static int first_k(const KGroupWork& work) { return work.tile.first_k; }
 static int k_end(const RowGroupWork&) { return 0; }
 static int k_end(const KGroupWork& work) { return work.k_end; }
 
