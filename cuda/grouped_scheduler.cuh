@@ -101,29 +101,10 @@ struct GroupTable {
   }
 };
 
-/// A tile of rows in groups. Of a cluster of two `is_apart` says that its tiles do not share b's.
-struct RowGroupWork {
-  GroupTile tile;
-  int first_block, blocks;
-  bool is_apart;
-
-  __device__ __forceinline__ bool has_tile() const { return true; }
-};
-
-/// A tile of one group of k, with its rows of k before `k_end`.
-struct KGroupWork {
-  KGroupTile tile;
-  int first_block, blocks;
-  int k_end;
-
-  __device__ __forceinline__ bool has_tile() const { return true; }
-};
-
 /// Ragged::m: the tiles of one segment after the other, in bands as `Scheduler` has them.
 template <class Config, int columns, class Epilogue>
 struct RowGroupScheduler {
   using Bands = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
-  using Piece = RowGroupWork;
   using Rows = RowsOfTiles<Config::tile_m, Config::cluster_m>;
   using Table = GroupTable<Config::groups, Rows>;
   const int m, n, k_blocks;
@@ -156,16 +137,14 @@ struct RowGroupScheduler {
   __device__ __forceinline__ static int cluster() { return Bands::cluster(); }
   __device__ __forceinline__ static int clusters() { return Bands::clusters(); }
   __device__ __forceinline__ int total(int) const { return table.first_cluster(Table::segments); }
-  __device__ __forceinline__ RowGroupWork work(int i, int rank) const {
-    return claimed(i * clusters() + cluster(), rank);
-  }
+  __device__ __forceinline__ Work work(int i, int rank) const { return claimed(i * clusters() + cluster(), rank); }
 
   /// The k blocks of a tile of this number: none of one whose rows are in no group.
   __device__ __forceinline__ int blocks_of(int index) const {
     return index < table.first_cluster(Config::groups) ? k_blocks : 0;
   }
 
-  __device__ __forceinline__ RowGroupWork claimed(int index, int rank) const {
+  __device__ __forceinline__ Work claimed(int index, int rank) const {
     const int segment = table.segment_of(index), in_segment = index - table.first_cluster(segment);
     const int pairs = Rows(table.size(segment, m)).pairs, in_odd_row = in_segment - pairs * tiles_n;
     int index_m, index_n;
@@ -180,9 +159,11 @@ struct RowGroupScheduler {
     }
     const int row = table.begin(segment) + index_m * Config::tile_m;
     const int row_end = index_n < tiles_n ? table.end(segment, m) : row;  // of an odd number of tiles the last has none
-    GroupTile tile{{row, index_n * columns, segment, index_m, index_n, 0, n}, row_end};
+    Tile tile{row, index_n * columns, segment, index_m, index_n, 0, n, row_end};
     Bands::place_in_section(tile);
-    return {tile, 0, segment < Config::groups ? k_blocks : 0, in_odd_row >= 0};
+    Work work{tile, 0, segment < Config::groups ? k_blocks : 0};
+    work.is_apart = in_odd_row >= 0;
+    return work;
   }
 };
 
@@ -191,7 +172,6 @@ struct RowGroupScheduler {
 template <class Config, int columns, class Epilogue>
 struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue> {
   using Batch = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
-  using Piece = KGroupWork;
   using Table = GroupTable<Config::groups, RowsOfTiles<1, 1>>;
   const int k;
   const Table table;
@@ -204,15 +184,15 @@ struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Confi
     __syncthreads();
   }
 
-  __device__ __forceinline__ KGroupWork work(int i, int rank) const { return of_group(Batch::work(i, rank).tile); }
-  __device__ __forceinline__ KGroupWork claimed(int index, int rank) const {
-    return of_group(Batch::claimed(index, rank).tile);
-  }
+  __device__ __forceinline__ Work work(int i, int rank) const { return of_group(Batch::work(i, rank)); }
+  __device__ __forceinline__ Work claimed(int index, int rank) const { return of_group(Batch::claimed(index, rank)); }
 
  private:
-  __device__ __forceinline__ KGroupWork of_group(const Tile& tile) const {
-    const int first_k = table.row(tile.batch), k_end = max(first_k, table.row(tile.batch + 1));
-    return {{tile, first_k}, 0, max(1, (k_end - first_k + Config::tile_k - 1) / Config::tile_k), k_end};
+  __device__ __forceinline__ Work of_group(Work work) const {
+    work.first_k = table.row(work.tile.batch);
+    work.k_end = max(work.first_k, table.row(work.tile.batch + 1));
+    work.blocks = max(1, (work.k_end - work.first_k + Config::tile_k - 1) / Config::tile_k);
+    return work;
   }
 };
 

@@ -69,7 +69,6 @@ struct Gemm {
   // nothing keeps the producer from being further ahead of a warp than there are slots for claims.
   static constexpr bool all_take_stages = rows_in_groups && Config::claims;
   using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
-  using Work = typename WorkScheduler::Piece;
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -181,15 +180,13 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
-        bool is_apart = false;
-        if constexpr (rows_in_groups && Config::cluster_m > 1) is_apart = work.is_apart;
-        if (is_apart) {
+        const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
+        load_a(work.tile, k, stage, stages.full(at.slot));
+        if (rows_in_groups && Config::cluster_m > 1 && work.is_apart) {
           for (int part = 0; part < Config::cluster_m; ++part)
-            load_b<false>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot), part);
+            load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
         } else {
-          load_b<(Config::cluster_m > 1)>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes,
-                                          stages.full(at.slot), rank);
+          load_b<(Config::cluster_m > 1)>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), rank);
         }
         at.advance();
       }
@@ -253,7 +250,6 @@ struct Gemm {
   /// multiplied, but its results are stored nowhere.
   __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
-    if constexpr (k_in_groups) k += static_cast<const KGroupTile&>(tile).first_k;
     if constexpr (Config::transpose_a) {
       for (int chunk = 0; chunk < Config::tile_m / 64; ++chunk)
         ptx::tma_load(target + chunk * chunk_bytes, params.map[0], barrier, tile.row + 64 * chunk, 0, k, batch);
@@ -267,7 +263,6 @@ struct Gemm {
   __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
                                          int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
-    if constexpr (k_in_groups) k += static_cast<const KGroupTile&>(tile).first_k;
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one half.
       constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
@@ -379,7 +374,7 @@ struct Gemm {
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
         if constexpr (k_in_groups) {
-          const int left = work.k_end - work.tile.first_k - k_block * Config::tile_k;
+          const int left = work.k_end - work.first_k - k_block * Config::tile_k;
           if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
         }
         multiply(consumer, at.slot, k_block > 0, accumulator);

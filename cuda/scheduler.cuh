@@ -37,16 +37,7 @@ struct Tile {
   int row, column, batch;
   int index_m, index_n;
   int section, column_end;
-};
-
-/// A tile of rows in groups: `row_end` bounds those that it may write. A type of its own, as the work of groups has:
-/// with members that they do not use other kernels get other machine code.
-struct GroupTile : Tile {
-  int row_end;
-};
-/// A tile of k in groups, whose rows of k begin at `first_k`.
-struct KGroupTile : Tile {
-  int first_k;
+  int row_end;  // of rows in groups: bounds what it may write
 };
 
 /// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
@@ -54,6 +45,8 @@ struct KGroupTile : Tile {
 struct Work {
   Tile tile;
   int first_block, blocks;
+  int first_k, k_end;  // of k in groups
+  bool is_apart;       // of rows in groups: the tiles of the cluster do not share b's
 
   __device__ __forceinline__ bool has_tile() const { return first_block == 0; }
 };
@@ -88,7 +81,6 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 /// parts begin anywhere in k, does not: 335 us where whole tiles take 185 (2048 x 2048 x 16384).
 template <DType input, int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
-  using Piece = Work;
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
   static constexpr int max_parts = 8, min_blocks = 4;  // of a split tile; of a part
   const int n;                                         // of a half, where a tile has columns of both

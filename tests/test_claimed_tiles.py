@@ -652,10 +652,10 @@ GROUP_FAULTS = {
         "if (has_product(work))\n          prefetch",
         "if (true)\n          prefetch",
     ),
-    "tiles apart share b": ("grouped_scheduler", "k_blocks : 0, in_odd_row >= 0}", "k_blocks : 0, false}"),
+    "tiles apart share b": ("grouped_scheduler", "work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
     "half of b": ("mainloop_sm90", "part < Config::cluster_m; ++part)", "part < 1; ++part)"),
-    "k of another group": ("grouped_scheduler", "first_k = table.row(tile.batch), k_end", "first_k = 0, k_end"),
-    "k from the first row": ("mainloop_sm90", "k += static_cast<const KGroupTile&>(tile).first_k;", ""),
+    "k of another group": ("grouped_scheduler", "work.first_k = table.row(work.tile.batch);", "work.first_k = 0;"),
+    "k from the first row": ("mainloop_sm90", "(k_in_groups ? work.first_k : 0)", "0"),
     "no barrier of the warp": (
         "grouped_scheduler",
         "read_rows(offsets, m, lane);\n      __syncwarp();",

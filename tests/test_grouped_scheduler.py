@@ -94,15 +94,6 @@ struct Sizes {
 };
 constexpr int columns_of_a_tile = 128, fields = 18;
 
-static int row_end(const Tile&) { return 0; }
-static int row_end(const GroupTile& tile) { return tile.row_end; }
-static int is_apart(const KGroupWork&) { return 0; }
-static int is_apart(const RowGroupWork& work) { return work.is_apart; }
-static int first_k(const RowGroupWork&) { return 0; }
-static int first_k(const KGroupWork& work) { return work.tile.first_k; }
-static int k_end(const RowGroupWork&) { return 0; }
-static int k_end(const KGroupWork& work) { return work.k_end; }
-
 /// A row a piece of work of a CTA.
 template <class Scheduler, int groups, int cluster_m>
 static int pieces(Sizes sizes, const int* offsets, int most, int* out) {
@@ -126,17 +117,17 @@ static int pieces(Sizes sizes, const int* offsets, int most, int* out) {
     for (int i = 0; i < scheduler.count; ++i, ++count, out += fields) {
       if (count == most) return -2;  // endless
       const int rank = blockIdx.x % cluster_m, number = i * scheduler.clusters() + scheduler.cluster();
-      const auto work = scheduler.work(i, rank), claimed = scheduler.claimed(number, rank);
-      const auto &tile = work.tile, &other = claimed.tile;
+      const Work work = scheduler.work(i, rank), claimed = scheduler.claimed(number, rank);
+      const Tile &tile = work.tile, &other = claimed.tile;
       const bool agree = tile.row == other.row && tile.column == other.column && tile.batch == other.batch &&
-                         row_end(tile) == row_end(other) && tile.column_end == other.column_end &&
+                         tile.row_end == other.row_end && tile.column_end == other.column_end &&
                          tile.section == other.section && work.blocks == claimed.blocks &&
-                         first_k(work) == first_k(claimed) && k_end(work) == k_end(claimed);
+                         work.first_k == claimed.first_k && work.k_end == claimed.k_end;
       int of_piece = work.blocks;
       if constexpr (requires { scheduler.blocks_of(number); }) of_piece = scheduler.blocks_of(number);
-      const int row[fields] = {blockIdx.x,   tile.row,       row_end(tile), tile.column,     tile.column_end,
+      const int row[fields] = {blockIdx.x,   tile.row,       tile.row_end, tile.column,      tile.column_end,
                                tile.section, tile.batch,     tile.index_m, tile.index_n,     work.first_block,
-                               work.blocks,  is_apart(work), first_k(work), k_end(work),     agree,
+                               work.blocks,  work.is_apart,  work.first_k, work.k_end,       agree,
                                of_piece,     scheduler.total(sizes.batch), number};
       std::copy(row, row + fields, out);
     }
@@ -447,8 +438,8 @@ FAULTS = {
         "table.end(segment, m);",
     ),
     "rows of a neighbour": ("index_n < tiles_n ? table.end(segment, m) : row;", "index_n < tiles_n ? m : row;"),
-    "tiles apart share b": ("k_blocks : 0, in_odd_row >= 0}", "k_blocks : 0, false}"),
-    "products of no group": ("segment < Config::groups ? k_blocks : 0,", "k_blocks,"),
+    "tiles apart share b": ("work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
+    "products of no group": ("segment < Config::groups ? k_blocks : 0};", "k_blocks};"),
     "other k blocks": ("index < table.first_cluster(Config::groups) ? k_blocks : 0", "k_blocks"),
     "no barrier": (
         "      table.count_clusters(m, tiles_n, lane);\n      __syncwarp();",
@@ -457,12 +448,12 @@ FAULTS = {
     "a cluster too few": ("(total(0) - Bands::cluster() + Bands::clusters() - 1)", "(total(0) - Bands::cluster())"),
     "no section": ("    Bands::place_in_section(tile);\n", ""),
     "a short last band": ("rows = min(band, pairs - first_row);", "rows = band;"),
-    "k: the end of the next group": ("table.row(tile.batch + 1)", "table.row(tile.batch + 2)"),
-    "k: a block too few": ("k_end - first_k + Config::tile_k - 1", "k_end - first_k"),
-    "k: no block": ("max(1, (k_end", "max(0, (k_end"),
+    "k: the end of the next group": ("table.row(work.tile.batch + 1)", "table.row(work.tile.batch + 2)"),
+    "k: a block too few": ("work.k_end - work.first_k + Config::tile_k - 1", "work.k_end - work.first_k"),
+    "k: no block": ("work.blocks = max(1, (", "work.blocks = max(0, ("),
     "k: an end before the first": (
-        "max(first_k, table.row(tile.batch + 1))",
-        "table.row(tile.batch + 1)",
+        "max(work.first_k, table.row(work.tile.batch + 1))",
+        "table.row(work.tile.batch + 1)",
     ),
 }
 
