@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the two products of a forward pass."""
+        """The floating-point operations of the two products of a forward pass."""
         return 6 * self.rows * self.hidden * self.intermediate
 
 
@@ -111,7 +111,7 @@ class Product(NamedTuple):
     gated: bool = False
 
     def shapes(self, case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a and b."""
+        """The shapes of a and b."""
         if self.contraction:
             return (case.rows, self.k), (case.rows, self.n)
         weight = (self.n, self.k) if self.transpose_b else (self.k, self.n)
@@ -122,7 +122,7 @@ class Product(NamedTuple):
 
 
 def products(case: Case) -> dict[str, Product]:
-    """Those of an expert layer, forward and backward, each alone."""
+    """The products of an expert layer, forward and backward, each alone."""
     width, hidden = case.hidden, case.intermediate
     return {
         "up": Product(2 * hidden, width),
@@ -159,7 +159,7 @@ def expert_arrays(case: Case) -> tuple[jax.Array, jax.Array, jax.Array, jax.Arra
 
 
 class Work(NamedTuple):
-    """What one kernel does for each row of a group, and by how many rows at a time.
+    """The work that one kernel does for each row of a group, and the number of rows that it takes at a time.
 
     Attributes:
       flops_per_row: of one row of a group.
@@ -180,7 +180,7 @@ class Work(NamedTuple):
         return int(np.sum(-(-sizes // self.rows_at_once)))
 
     def flops(self, sizes: np.ndarray) -> int:
-        """What the multiprocessors multiply: whole tiles."""
+        """The work of the multiprocessors, which multiply whole tiles."""
         return self.units(sizes) * self.rows_at_once * self.flops_per_row
 
 

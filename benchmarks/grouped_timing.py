@@ -29,7 +29,7 @@ RUN_AHEAD_BYTES = 2e8  # of results from which each execution is waited for: man
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is computed on the arrays of a case, by every form.
+    """A computation on the arrays of a case, which every form does.
 
     Attributes:
       name: in tables.

@@ -5,9 +5,8 @@
 //               group also multiplies rows of the next, and stores only its own. Rows of no group are tiles without k
 //               blocks, which store zeros. A cluster of two takes two tiles of a group, one below the other, which
 //               share b's; of an odd last row of tiles two neighbours, and each loads its own tile of b.
-//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k; the last k
-//   block
-//               of one is zeroed behind its end (`mainloop_sm90.cuh`).
+//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k. The mainloop
+//               zeroes the last k block of one behind its end.
 //
 // Whatever the offsets are, no tile reaches outside of the arrays.
 #pragma once
