@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from coda_jax.epilogue.dtypes import INT32
 from coda_jax.epilogue.groups import GroupOffsets, group_offsets
 from coda_jax.operators.chain import Chain, run_chain
 from coda_jax.operators.deferred_norm import check_shapes
@@ -75,7 +76,7 @@ def expert_mlp(
     check_implementation(name, implementation)
     gate_up = joined_halves(name, "w_gate_up", w_gate_up, axis=2)
     check_floats(name, x=x, w_gate_up=gate_up, w_down=w_down)
-    check_dtype(name, "group_sizes", group_sizes, ("int32",))
+    check_dtype(name, "group_sizes", group_sizes, (INT32,))
     if x.ndim != 2 or w_down.ndim != 3:
         raise ValueError(
             f"{name}: x has shape {x.shape} and w_down {w_down.shape}; they must be (R, D) and (E, F, D), with the "

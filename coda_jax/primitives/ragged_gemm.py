@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import ByGroup, Epilogue
+from coda_jax.epilogue.dtypes import INT32
 from coda_jax.epilogue.group_reductions import group_reductions, reduces_rows
 from coda_jax.epilogue.groups import GroupOffsets, check_group_sizes, group_offsets, unmarked
 from coda_jax.epilogue.values import same_size
@@ -263,7 +264,7 @@ def _offsets(sizes: Any, rows: Any, groups: Any, first: Any) -> jax.Array:
                 f"must be from 0 to {sizes.shape[0] - groups}"
             )
         return group_offsets(sizes, rows)[first : first + groups + 1]
-    if getattr(first, "dtype", None) != jnp.int32 or first.shape not in ((), (1,)):
+    if getattr(first, "dtype", None) != INT32 or first.shape not in ((), (1,)):
         raise TypeError(
             f"ragged_gemm: group_offset is {getattr(first, 'dtype', type(first).__name__)} of shape "
             f"{getattr(first, 'shape', ())}; it must be an int32 scalar or (1,)"
