@@ -67,7 +67,7 @@ struct EpilogueResults {
     if constexpr (Epilogue::tile_stores(variant) > 0) {
       ptx::fence_async_proxy();
       __syncwarp();
-      const int rows = rows_in_groups ? tile.row_end - (tile.row + 64 * block + 16 * warp) : 16;
+      const int rows = rows_in_groups ? row_end(tile) - (tile.row + 64 * block + 16 * warp) : 16;
       if (rows < 16) {
         store_rows<variant>(tile, box, block, rows);
       } else if (lane == 0) {
@@ -142,6 +142,10 @@ struct EpilogueResults {
   }
 
   static constexpr bool rows_in_groups = Config::ragged == Ragged::m;
+  __device__ __forceinline__ int row_end(const Tile& tile) const {
+    if constexpr (rows_in_groups) return static_cast<const RowGroupTile&>(tile).row_end;
+    return params.m;
+  }
   /// Of results and their partials; of rows in groups there is no batch, and the tile's is its group.
   __device__ __forceinline__ static int batch_of(const Tile& tile) { return rows_in_groups ? 0 : tile.batch; }
 
@@ -162,7 +166,7 @@ struct EpilogueResults {
         for (int r = 0; r < 2; ++r) {
           const float total = row_total[index][block][r].template over_quad<access.op>();
           const int at = Layout::row(tile, warp, lane, block, r);
-          if ((lane & 3) == 0 && at < (rows_in_groups ? tile.row_end : params.m)) partial[at] = total;
+          if ((lane & 3) == 0 && at < row_end(tile)) partial[at] = total;
         }
     });
   }

@@ -103,24 +103,25 @@ struct GroupTable {
 /// Ragged::m: the tiles of one segment after the other, in bands as `Scheduler` has them.
 template <class Config, int columns, class Epilogue>
 struct RowGroupScheduler {
+  using Work = WorkOn<RowGroupTile>;
   using Bands = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
   using Rows = RowsOfTiles<Config::tile_m, Config::cluster_m>;
   using Table = GroupTable<Config::groups, Rows>;
   const int m, n, k_blocks;
   const int band, tiles_n;  // rows of clusters; tiles
-  const Table table;
-  int count = 0;  // of this cluster's pieces of work
+  Table table;
+  int count;  // of this cluster's pieces of work
 
-  __device__ __forceinline__ RowGroupScheduler(int m, int n, int k, int k_blocks, int, ptx::uint32 table)
+  __device__ __forceinline__ RowGroupScheduler(int m, int n, int k, int k_blocks, int)
       : m(m),
         n(n),
         k_blocks(k_blocks),
         band(Bands(m, n, k, k_blocks, 1).band.value),
-        tiles_n(tiles_along_n<columns, Epilogue>(n)),
-        table{table} {}
+        tiles_n(tiles_along_n<columns, Epilogue>(n)) {}
 
-  /// Reads the groups; all threads of the CTA call it.
-  __device__ __forceinline__ void start(const int* offsets) {
+  /// Reads the groups into a table at `address`. All threads of the CTA call it, before all else.
+  __device__ __forceinline__ void read_groups(const int* offsets, ptx::uint32 address) {
+    table = {address};
     if (threadIdx.x < Table::lanes) {
       const int lane = threadIdx.x;
       table.read_rows(offsets, m, lane);
@@ -158,11 +159,9 @@ struct RowGroupScheduler {
     }
     const int row = table.begin(segment) + index_m * Config::tile_m;
     const int row_end = index_n < tiles_n ? table.end(segment, m) : row;  // of an odd number of tiles the last has none
-    Tile tile{row, index_n * columns, segment, index_m, index_n, 0, n, row_end};
-    Bands::place_in_section(tile);
-    Work work{tile, 0, segment < Config::groups ? k_blocks : 0};
-    work.is_apart = in_odd_row >= 0;
-    return work;
+    RowGroupTile tile{{row, index_n * columns, segment, index_m, index_n, 0, n}, row_end, in_odd_row >= 0};
+    Bands::place_in_section(tile, index_n);
+    return {tile, 0, segment < Config::groups ? k_blocks : 0};
   }
 };
 
@@ -171,27 +170,30 @@ struct RowGroupScheduler {
 template <class Config, int columns, class Epilogue>
 struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue> {
   using Batch = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
+  using Work = WorkOn<KGroupTile>;
   using Table = GroupTable<Config::groups, RowsOfTiles<1, 1>>;
   const int k;
-  const Table table;
+  Table table;
 
-  __device__ __forceinline__ KGroupScheduler(int m, int n, int k, int k_blocks, int batch, ptx::uint32 table)
-      : Batch(m, n, k / batch + 1, k_blocks, batch), k(k), table{table} {}
+  __device__ __forceinline__ KGroupScheduler(int m, int n, int k, int k_blocks, int batch)
+      : Batch(m, n, k / batch + 1, k_blocks, batch), k(k) {}
 
-  __device__ __forceinline__ void start(const int* offsets) const {
+  /// Reads the groups into a table at `address`. All threads of the CTA call it, before all else.
+  __device__ __forceinline__ void read_groups(const int* offsets, ptx::uint32 address) {
+    table = {address};
     if (threadIdx.x < Table::lanes) table.read_rows(offsets, k, threadIdx.x);
     __syncthreads();
   }
 
-  __device__ __forceinline__ Work work(int i, int rank) const { return of_group(Batch::work(i, rank)); }
-  __device__ __forceinline__ Work claimed(int index, int rank) const { return of_group(Batch::claimed(index, rank)); }
+  __device__ __forceinline__ Work work(int i, int rank) const { return of_group(Batch::work(i, rank).tile); }
+  __device__ __forceinline__ Work claimed(int index, int rank) const {
+    return of_group(Batch::claimed(index, rank).tile);
+  }
 
  private:
-  __device__ __forceinline__ Work of_group(Work work) const {
-    work.first_k = table.row(work.tile.batch);
-    work.k_end = max(work.first_k, table.row(work.tile.batch + 1));
-    work.blocks = max(1, (work.k_end - work.first_k + Config::tile_k - 1) / Config::tile_k);
-    return work;
+  __device__ __forceinline__ Work of_group(const Tile& tile) const {
+    const int first_k = table.row(tile.batch), k_end = max(first_k, table.row(tile.batch + 1));
+    return {{tile, first_k, k_end}, 0, max(1, (k_end - first_k + Config::tile_k - 1) / Config::tile_k)};
   }
 };
 

@@ -69,6 +69,8 @@ struct Gemm {
   // nothing keeps the producer from being further ahead of a warp than there are slots for claims.
   static constexpr bool all_take_stages = rows_in_groups && Config::claims;
   using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
+  using Work = typename WorkScheduler::Work;
+  using WorkTile = decltype(Work::tile);
   using TileAccumulator = Accumulator<Config::consumer_m / 64, Config::tile_n>;
   static constexpr bool cooperative = EpilogueLayout<Config, Epilogue>::cooperative;
   static constexpr int consumer_stride = cooperative ? 1 : consumers;  // from one piece of its work to the next
@@ -102,16 +104,9 @@ struct Gemm {
         warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0)),
         lane(threadIdx.x % 32),
         rank(Config::cluster_m > 1 ? static_cast<int>(ptx::cluster_rank()) : 0),
-        scheduler(make_scheduler(params, shared)),
+        scheduler(params.m, params.n / n_halves, params.k, (params.k + Config::tile_k - 1) / Config::tile_k,
+                  params.batch),
         stages(stage_ring(shared)) {}
-
-  __device__ __forceinline__ static WorkScheduler make_scheduler(const Params& params, ptx::uint32 shared) {
-    const int n = params.n / n_halves, k_blocks = (params.k + Config::tile_k - 1) / Config::tile_k;
-    if constexpr (Layout::is_grouped)
-      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch, shared + Layout::groups_offset);
-    else
-      return WorkScheduler(params.m, n, params.k, k_blocks, params.batch);
-  }
 
   using LoadRing = Ring<EpilogueLayout<Config, Epilogue>::load_slots>;
   __device__ __forceinline__ static Ring<Config::stages> stage_ring(ptx::uint32 shared) {
@@ -156,7 +151,8 @@ struct Gemm {
     // 2. The next kernel may start as CTAs end; this one waits for all that earlier ones have written.
     ptx::launch_dependents();
     ptx::wait_for_earlier_kernels();
-    if constexpr (Layout::is_grouped) scheduler.start(static_cast<const int*>(params.pointer[Config::offsets]));
+    if constexpr (Layout::is_grouped)
+      scheduler.read_groups(static_cast<const int*>(params.pointer[Config::offsets]), shared + Layout::groups_offset);
     // 3. Each warp does its part. The producer gives its registers to the consumers.
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
@@ -180,14 +176,8 @@ struct Gemm {
         stages.wait_empty(at);
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
-        const int k = (k_in_groups ? work.first_k : 0) + k_block * Config::tile_k;
-        load_a(work.tile, k, stage, stages.full(at.slot));
-        if (rows_in_groups && Config::cluster_m > 1 && work.is_apart) {
-          for (int part = 0; part < Config::cluster_m; ++part)
-            load_b<false>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), part);
-        } else {
-          load_b<(Config::cluster_m > 1)>(work.tile, k, stage + Layout::a_bytes, stages.full(at.slot), rank);
-        }
+        load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
+        load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
         at.advance();
       }
       if constexpr (all_take_stages) {
@@ -248,8 +238,9 @@ struct Gemm {
 
   /// A k block of a's tile. Of a product with fewer rows than a tile only its `rows`: what the others' places hold is
   /// multiplied, but its results are stored nowhere.
-  __device__ __forceinline__ void load_a(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+  __device__ __forceinline__ void load_a(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
+    if constexpr (k_in_groups) k += tile.first_k;
     if constexpr (Config::transpose_a) {
       for (int chunk = 0; chunk < Config::tile_m / 64; ++chunk)
         ptx::tma_load(target + chunk * chunk_bytes, params.map[0], barrier, tile.row + 64 * chunk, 0, k, batch);
@@ -258,11 +249,23 @@ struct Gemm {
     }
   }
 
-  /// A part of a k block of b's tile, as many as a cluster has CTAs. They share b: each loads one for all of them.
+  /// A k block of b's tile. The CTAs of a cluster share b: each loads a part of every stage for all of them.
+  __device__ __forceinline__ void load_b(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
+    if constexpr (rows_in_groups && Config::cluster_m > 1) {
+      if (tile.is_apart) {
+        for (int part = 0; part < Config::cluster_m; ++part) load_b_part<false>(tile, k, target, barrier, part);
+        return;
+      }
+    }
+    load_b_part<(Config::cluster_m > 1)>(tile, k, target, barrier, rank);
+  }
+
+  /// One of as many parts of a k block of b's tile as a cluster has CTAs, for all of them or for this one.
   template <bool for_all>
-  __device__ __forceinline__ void load_b(const Tile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
-                                         int part) const {
+  __device__ __forceinline__ void load_b_part(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
+                                              int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
+    if constexpr (k_in_groups) k += tile.first_k;
     if constexpr (Config::transpose_b) {
       // Rows of k; a box has those of one CTA's part, or of one half.
       constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
@@ -374,7 +377,7 @@ struct Gemm {
       for (int k_block = 0; k_block < work.blocks; ++k_block) {
         stages.wait_full(at);
         if constexpr (k_in_groups) {
-          const int left = work.k_end - work.first_k - k_block * Config::tile_k;
+          const int left = work.tile.k_end - work.tile.first_k - k_block * Config::tile_k;
           if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
         }
         multiply(consumer, at.slot, k_block > 0, accumulator);

@@ -37,16 +37,26 @@ struct Tile {
   int row, column, batch;
   int index_m, index_n;
   int section, column_end;
-  int row_end;  // of rows in groups: bounds what it may write
+};
+
+/// A tile of rows in groups: `row_end` bounds what it may write. Where it `is_apart` the cluster's tiles do not share
+/// b's, and each CTA loads its own.
+struct RowGroupTile : Tile {
+  int row_end;
+  bool is_apart;
+};
+
+/// A tile of a product whose group has the rows of k from `first_k` on, before `k_end`.
+struct KGroupTile : Tile {
+  int first_k, k_end;
 };
 
 /// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
-/// adds the other CTAs' sums and runs the epilogue.
-struct Work {
-  Tile tile;
+/// adds the other CTAs' sums and runs the epilogue. `Tile_` is the scheduler's, for tiles of groups know more.
+template <class Tile_>
+struct WorkOn {
+  Tile_ tile;
   int first_block, blocks;
-  int first_k, k_end;  // of k in groups
-  bool is_apart;       // of rows in groups: the tiles of the cluster do not share b's
 
   __device__ __forceinline__ bool has_tile() const { return first_block == 0; }
 };
@@ -81,6 +91,7 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 /// parts begin anywhere in k, does not: 335 us where whole tiles take 185 (2048 x 2048 x 16384).
 template <DType input, int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
+  using Work = WorkOn<Tile>;
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
   static constexpr int max_parts = 8, min_blocks = 4;  // of a split tile; of a part
   const int n;                                         // of a half, where a tile has columns of both
@@ -147,19 +158,19 @@ struct Scheduler {
     const int index_n = rows == band.value ? band.quotient(in_band) : in_band / rows;
     const int index_m = (first_row + in_band - index_n * rows) * cluster_m + rank;
     Tile tile{index_m * tile_m, index_n * columns, batch, index_m, index_n, 0, n};
-    place_in_section(tile);
+    place_in_section(tile, index_n);
     return tile;
   }
 
  public:
   /// Gives a tile of the product the columns of the section that it lies in.
-  __device__ __forceinline__ static void place_in_section(Tile& tile) {
+  __device__ __forceinline__ static void place_in_section(Tile& tile, int index_n) {
     if constexpr (Epilogue::sections > 1) {
       int before = 0;
       static_for<Epilogue::sections>([&](auto index) {
         constexpr Section section = Epilogue::section[index];
-        if (tile.index_n >= before) {
-          tile.column = section.first + (tile.index_n - before) * columns;
+        if (index_n >= before) {
+          tile.column = section.first + (index_n - before) * columns;
           tile.section = index;
           tile.column_end = section.end;
         }

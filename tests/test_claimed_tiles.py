@@ -652,10 +652,19 @@ GROUP_FAULTS = {
         "if (has_product(work))\n          prefetch",
         "if (true)\n          prefetch",
     ),
-    "tiles apart share b": ("grouped_scheduler", "work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
+    "tiles apart share b": ("grouped_scheduler", "row_end, in_odd_row >= 0};", "row_end, false};"),
     "half of b": ("mainloop_sm90", "part < Config::cluster_m; ++part)", "part < 1; ++part)"),
-    "k of another group": ("grouped_scheduler", "work.first_k = table.row(work.tile.batch);", "work.first_k = 0;"),
-    "k from the first row": ("mainloop_sm90", "(k_in_groups ? work.first_k : 0)", "0"),
+    "k of another group": ("grouped_scheduler", "first_k = table.row(tile.batch),", "first_k = 0,"),
+    "k of a from the first row": (
+        "mainloop_sm90",
+        "tile.batch : 0;\n    if constexpr (k_in_groups) k += tile.first_k;",
+        "tile.batch : 0;",
+    ),
+    "k of b from the first row": (
+        "mainloop_sm90",
+        "// of a half\n    if constexpr (k_in_groups) k += tile.first_k;",
+        "",
+    ),
     "no barrier of the warp": (
         "grouped_scheduler",
         "read_rows(offsets, m, lane);\n      __syncwarp();",

@@ -33,6 +33,7 @@ static int load_word(uint32 address) { return word(address); }
 SOURCE = r"""
 #include <ucontext.h>
 #include <algorithm>
+#include <array>
 #define __device__
 #define __host__
 #define __forceinline__ inline
@@ -94,6 +95,10 @@ struct Sizes {
 };
 constexpr int columns_of_a_tile = 128, fields = 18;
 
+/// What tiles of one kind of groups know alone: row_end, is_apart, first_k, k_end.
+static std::array<int, 4> of_group(const RowGroupTile& tile) { return {tile.row_end, tile.is_apart, 0, 0}; }
+static std::array<int, 4> of_group(const KGroupTile& tile) { return {0, 0, tile.first_k, tile.k_end}; }
+
 /// A row a piece of work of a CTA.
 template <class Scheduler, int groups, int cluster_m>
 static int pieces(Sizes sizes, const int* offsets, int most, int* out) {
@@ -101,33 +106,35 @@ static int pieces(Sizes sizes, const int* offsets, int most, int* out) {
   static Sizes of;
   static const int* from;
   of = sizes, from = offsets;
-  const auto made = [] { return Scheduler(of.m, of.n, of.k, (of.k + 63) / 64, of.batch, table_at); };
-  static const auto make = made;
+  static const auto made = [] {
+    Scheduler scheduler(of.m, of.n, of.k, (of.k + 63) / 64, of.batch);
+    scheduler.read_groups(from, table_at);
+    return scheduler;
+  };
   ptx::words.assign(table_at / 4 + Scheduler::Table::bytes / 4, poison);
   gridDim.x = sizes.clusters * cluster_m, blockIdx.x = 0;
-  entry = [] { auto scheduler = make(); scheduler.start(from); };
+  entry = [] { made(); };
   run_threads(sizes.backwards);
   for (int word = 0; word < table_at / 4; ++word)
     if (ptx::words[word] != poison) return -1;  // outside of the table
   int count = 0;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
     threadIdx.x = 32;
-    auto scheduler = made();
-    scheduler.start(offsets);
+    const auto scheduler = made();
     for (int i = 0; i < scheduler.count; ++i, ++count, out += fields) {
       if (count == most) return -2;  // endless
       const int rank = blockIdx.x % cluster_m, number = i * scheduler.clusters() + scheduler.cluster();
-      const Work work = scheduler.work(i, rank), claimed = scheduler.claimed(number, rank);
+      const auto work = scheduler.work(i, rank), claimed = scheduler.claimed(number, rank);
       const Tile &tile = work.tile, &other = claimed.tile;
+      const auto group = of_group(work.tile);
       const bool agree = tile.row == other.row && tile.column == other.column && tile.batch == other.batch &&
-                         tile.row_end == other.row_end && tile.column_end == other.column_end &&
-                         tile.section == other.section && work.blocks == claimed.blocks &&
-                         work.first_k == claimed.first_k && work.k_end == claimed.k_end;
+                         tile.column_end == other.column_end && tile.section == other.section &&
+                         work.blocks == claimed.blocks && group == of_group(claimed.tile);
       int of_piece = work.blocks;
       if constexpr (requires { scheduler.blocks_of(number); }) of_piece = scheduler.blocks_of(number);
-      const int row[fields] = {blockIdx.x,   tile.row,       tile.row_end, tile.column,      tile.column_end,
+      const int row[fields] = {blockIdx.x,   tile.row,       group[0],     tile.column,      tile.column_end,
                                tile.section, tile.batch,     tile.index_m, tile.index_n,     work.first_block,
-                               work.blocks,  work.is_apart,  work.first_k, work.k_end,       agree,
+                               work.blocks,  group[1],       group[2],     group[3],         agree,
                                of_piece,     scheduler.total(sizes.batch), number};
       std::copy(row, row + fields, out);
     }
@@ -438,7 +445,7 @@ FAULTS = {
         "table.end(segment, m);",
     ),
     "rows of a neighbour": ("index_n < tiles_n ? table.end(segment, m) : row;", "index_n < tiles_n ? m : row;"),
-    "tiles apart share b": ("work.is_apart = in_odd_row >= 0;", "work.is_apart = false;"),
+    "tiles apart share b": ("row_end, in_odd_row >= 0};", "row_end, false};"),
     "products of no group": ("segment < Config::groups ? k_blocks : 0};", "k_blocks};"),
     "other k blocks": ("index < table.first_cluster(Config::groups) ? k_blocks : 0", "k_blocks"),
     "no barrier": (
@@ -446,14 +453,14 @@ FAULTS = {
         "      table.count_clusters(m, tiles_n, lane);",
     ),
     "a cluster too few": ("(total(0) - Bands::cluster() + Bands::clusters() - 1)", "(total(0) - Bands::cluster())"),
-    "no section": ("    Bands::place_in_section(tile);\n", ""),
+    "no section": ("    Bands::place_in_section(tile, index_n);\n", ""),
     "a short last band": ("rows = min(band, pairs - first_row);", "rows = band;"),
-    "k: the end of the next group": ("table.row(work.tile.batch + 1)", "table.row(work.tile.batch + 2)"),
-    "k: a block too few": ("work.k_end - work.first_k + Config::tile_k - 1", "work.k_end - work.first_k"),
-    "k: no block": ("work.blocks = max(1, (", "work.blocks = max(0, ("),
+    "k: the end of the next group": ("table.row(tile.batch + 1)", "table.row(tile.batch + 2)"),
+    "k: a block too few": ("k_end - first_k + Config::tile_k - 1", "k_end - first_k"),
+    "k: no block": ("0, max(1, (", "0, max(0, ("),
     "k: an end before the first": (
-        "max(work.first_k, table.row(work.tile.batch + 1))",
-        "table.row(work.tile.batch + 1)",
+        "max(first_k, table.row(tile.batch + 1))",
+        "table.row(tile.batch + 1)",
     ),
 }
 

@@ -223,8 +223,8 @@ static void lane_of_warp() {
   for (int i = 0; i < launch.pieces; ++i) {
     const Piece& piece = launch.piece[i];
     if (piece.consumer != consumer) continue;
-    const Tile tile{piece.row,     piece.column,     1, piece.index_m, piece.index_n,
-                    piece.section, piece.column_end, piece.row_end};
+    const RowGroupTile tile{
+        {piece.row, piece.column, 1, piece.index_m, piece.index_n, piece.section, piece.column_end}, piece.row_end};
     if (!piece.has_product) {
       epilogue.store_zeros(tile);
       continue;
@@ -660,7 +660,7 @@ FAULTS = {
     "no slice": ("slices", "access.half * n) + at - access.first", "access.half * n) + at"),
     "columns beyond the end": ("bfloat16", "if (at >= tile.column_end) continue;", ""),
     "rows of another width": ("slices", "access.columns > 0 ? access.columns : ", ""),
-    "a sum of a neighbour's rows": ("row sums", "at < (rows_in_groups ? tile.row_end : params.m)", "at < params.m"),
+    "a sum of a neighbour's rows": ("row sums", "at < row_end(tile)", "at < params.m"),
     "a batch": ("bfloat16", "return rows_in_groups ? 0 : tile.batch;", "return tile.batch;"),
     "zeros in one box": (
         "bfloat16",
@@ -669,8 +669,8 @@ FAULTS = {
     ),
     "rows of another block": (
         "bfloat16",
-        "tile.row_end - (tile.row + 64 * block + 16 * warp)",
-        "tile.row_end - (tile.row + 16 * warp)",
+        "row_end(tile) - (tile.row + 64 * block + 16 * warp)",
+        "row_end(tile) - (tile.row + 16 * warp)",
     ),
     "k: one factor": ("k", "chunk < chunks_of_a + chunks_of_b;", "chunk < chunks_of_a;"),
     "k: the other factor": (
