@@ -59,7 +59,7 @@ static int pieces(int m, int n, int k, int batch, int clusters, int* out) {
     const Scheduler<DType::bf16, 128, 128, cluster_m, split_k, Epilogue> scheduler(m, n, k, (k + 63) / 64, batch);
     const Others others = scheduler.others();
     for (int i = 0; i < scheduler.count; ++i, ++count, out += 11) {
-      const Work work = scheduler.work(i, blockIdx.x % cluster_m);
+      const auto work = scheduler.work(i, blockIdx.x % cluster_m);
       const Tile& tile = work.tile;
       const int row[11] = {blockIdx.x,          tile.row,         tile.column,     tile.batch,
                            work.first_block,    work.blocks,      scheduler.split_tiles, scheduler.parts,
@@ -86,7 +86,7 @@ static int sums(int m, int n, int k, int clusters, const float* value, float* ou
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
       const Scheduler<DType::bf16, 128, 128, cluster_m, true, Whole> scheduler(m, n, k, (k + 63) / 64, 1);
       for (int i = 0; i < scheduler.count; ++i) {
-        const Work work = scheduler.work(i, blockIdx.x % cluster_m);
+        const auto work = scheduler.work(i, blockIdx.x % cluster_m);
         for (int thread = 0; thread < 128; ++thread) {
           Registers sum;
           for (int at = 0; at < 128; ++at) sum.registers[at / 64][at % 64] = value[work.first_block] + at + thread;
