@@ -47,6 +47,7 @@ CALLS = {
     "Linear": lambda: (layers.Linear(16, 16, rngs=rngs()), [layer_normalized()], {"residual": STREAM}),
     "Llama": lambda: (layers.Llama(LLAMA, rngs=rngs()), [TOKENS], {}),
     "MLP": lambda: (layers.MLP(16, 24, use_bias=True, rngs=rngs()), [layer_normalized()], {"residual": X}),
+    "MoE": lambda: (layers.MoE(16, 24, 4, 2, shared_features=8, rngs=rngs()), [normalized()], {"residual": X}),
     "RMSNorm": lambda: (layers.RMSNorm(16, rngs=rngs()), [STREAM], {}),
     "TransformerBlock": lambda: (gpt2_block(GPT2, rngs=rngs()), [jnp.ones((2, 8, 32))], {}),
     "LlamaBlock": lambda: (
