@@ -177,7 +177,15 @@ struct Gemm {
         ptx::mbarrier_arrive_expect(stages.full(at.slot), Layout::loaded_bytes);
         const ptx::uint32 stage = shared + at.slot * Layout::stage_bytes;
         load_a(work.tile, k_block * Config::tile_k, stage, stages.full(at.slot));
-        load_b(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot));
+        bool is_apart = false;
+        if constexpr (rows_in_groups && Config::cluster_m > 1) is_apart = work.tile.is_apart;
+        if (is_apart) {
+          for (int part = 0; part < Config::cluster_m; ++part)
+            load_b<false>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes, stages.full(at.slot), part);
+        } else {
+          load_b<(Config::cluster_m > 1)>(work.tile, k_block * Config::tile_k, stage + Layout::a_bytes,
+                                          stages.full(at.slot), rank);
+        }
         at.advance();
       }
       if constexpr (all_take_stages) {
@@ -249,21 +257,10 @@ struct Gemm {
     }
   }
 
-  /// A k block of b's tile. The CTAs of a cluster share b: each loads a part of every stage for all of them.
-  __device__ __forceinline__ void load_b(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
-    if constexpr (rows_in_groups && Config::cluster_m > 1) {
-      if (tile.is_apart) {
-        for (int part = 0; part < Config::cluster_m; ++part) load_b_part<false>(tile, k, target, barrier, part);
-        return;
-      }
-    }
-    load_b_part<(Config::cluster_m > 1)>(tile, k, target, barrier, rank);
-  }
-
-  /// One of as many parts of a k block of b's tile as a cluster has CTAs, for all of them or for this one.
+  /// A part of a k block of b's tile, as many as a cluster has CTAs. They share b: each loads one for all of them.
   template <bool for_all>
-  __device__ __forceinline__ void load_b_part(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
-                                              int part) const {
+  __device__ __forceinline__ void load_b(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
+                                         int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
     if constexpr (k_in_groups) k += tile.first_k;
     if constexpr (Config::transpose_b) {
