@@ -13,9 +13,12 @@ except ImportError:
         raise SystemExit(_main()) from None
     raise
 
+from coda_jax import fp8 as fp8
 from coda_jax.epilogue import ByGroup as ByGroup
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
+from coda_jax.epilogue import contraction_order as contraction_order
 from coda_jax.epilogue import logsumexp as logsumexp
+from coda_jax.epilogue import saturate as saturate
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
@@ -61,8 +64,10 @@ __all__ = [
     "Stream",
     "Tuning",
     "__version__",
+    "contraction_order",
     "expert_mlp",
     "explain",
+    "fp8",
     "gated",
     "gated_mlp",
     "gemm",
@@ -78,6 +83,7 @@ __all__ = [
     "ragged_gemm",
     "rms_norm",
     "rotary",
+    "saturate",
     "strict",
     "token_logprobs",
     "tune",

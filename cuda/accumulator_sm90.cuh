@@ -94,17 +94,59 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_WGMMA_N256(type) \
   CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
+// Of factors of 8 bits, each with a type of its own, both k-major.
+#define CODA_WGMMA_OF_8_BITS(shape, types, numbers, operands, a_at, b_at, add_at)              \
+  asm volatile(                                                                                \
+      "{\n"                                                                                    \
+      ".reg .pred accumulate;\n"                                                               \
+      "setp.ne.b32 accumulate, " add_at                                                        \
+      ", 0;\n"                                                                                 \
+      "wgmma.mma_async.sync.aligned." shape "k32.f32." types " {" numbers "}, " a_at ", " b_at \
+      ", accumulate, 1, 1;\n"                                                                  \
+      "}\n"                                                                                    \
+      : operands                                                                               \
+      : "l"(a), "l"(b), "r"(accumulate))
+#define CODA_WGMMA_OF_TYPES(types)                                                                     \
+  if constexpr (registers == 32)                                                                       \
+    CODA_WGMMA_OF_8_BITS("m64n64", types, CODA_NUMBERS_32, CODA_OPERANDS_32(d), "%32", "%33", "%34");  \
+  if constexpr (registers == 64)                                                                       \
+    CODA_WGMMA_OF_8_BITS("m64n128", types, CODA_NUMBERS_64, CODA_OPERANDS_64(d), "%64", "%65", "%66"); \
+  if constexpr (registers == 96)                                                                       \
+    CODA_WGMMA_OF_8_BITS("m64n192", types, CODA_NUMBERS_96, CODA_OPERANDS_96(d), "%96", "%97", "%98"); \
+  if constexpr (registers == 128)                                                                      \
+    CODA_WGMMA_OF_8_BITS("m64n256", types, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130");
+
 /// Bytes along k of one instruction.
 constexpr int k_step_bytes = 32;
 
+template <DType input_a, DType input_b, int registers>
+__device__ __forceinline__ void multiply_8_bits(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
+  constexpr bool a_is_e4m3 = input_a == DType::e4m3, b_is_e4m3 = input_b == DType::e4m3;
+  static_assert((a_is_e4m3 || input_a == DType::e5m2) && (b_is_e4m3 || input_b == DType::e5m2),
+                "there is no instruction for factors of these dtypes");
+  if constexpr (a_is_e4m3 && b_is_e4m3) {
+    CODA_WGMMA_OF_TYPES("e4m3.e4m3")
+  } else if constexpr (a_is_e4m3) {
+    CODA_WGMMA_OF_TYPES("e4m3.e5m2")
+  } else if constexpr (b_is_e4m3) {
+    CODA_WGMMA_OF_TYPES("e5m2.e4m3")
+  } else {
+    CODA_WGMMA_OF_TYPES("e5m2.e5m2")
+  }
+}
+
 /// d (64 x N) = a (64 x k step) b (k step x N) + (accumulate ? d : 0), a and b through descriptors; N is 64, 128, 192
-/// or 256. Asynchronous.
-template <DType input, int a_is_mn_major, int b_is_mn_major, int registers>
+/// or 256. Asynchronous. Factors of 16 bits have one dtype.
+template <DType input, DType input_b, int a_is_mn_major, int b_is_mn_major, int registers>
 __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulate) {
   static_assert(registers == 32 || registers == 64 || registers == 96 || registers == 128,
                 "products of 64, 128, 192 or 256 columns");
-  static_assert(input == DType::bf16 || input == DType::f16, "there is no instruction for factors of this dtype");
-  if constexpr (input == DType::bf16) {
+  static_assert(bytes_of(input) == 1 || ((input == DType::bf16 || input == DType::f16) && input_b == input),
+                "there is no instruction for factors of this dtype");
+  if constexpr (bytes_of(input) == 1) {
+    static_assert(!a_is_mn_major && !b_is_mn_major, "factors of 8 bits are stored along k");
+    multiply_8_bits<input, input_b>(d, a, b, accumulate);
+  } else if constexpr (input == DType::bf16) {
     if constexpr (registers == 32) CODA_WGMMA_N64("bf16");
     if constexpr (registers == 64) CODA_WGMMA_N128("bf16");
     if constexpr (registers == 96) CODA_WGMMA_N192("bf16");
@@ -117,6 +159,8 @@ __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, p
   }
 }
 
+#undef CODA_WGMMA_OF_TYPES
+#undef CODA_WGMMA_OF_8_BITS
 #undef CODA_WGMMA_N256
 #undef CODA_WGMMA_N192
 #undef CODA_WGMMA_N128

@@ -15,6 +15,7 @@ namespace coda {
   value(bool, interleaved)                        \
   list(Section, section)                          \
   lists(TileAccess, tile_store)                   \
+  list(TransposedAccess, transposed_store)        \
   list(TileAccess, tile_load)                     \
   list(VectorAccess, row_vector)                  \
   list(VectorAccess, column_vector)               \
@@ -23,6 +24,7 @@ namespace coda {
   list(VectorAccess, head_vector)                 \
   list(ReductionAccess, row_reduction)            \
   list(ReductionAccess, column_reduction)         \
+  list(ReductionAccess, whole_reduction)          \
   value(int, head_values)                         \
   value(int, head_passes)                         \
   list(Op, head_op)                               \

@@ -10,8 +10,9 @@
 namespace coda {
 
 // A dtype's enumerator, and the C++ type of its bits in memory. The rest of a dtype is in coda_jax/epilogue/dtypes.py.
-#define CODA_DTYPES(entry) \
-  entry(bf16, unsigned short) entry(f16, unsigned short) entry(f32, float) entry(i32, int) entry(pred, unsigned char)
+#define CODA_DTYPES(entry)                                                                                            \
+  entry(bf16, unsigned short) entry(f16, unsigned short) entry(f32, float) entry(i32, int) entry(pred, unsigned char) \
+      entry(e4m3, unsigned char) entry(e5m2, unsigned char)
 
 #define CODA_ENUMERATOR(name, type) name,
 enum class DType { CODA_DTYPES(CODA_ENUMERATOR) };
@@ -35,6 +36,16 @@ CODA_CONSTEXPR int bytes_of(DType dtype) {
 }
 #undef CODA_BYTES
 #undef CODA_DTYPES
+
+/// The dtype of b: a's, but of factors of 8 bits, which a Config gives one each.
+template <class Config>
+CODA_CONSTEXPR DType dtype_of_b() {
+  if constexpr (requires { Config::input_b; }) {
+    return Config::input_b;
+  } else {
+    return Config::input;
+  }
+}
 
 /// A row of a factor's tile in shared memory, as long as the widest swizzle. Of a k-major factor it is the k of a
 /// stage.

@@ -72,6 +72,59 @@ CODA_DEVICE float round_to_f16(float x) {
 #endif
 }
 
+// ---- rounding to 8 bits: to nearest, ties to even, NaN stays NaN
+
+/// x with `mantissa_bits`, at least as far apart as the float32 numbers beside `grid` are: the format's subnormal ones.
+CODA_DEVICE float round_mantissa(float x, int mantissa_bits, float smallest_normal, float grid) {
+  const float magnitude = fabsf(x);
+  const unsigned bits = to_bits(magnitude), shift = 23 - mantissa_bits, half = (1u << (shift - 1)) - 1;
+  const float normal = from_bits((bits + half + (bits >> shift & 1u)) >> shift << shift);
+  return copysignf(magnitude < smallest_normal ? (magnitude + grid) - grid : normal, x);
+}
+
+/// Beyond the range the largest value.
+CODA_DEVICE float saturate_to_e4m3(float x) {
+#ifdef __CUDACC__
+  unsigned short bits;
+  unsigned halves;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %1;" : "=h"(bits) : "f"(x));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(halves)));
+  return x;
+#else
+  if (x != x) return x;
+  return fabsf(x) > 448.f ? copysignf(448.f, x) : round_mantissa(x, 3, 0x1p-6f, 0x1.8p14f);
+#endif
+}
+
+CODA_DEVICE float saturate_to_e5m2(float x) {
+#ifdef __CUDACC__
+  unsigned short bits;
+  unsigned halves;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %1;" : "=h"(bits) : "f"(x));
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<unsigned short>(halves)));
+  return x;
+#else
+  if (x != x) return x;
+  return fabsf(x) > 57344.f ? copysignf(57344.f, x) : round_mantissa(x, 2, 0x1p-14f, 0x1.8p7f);
+#endif
+}
+
+/// Beyond the range NaN, as in XLA.
+CODA_DEVICE float round_to_e4m3(float x) {
+  if (x != x) return x;
+  if (fabsf(x) > 464.f) return copysignf(nan(), x);  // halfway from the largest, 448, to what would be the next
+  return saturate_to_e4m3(x);
+}
+
+/// Beyond the range an infinity, as in XLA.
+CODA_DEVICE float round_to_e5m2(float x) {
+  if (x != x) return x;
+  if (fabsf(x) >= 61440.f) return copysignf(infinity(), x);  // halfway from the largest, 57344, to 65536, which is even
+  return saturate_to_e5m2(x);
+}
+
 // ---- maximum and minimum: NaN if either is NaN, as in JAX
 
 CODA_DEVICE float maximum(float a, float b) {

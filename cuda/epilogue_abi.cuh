@@ -29,7 +29,9 @@ struct Section {
 };
 
 /// A tile read or written: its tensor map, the half that this entry stands for, and the product's column that is the
-/// array's first. Of one written to rows in groups also its pointer, and what a row has: halves, or so many columns.
+/// array's first. Of one written to rows in groups also its pointer, and what a row has: halves, or so many columns. Of
+/// a result of 8 bits whether its columns are in contraction order (fragment_sm90.cuh), and what it has instead of
+/// values beyond the dtype's range: the largest finite one, or what XLA has.
 struct TileAccess {
   int map = -1;
   int half = 0;
@@ -39,6 +41,20 @@ struct TileAccess {
   int pointer = -1;
   int halves = 1;
   int columns = 0;
+  bool contraction_order = false;  // of 8 bits
+  bool saturates = false;          // of 8 bits
+
+  CODA_CONSTEXPR bool is_none() const { return map < 0; }
+};
+
+/// A tile written with columns as rows, (N, M): its tensor map, the half, and which of a Result's tiles it is.
+struct TransposedAccess {
+  int map = -1;
+  int half = 0;
+  int value = 0;
+  DType dtype = DType::f32;
+  bool contraction_order = false;
+  bool saturates = false;
 
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };
@@ -73,6 +89,7 @@ struct EpilogueDefaults {
   using Op = coda::Op;
   using Section = coda::Section;
   using TileAccess = coda::TileAccess;
+  using TransposedAccess = coda::TransposedAccess;
   using VectorAccess = coda::VectorAccess;
   using ReductionAccess = coda::ReductionAccess;
 
@@ -84,6 +101,7 @@ struct EpilogueDefaults {
 
   static constexpr Section section[] = {{}};
   static constexpr TileAccess tile_store[][1] = {{{}}};  // of each section
+  static constexpr TransposedAccess transposed_store[] = {{}};
   static constexpr TileAccess tile_load[] = {{}};
   static constexpr VectorAccess row_vector[] = {{}};     // (N,)
   static constexpr VectorAccess column_vector[] = {{}};  // (M, 1)
@@ -92,6 +110,7 @@ struct EpilogueDefaults {
   static constexpr VectorAccess head_vector[] = {{}};  // (columns of a head,)
   static constexpr ReductionAccess row_reduction[] = {{}};
   static constexpr ReductionAccess column_reduction[] = {{}};
+  static constexpr ReductionAccess whole_reduction[] = {{}};  // of all rows and columns: a maximum
 
   // Values of a head, reduced over its columns in passes: those of one pass may depend on those of the passes before.
   static constexpr int head_values = 0, head_passes = 0;
@@ -133,10 +152,13 @@ CODA_CONSTEXPR int first_section_of(int variant) {
   return section;
 }
 
+/// How many tiles a Result has: those of stores, in order, and behind them what is stored transposed alone.
 template <class Epilogue>
-CODA_CONSTEXPR int most_tile_stores() {
+CODA_CONSTEXPR int most_tile_values() {
   int most = 0;
   for (const auto& stores : Epilogue::tile_store) most = count(stores) > most ? count(stores) : most;
+  for (const TransposedAccess& store : Epilogue::transposed_store)
+    if (!store.is_none() && store.value >= most) most = store.value + 1;
   return most;
 }
 
@@ -157,11 +179,19 @@ struct ElementOf {
   int column[Epilogue::halves];
 };
 
+/// Terms of reductions of all rows and columns.
+template <int count>
+struct WholeTerms {
+  float whole[count];
+};
+template <>
+struct WholeTerms<0> {};
+
 /// The outputs of `evaluate`: values of tiles, and terms of the reductions along the element's row and columns.
 template <class Epilogue>
-struct ResultOf {
+struct ResultOf : WholeTerms<Epilogue::whole_reductions> {
   static constexpr int per_entry = Epilogue::entry_values;
-  float tile[at_least_one(most_tile_stores<Epilogue>()) * per_entry];
+  float tile[at_least_one(most_tile_values<Epilogue>()) * per_entry];
   float row[at_least_one(Epilogue::row_reductions)];
   float column[at_least_one(Epilogue::column_reductions) * per_entry];
 };
@@ -180,12 +210,17 @@ struct CompleteEpilogue : Generated {
   static constexpr int head_vectors = count(Generated::head_vector);
   static constexpr int row_reductions = count(Generated::row_reduction);
   static constexpr int column_reductions = count(Generated::column_reduction);
+  static constexpr int whole_reductions = count(Generated::whole_reduction);
+  static constexpr int transposed_stores = count(Generated::transposed_store);
 
   using Element = ElementOf<CompleteEpilogue>;
   using Result = ResultOf<CompleteEpilogue>;
 
   CODA_CONSTEXPR static int tile_stores(int variant) {
     return count(Generated::tile_store[first_section_of<Generated>(variant)]);
+  }
+  CODA_CONSTEXPR static int tile_values(int variant) {
+    return transposed_stores > 0 ? most_tile_values<Generated>() : tile_stores(variant);
   }
 };
 

@@ -68,10 +68,21 @@ struct EpilogueLayout {
   }
   __host__ __device__ static constexpr int store_row_bytes(int variant, int before) {
     int bytes = 0;
-    for (int i = 0; i < before; ++i)
-      bytes += box_n * bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(variant)][i].dtype);
+    for (int i = 0; i < before; ++i) {
+      const int of_element = bytes_of(Epilogue::tile_store[first_section_of<Epilogue>(variant)][i].dtype);
+      bytes += box_n * (of_element < least_store_bytes ? least_store_bytes : of_element);
+    }
     return bytes;
   }
+  /// Where there are boxes of 4 bytes an element, whose rows have the widest swizzle and which begin at multiples of
+  /// 1024 bytes, those of 8 bits take the room of 16.
+  __host__ __device__ static constexpr int least_bytes_of_stores() {
+    for (const auto& stores : Epilogue::tile_store)
+      for (const TileAccess& store : stores)
+        if (!store.is_none() && bytes_of(store.dtype) == 4) return 2;
+    return 1;
+  }
+  static constexpr int least_store_bytes = least_bytes_of_stores();
   __host__ __device__ static constexpr int widest_store_row_bytes() {
     int widest = 0;
     for (int variant = 0; variant < Epilogue::variants; ++variant) {
@@ -87,9 +98,23 @@ struct EpilogueLayout {
   static constexpr int load_slots = Epilogue::tile_loads > 0 ? Config::load_slots : 1;
   static constexpr int store_slots = Config::store_slots;
 
-  // Of one consumer warpgroup, from its base: load ring, store rings of its four warps, column reductions, and
-  // vectors over columns, of a tile and of the next.
-  static constexpr int load_offset = 0;
+  // A transposed result of a box: its columns are the rows of `transposed_boxes` boxes, whose rows have at most 128
+  // bytes. A slot has those of all transposed results, and the warps of a warpgroup fill it together.
+  __host__ __device__ static constexpr int transposed_rows(DType dtype) {
+    return Config::consumer_m < 128 / bytes_of(dtype) ? Config::consumer_m : 128 / bytes_of(dtype);
+  }
+  __host__ __device__ static constexpr int transposed_offset(int before) {
+    int bytes = 0;
+    for (int i = 0; i < before; ++i)
+      bytes += box_n * Config::consumer_m * bytes_of(Epilogue::transposed_store[i].dtype);
+    return bytes;
+  }
+  static constexpr int transposed_slots = store_slots;
+  static constexpr int transposed_slot_bytes = transposed_offset(Epilogue::transposed_stores);
+
+  // Of one consumer warpgroup, from its base: slots of transposed results, load ring, store rings of its four warps,
+  // column reductions, and vectors over columns, of a tile and of the next.
+  static constexpr int load_offset = transposed_slots * transposed_slot_bytes;
   static constexpr int store_offset = load_offset + (Epilogue::tile_loads > 0 ? load_slots * load_slot_bytes : 0);
   static constexpr int column_offset = store_offset + 4 * store_slots * store_slot_bytes;
   static constexpr int column_bytes = Epilogue::column_reductions * 4 * columns * 4;

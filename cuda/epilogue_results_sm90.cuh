@@ -2,6 +2,7 @@
 // or one for each cooperating consumer's rows of it.
 #pragma once
 
+#include "claims.cuh"
 #include "epilogue_layout_sm90.cuh"
 #include "pipeline.cuh"
 #include "reductions_sm90.cuh"
@@ -55,11 +56,17 @@ struct EpilogueResults {
   }
   template <int variant>
   __device__ __forceinline__ void put_tiles(
-      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_stores(variant))]) const {
+      int subtile, const Subtile (&stores)[at_least_one(Epilogue::tile_values(variant))]) const {
     static_for<Epilogue::tile_stores(variant)>([&](auto index) {
       constexpr TileAccess access = Epilogue::tile_store[first_section_of<Epilogue>(variant)][index];
-      Box<access.dtype, Layout::box_n>::store(slot_address() + 16 * Layout::store_row_bytes(variant, index), lane,
-                                              subtile * Layout::subtile_n, stores[index]);
+      if constexpr (bytes_of(access.dtype) == 1) {
+        Box<access.dtype, Layout::box_n>::template store_bytes<access.contraction_order, access.saturates>(
+            slot_address() + 16 * Layout::store_row_bytes(variant, index), lane, subtile * Layout::subtile_n,
+            stores[index]);
+      } else {
+        Box<access.dtype, Layout::box_n>::store(slot_address() + 16 * Layout::store_row_bytes(variant, index), lane,
+                                                subtile * Layout::subtile_n, stores[index]);
+      }
     });
   }
   template <int variant>
@@ -129,7 +136,7 @@ struct EpilogueResults {
   /// Zeros in the place of a tile's results.
   template <int variant>
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
-    const Subtile zeros[at_least_one(Epilogue::tile_stores(variant))] = {};
+    const Subtile zeros[at_least_one(Epilogue::tile_values(variant))] = {};
 #pragma unroll 1
     for (int box = 0; box < Layout::boxes; ++box)
 #pragma unroll 1
@@ -168,6 +175,21 @@ struct EpilogueResults {
           const int at = Layout::row(tile, warp, lane, block, r);
           if ((lane & 3) == 0 && at < row_end(tile)) partial[at] = total;
         }
+    });
+  }
+
+  /// Before the kernel ends: the warp's part of a reduction of all rows and columns. As many words as warps may run at
+  /// one time have the parts of those that do, again and again: so each is written, and none has to be zeroed.
+  template <int count>
+  __device__ __forceinline__ void write_whole(const float (&total)[count]) const {
+    static_for<count>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::whole_reduction[index];
+      const float of_warp = combine_lanes<access.op, 31>(total[index]);
+      const int warps = static_cast<int>(gridDim.x) * consumers * consumer_warps;
+      const int first = (static_cast<int>(blockIdx.x) * consumers + consumer) * consumer_warps + warp;
+#pragma unroll 1
+      for (int at = first + lane * warps; at < multiprocessors * consumers * consumer_warps; at += 32 * warps)
+        static_cast<float*>(params.pointer[access.pointer])[at] = of_warp;
     });
   }
 

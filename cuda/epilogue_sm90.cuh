@@ -5,16 +5,18 @@
 #include "accumulator_sm90.cuh"
 #include "epilogue_operands_sm90.cuh"
 #include "epilogue_results_sm90.cuh"
+#include "transposed_results_sm90.cuh"
 
 namespace coda {
 
 /// One object a consumer thread; `begin` before the tile's products, `read_ahead` while the last of them run, `visit`
 /// after them, `finish` before the kernel ends.
 template <class Config, class Epilogue, class Params>
-struct EpilogueVisitor {
+struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<(Epilogue::transposed_stores > 0)> {
   using Layout = EpilogueLayout<Config, Epilogue>;
   using Operands = EpilogueOperands<Config, Epilogue, Params>;
   using Results = EpilogueResults<Config, Epilogue, Params>;
+  using Transposed = TransposedResults<Config, Epilogue, Params>;
   using Subtile = typename Operands::Subtile;
   using OfColumns = typename Operands::OfColumns;
   using RopeTables = typename Operands::RopeTables;
@@ -57,13 +59,20 @@ struct EpilogueVisitor {
 
   __device__ __forceinline__ EpilogueVisitor(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
                                              int warpgroup, int warp, int lane)
-      : operands(params, base, ring, warp, lane), results(params, base, warpgroup, warp, lane) {}
+      : operands(params, base, ring, warp, lane), results(params, base, warpgroup, warp, lane) {
+    if constexpr (Epilogue::whole_reductions > 0)
+      static_for<Epilogue::whole_reductions>(
+          [&](auto index) { this->whole[index] = neutral<Epilogue::whole_reduction[index].op>(); });
+  }
 
   __device__ __forceinline__ void begin(const Tile& tile) { operands.begin(tile); }
   __device__ __forceinline__ void read_ahead() {
     if constexpr (reads_ahead) read_tiles(0, ahead);
   }
-  __device__ __forceinline__ void finish() const { results.finish(); }
+  __device__ __forceinline__ void finish() const {
+    if constexpr (Epilogue::whole_reductions > 0) results.write_whole(this->whole);
+    results.finish();
+  }
 
   /// Stores zeros in all tile results of a tile, whose rows are in no group.
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
@@ -157,6 +166,7 @@ struct EpilogueVisitor {
           column_result[index][i] = neutral<Epilogue::column_reduction[index].op>();
       });
       const int box_of_tile = column_pass * Layout::pass_boxes + box;
+      if constexpr (Epilogue::transposed_stores > 0) transposed().wait_slot();
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
 #pragma unroll
@@ -167,6 +177,7 @@ struct EpilogueVisitor {
         results.template send_tiles<variant>(tile, box_of_tile, block);
         if constexpr (releases_late) operands.template release_tiles<(Epilogue::tile_stores(variant) > 0)>();
       }
+      if constexpr (Epilogue::transposed_stores > 0) transposed().send(tile, box_of_tile);
 
       // 3. The box's column results, over the warp's rows.
       results.share_columns(box_of_tile, column_result);
@@ -191,8 +202,15 @@ struct EpilogueVisitor {
     RopeTables here;
     const RopeTables& rope_table = operands.rope_tables(tile, first, block, here);
     Loads loads;
-    Subtile stores[at_least_one(Epilogue::tile_stores(variant))];
+    Subtile stores[at_least_one(Epilogue::tile_values(variant))];
+    float whole_value[at_least_one(Epilogue::whole_reductions)][2];  // of each row, in the columns that are inside
+    static_for<Epilogue::whole_reductions>([&](auto index) {
+      whole_value[index][0] = whole_value[index][1] = neutral<Epilogue::whole_reduction[index].op>();
+    });
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
+    // Columns of the subtile that are inside of the array: where there are reductions of all columns, whole groups.
+    const int columns_left =
+        tile.column_end - tile.column - Layout::memory_column(0, column_pass * Layout::pass_columns + first);
     const bool is_ahead = reads_ahead && first == 0 && block == 0;
     if (!is_ahead) read_tiles(subtile, loads);
 
@@ -215,7 +233,7 @@ struct EpilogueVisitor {
 
           Epilogue::template evaluate<variant>(element, result);
 
-          static_for<Epilogue::tile_stores(variant) * Layout::entry_values>([&](auto index) {
+          static_for<Epilogue::tile_values(variant) * Layout::entry_values>([&](auto index) {
             constexpr int i = index;
             stores[i / Layout::entry_values].value[j][r][Layout::side(i, c)] = result.tile[i];
           });
@@ -234,7 +252,23 @@ struct EpilogueVisitor {
             float& total = totals.column[i / Layout::entry_values][2 * (subtile * groups + j) + Layout::side(i, c)];
             if (row_is_inside) total = combine<op>(total, result.column[i]);
           });
+          if constexpr (Epilogue::whole_reductions > 0) {
+            static_for<Epilogue::whole_reductions>([&](auto index) {
+              float& total = whole_value[index][r];
+              if (8 * j < columns_left)
+                total = combine<Epilogue::whole_reduction[index].op>(total, result.whole[index]);
+            });
+          }
         }
+    if constexpr (Epilogue::whole_reductions > 0) {
+      static_for<Epilogue::whole_reductions>([&](auto index) {
+        float& total = this->whole[index];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if (row_of(tile, block, r) < operands.params.m)
+            total = combine<Epilogue::whole_reduction[index].op>(total, whole_value[index][r]);
+      });
+    }
     static_for<Epilogue::row_reductions>([&](auto index) {
       if constexpr (Epilogue::row_reduction[index].op == Op::logsumexp) {
 #pragma unroll
@@ -245,6 +279,18 @@ struct EpilogueVisitor {
     // 3. Results into the box's slot in shared memory.
     if (subtile == 0) results.template wait_slot<variant>();
     results.template put_tiles<variant>(subtile, stores);
+    if constexpr (Epilogue::transposed_stores > 0) transposed().put(block, subtile, stores);
+  }
+
+  __device__ __forceinline__ Transposed transposed() {
+    return {results.params, results.base, results.consumer, results.warp, results.lane, this->transposed_slot};
+  }
+
+  /// A row of this thread. In programs of halves unseen by the compiler: else it keeps predicates of all rows for a
+  /// maximum of them, and a gate spills 20 bytes in 128 x 192.
+  __device__ __forceinline__ int row_of(const Tile& tile, int block, int r) const {
+    const int lane = Layout::n_halves > 1 ? operands.hidden(operands.lane) : operands.lane;
+    return Layout::row(tile, operands.warp, lane, block, r);
   }
 
   /// All that an element's variant reads but tile operands.

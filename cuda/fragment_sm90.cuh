@@ -16,11 +16,34 @@ __device__ __forceinline__ float widened(typename Stored<dtype>::Bits bits) {
   return ptx::f16_to_float(bits);
 }
 
+/// Whether a value is rounded to none of the finite ones of a dtype of 8 bits: beyond the middle between the largest
+/// and what would be the next, to which e5m2 rounds the middle too.
+template <DType dtype>
+__device__ __forceinline__ int is_beyond(float value) {
+  return dtype == DType::e4m3 ? fabsf(value) > 464.f : fabsf(value) >= 61440.f;
+}
+
 /// Two values in a word.
 template <DType dtype>
 __device__ __forceinline__ ptx::uint32 packed(float low, float high) {
   static_assert(dtype == DType::bf16 || dtype == DType::f16, "there is no conversion of this dtype");
   return dtype == DType::bf16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+}
+
+/// Two values of a dtype of 8 bits. Beyond its range they are the largest finite one if it `saturates`, else what XLA
+/// has there: the next byte, which is NaN (e4m3) or infinite (e5m2).
+template <DType dtype, bool saturates>
+__device__ __forceinline__ ptx::uint16 packed_bytes(float low, float high) {
+  static_assert(dtype == DType::e4m3 || dtype == DType::e5m2, "there is no conversion of this dtype");
+  ptx::uint16 bytes = dtype == DType::e4m3 ? ptx::pack_e4m3(low, high) : ptx::pack_e5m2(low, high);
+  if constexpr (!saturates) bytes += is_beyond<dtype>(low) + (is_beyond<dtype>(high) << 8);
+  return bytes;
+}
+
+/// The same of four, the first in the lowest byte.
+template <DType dtype, bool saturates>
+__device__ __forceinline__ ptx::uint32 packed_bytes(float v0, float v1, float v2, float v3) {
+  return ptx::joined(packed_bytes<dtype, saturates>(v0, v1), packed_bytes<dtype, saturates>(v2, v3));
 }
 
 // ---- one value in global memory
@@ -67,20 +90,30 @@ struct Fragment {
   float value[groups][2][2];
 };
 
+/// Columns 8 j to 8 j + 15 of a row are stored in contraction order, 0 8 1 9 2 10 ... 7 15 of them: a thread then has
+/// four that are neighbours, of groups j and j + 1.
+template <DType dtype, bool saturates, int columns>
+__device__ __forceinline__ ptx::uint32 word_in_order(const Fragment<columns>& fragment, int j, int r) {
+  const float (&one)[2] = fragment.value[j][r], (&next)[2] = fragment.value[j + 1][r];
+  return packed_bytes<dtype, saturates>(one[0], next[0], one[1], next[1]);
+}
+
 /// A box of rows of `columns` elements as TMA lays it out: the swizzle is the row's bytes, and exchanges the 16-byte
-/// chunks of a row by the row's position in its group of 8. All accesses below are free of bank conflicts for 16-bit
-/// types.
+/// chunks of a row by the row's position in its group of 8. All accesses below are free of bank conflicts for types of
+/// 16 and of 8 bits.
 template <DType dtype, int columns>
 struct Box {
   static constexpr int row_bytes = columns * bytes_of(dtype);
   static_assert(row_bytes == 32 || row_bytes == 64 || row_bytes == 128, "a box row is 32, 64 or 128 bytes");
-  static_assert(bytes_of(dtype) == 2 || bytes_of(dtype) == 4, "elements move by matrix instructions or as words");
 
   /// Where a lane's chunk of the first columns lies in the box: a matrix instruction's row, or its pair of the
   /// fragment. The chunk `bytes` further along the row is at this offset ^ bytes.
   __device__ __forceinline__ static ptx::uint32 matrix_offset(int lane) { return offset(lane & 15, lane >> 4); }
   __device__ __forceinline__ static ptx::uint32 pair_offset(int lane) {
     return offset(lane / 4, (lane & 3) / 2) + 8 * (lane & 1);
+  }
+  __device__ __forceinline__ static ptx::uint32 bytes_offset(int lane) {  // of a pair of 8 bits each
+    return offset(lane / 4, 0) + 2 * (lane & 3);
   }
   __device__ __forceinline__ static ptx::uint32 offset(int row, int chunk) {
     const int exchange = row_bytes == 128 ? row & 7 : row_bytes == 64 ? (row >> 1) & 3 : (row >> 2) & 1;
@@ -90,7 +123,18 @@ struct Box {
   /// The columns of the fragment, from `first` on.
   template <int count>
   __device__ __forceinline__ static void load(ptx::uint32 box, int lane, int first, Fragment<count>& fragment) {
-    if constexpr (bytes_of(dtype) == 2) {
+    if constexpr (bytes_of(dtype) == 1) {
+      const ptx::uint32 from = bytes_offset(lane);
+#pragma unroll
+      for (int j = 0; j < count / 8; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const ptx::uint16 bytes = ptx::load_2_bytes(box + (from ^ (first + 8 * j)) + 8 * r * row_bytes);
+          const ptx::uint32 both = dtype == DType::e4m3 ? ptx::e4m3_to_f16(bytes) : ptx::e5m2_to_f16(bytes);
+          fragment.value[j][r][0] = ptx::f16_to_float(static_cast<ptx::uint16>(both));
+          fragment.value[j][r][1] = ptx::f16_to_float(static_cast<ptx::uint16>(both >> 16));
+        }
+    } else if constexpr (bytes_of(dtype) == 2) {
       const ptx::uint32 from = matrix_offset(lane);
 #pragma unroll
       for (int j = 0; j < count / 8; j += 2) {
@@ -136,6 +180,32 @@ struct Box {
         for (int r = 0; r < 2; ++r)
           ptx::store_pair(box + (to ^ (4 * first + 32 * j)) + 8 * r * row_bytes, fragment.value[j][r][0],
                           fragment.value[j][r][1]);
+    }
+  }
+
+  /// The same of a dtype of 8 bits, in the order of the columns, pair by pair, or in contraction order by matrix
+  /// instructions.
+  template <bool contraction_order, bool saturates, int count>
+  __device__ __forceinline__ static void store_bytes(ptx::uint32 box, int lane, int first,
+                                                     const Fragment<count>& fragment) {
+    if constexpr (contraction_order) {
+      constexpr int matrices = count % 32 == 0 ? 4 : 2;
+      const ptx::uint32 to = matrix_offset(lane);
+#pragma unroll
+      for (int j = 0; j < count / 8; j += matrices) {
+        ptx::uint32 words[matrices];
+#pragma unroll
+        for (int i = 0; i < matrices; ++i) words[i] = word_in_order<dtype, saturates>(fragment, j + i / 2 * 2, i % 2);
+        ptx::store_matrices(box + (to ^ (first + 8 * j)), words);
+      }
+    } else {
+      const ptx::uint32 to = bytes_offset(lane);
+#pragma unroll
+      for (int j = 0; j < count / 8; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          ptx::store_2_bytes(box + (to ^ (first + 8 * j)) + 8 * r * row_bytes,
+                             packed_bytes<dtype, saturates>(fragment.value[j][r][0], fragment.value[j][r][1]));
     }
   }
 };

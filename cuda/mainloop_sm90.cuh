@@ -16,45 +16,13 @@
 // that the epilogue is nothing beside them.
 #pragma once
 
-#include "claims.cuh"
 #include "contracts.cuh"
 #include "epilogue_sm90.cuh"
-#include "grouped_scheduler.cuh"
 #include "partial_tiles_sm90.cuh"
+#include "promotion_sm90.cuh"
+#include "shared_layout_sm90.cuh"
 
 namespace coda {
-
-/// Shared memory: operand stages, the consumers' epilogue memory, barriers, and what is known of claims or groups.
-template <class Config, class Epilogue>
-struct SharedLayout {
-  static constexpr int a_bytes = Config::tile_m * factor_row_bytes;
-  static constexpr int b_bytes = Config::tile_n * factor_row_bytes;
-  static constexpr int stage_bytes = a_bytes + b_bytes;
-  static constexpr int a_rows = Config::transpose_a ? Config::tile_m : Config::loaded_rows;
-  static constexpr int loaded_bytes = a_rows * factor_row_bytes + b_bytes;  // of a stage
-  static constexpr int epilogue_offset = Config::stages * stage_bytes;
-  static constexpr int stage_ring_offset = epilogue_offset + consumers * EpilogueLayout<Config, Epilogue>::bytes;
-  static constexpr int load_ring_offset = stage_ring_offset + Ring<Config::stages>::bytes;
-  static constexpr int claims_offset =
-      load_ring_offset + consumers * Ring<EpilogueLayout<Config, Epilogue>::load_slots>::bytes;
-  static constexpr int groups_offset = claims_offset + (Config::claims ? Claims<Config::cluster_m>::bytes : 0);
-  static constexpr bool is_grouped = Config::ragged != Ragged::none;
-  static constexpr int bytes = groups_offset + (is_grouped ? GroupTable<Config::groups, RowsOfTiles<1, 1>>::bytes : 0);
-};
-
-/// The scheduler of a kernel, by the dimension that groups divide; `columns` of a tile, within a half.
-template <class Config, int columns, class Epilogue, Ragged ragged>
-struct SchedulerOf {
-  using Type = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, Config::split_k, Epilogue>;
-};
-template <class Config, int columns, class Epilogue>
-struct SchedulerOf<Config, columns, Epilogue, Ragged::m> {
-  using Type = RowGroupScheduler<Config, columns, Epilogue>;
-};
-template <class Config, int columns, class Epilogue>
-struct SchedulerOf<Config, columns, Epilogue, Ragged::k> {
-  using Type = KGroupScheduler<Config, columns, Epilogue>;
-};
 
 /// Operand tiles are made of chunks of 64 rows: of a k-major operand 64 along m or n; of an mn-major one, which has 16
 /// bits, the k of a stage, and a row is 64 along m or n.
@@ -88,6 +56,9 @@ struct Gemm {
   static_assert(!k_in_groups || (Config::transpose_a && !Config::transpose_b), "rows of k are rows of both factors");
   static_assert(bytes_of(Config::input) == 2 || (!Config::transpose_a && Config::transpose_b),
                 "wgmma reads mn-major operands of 16 bits only");
+  static_assert(bytes_of(dtype_of_b<Config>()) == bytes_of(Config::input), "factors have as many bits");
+  static constexpr int promote_after = Promotion<Config>::blocks;
+  using Total = typename Promotion<Config>::Total;
   static_assert(Layout::bytes == Config::shared_bytes, "shared memory as the host counted it");
 
   const Params& params;
@@ -371,19 +342,24 @@ struct Gemm {
       //    and that stage is given back.
       TileAccumulator accumulator;
       RingPosition<Config::stages> previous = at;
-      for (int k_block = 0; k_block < work.blocks; ++k_block) {
-        stages.wait_full(at);
-        if constexpr (k_in_groups) {
-          const int left = work.tile.k_end - work.tile.first_k - k_block * Config::tile_k;
-          if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
+      Total total;
+      if constexpr (promote_after > 0) {
+        multiply_promoted(consumer, work.blocks, at, previous, accumulator, total);
+      } else {
+        for (int k_block = 0; k_block < work.blocks; ++k_block) {
+          stages.wait_full(at);
+          if constexpr (k_in_groups) {
+            const int left = work.tile.k_end - work.tile.first_k - k_block * Config::tile_k;
+            if (left < Config::tile_k) zero_behind(consumer, at.slot, left);
+          }
+          multiply(consumer, at.slot, k_block > 0, accumulator);
+          if (k_block > 0) {
+            wgmma::wait<1>();
+            release(previous.slot);
+          }
+          previous = at;
+          at.advance();
         }
-        multiply(consumer, at.slot, k_block > 0, accumulator);
-        if (k_block > 0) {
-          wgmma::wait<1>();
-          release(previous.slot);
-        }
-        previous = at;
-        at.advance();
       }
 
       if constexpr (all_take_stages) {
@@ -405,6 +381,7 @@ struct Gemm {
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
         wgmma::keep_behind_wait(accumulator.registers[block]);
+      if constexpr (promote_after > 0) add(accumulator, total);
       if (!rows_in_groups || has_product(work)) release(previous.slot);
       if (!is_last) at.advance(stages_of(i + 1));
 
@@ -448,10 +425,34 @@ struct Gemm {
     for (int step = 0; step < Config::tile_k / k_step; ++step)
 #pragma unroll
       for (int block = 0; block < Config::consumer_m / 64; ++block)
-        wgmma::multiply<Config::input, Config::transpose_a, !Config::transpose_b>(
+        wgmma::multiply<Config::input, dtype_of_b<Config>(), Config::transpose_a, !Config::transpose_b>(
             accumulator.registers[block], a + (block * chunk_bytes + step * a_step) / 16, b + step * b_step / 16,
             accumulate || step > 0);
     wgmma::commit();
+  }
+
+  /// All products of a tile, but that the last are not waited for, nor are they in the total.
+  __device__ __forceinline__ void multiply_promoted(int consumer, int blocks, RingPosition<Config::stages>& at,
+                                                    RingPosition<Config::stages>& previous,
+                                                    TileAccumulator& accumulator, Total& total) const {
+    clear(total);
+    for (int k_block = 0; k_block < blocks; ++k_block) {
+      const bool begins = k_block % at_least_one(promote_after) == 0;
+      if (begins && k_block > 0) {
+        wgmma::wait<0>();
+        wgmma::keep_behind_wait(accumulator.registers[0]);
+        release(previous.slot);
+        add(total, accumulator);
+      }
+      stages.wait_full(at);
+      multiply(consumer, at.slot, !begins, accumulator);
+      if (!begins) {
+        wgmma::wait<1>();
+        release(previous.slot);
+      }
+      previous = at;
+      at.advance();
+    }
   }
 
   /// Zeroes a stage's rows of k from the `first` on, in all that this consumer multiplies: of both factors, for the

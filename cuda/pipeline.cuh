@@ -10,7 +10,13 @@ constexpr int consumers = 2;       // warpgroups of a CTA that multiply
 constexpr int consumer_warps = 4;  // of each
 
 /// The hardware's numbered barriers, after that of __syncthreads: each consumer has one of each kind.
-enum class NamedBarrier { products = 1, column_results = products + consumers };
+enum class NamedBarrier {
+  products = 1,
+  column_results = products + consumers,
+  transposed = column_results + consumers,
+  end = transposed + consumers
+};
+static_assert(static_cast<int>(NamedBarrier::end) <= 16, "the hardware has 16 barriers");
 
 __device__ __forceinline__ constexpr int barrier_number(NamedBarrier kind, int consumer) {
   return static_cast<int>(kind) + consumer;

@@ -186,6 +186,29 @@ __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&wo
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
+__device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&words)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
+               : "memory");
+}
+/// What is a row of a matrix becomes a column of it.
+__device__ __forceinline__ void store_matrices_transposed(uint32 address, const uint32 (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(uint32 address, const uint32 (&words)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(words[0]),
+               "r"(words[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_2_bytes(uint32 address, uint16 bits) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(bits) : "memory");
+}
+__device__ __forceinline__ uint16 load_2_bytes(uint32 address) {
+  uint16 bits;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+  return bits;
+}
 __device__ __forceinline__ void store_word(uint32 address, int word) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
@@ -228,6 +251,36 @@ __device__ __forceinline__ float f16_to_float(uint16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
+}
+
+/// Two values in two bytes; beyond the dtype's range the largest finite one.
+__device__ __forceinline__ uint16 pack_e4m3(float low, float high) {
+  uint16 packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint16 pack_e5m2(float low, float high) {
+  uint16 packed;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+/// Two values in a word of two f16.
+__device__ __forceinline__ uint32 e4m3_to_f16(uint16 bits) {
+  uint32 values;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"(bits));
+  return values;
+}
+__device__ __forceinline__ uint32 e5m2_to_f16(uint16 bits) {
+  uint32 values;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(values) : "h"(bits));
+  return values;
+}
+
+/// As one move: an `or` of both keeps the assembler from converting into the halves of a word.
+__device__ __forceinline__ uint32 joined(uint16 low, uint16 high) {
+  uint32 word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
 }
 
 }  // namespace coda::ptx

@@ -12,7 +12,8 @@ import jax
 
 FFI = Path(__file__).resolve().parents[1] / "coda_jax" / "ffi"
 T = TypeVar("T")
-DTYPES = {"int32": 4, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e4m3fn": 20}  # XLA's enum
+# XLA's enum.
+DTYPES = {"int32": 4, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e5m2": 19, "float8_e4m3fn": 20}
 SOURCE = """
 #include <cstring>
 #include <stdexcept>

@@ -19,8 +19,21 @@ HEADERS = Path(__file__).resolve().parents[1] / "cuda"
 
 DRIVER = r"""
 #include "epilogue_abi.cuh"
+#include <cstring>
 #include <vector>
 using namespace coda;
+
+static _Float16 half_of(unsigned bits) {
+  const unsigned short word = bits;
+  _Float16 value;
+  std::memcpy(&value, &word, 2);
+  return value;
+}
+// The exponent's bits are those of a half's below its first: all but NaN is 2^8 times that half.
+static float from_e4m3(unsigned bits) {
+  if ((bits & 0x7f) == 0x7f) return nan();
+  return 256 * static_cast<float>(half_of((bits & 0x80) << 8 | (bits & 0x7f) << 7));
+}
 
 static Word load(const void* base, long long index, DType dtype) {
   Word word;
@@ -28,6 +41,8 @@ static Word load(const void* base, long long index, DType dtype) {
   if (dtype == DType::i32) word.i = static_cast<const int*>(base)[index];
   if (dtype == DType::pred) word.i = static_cast<const unsigned char*>(base)[index];
   if (dtype == DType::f16) word.f = static_cast<const _Float16*>(base)[index];
+  if (dtype == DType::e4m3) word.f = from_e4m3(static_cast<const unsigned char*>(base)[index]);
+  if (dtype == DType::e5m2) word.f = static_cast<float>(half_of(static_cast<const unsigned char*>(base)[index] << 8));
   if (dtype == DType::bf16) word.f = from_bits(unsigned(static_cast<const unsigned short*>(base)[index]) << 16);
   return word;
 }
@@ -95,6 +110,11 @@ static void fill(typename E::Element& in, int row, int column, int n, const floa
   for (int i = 0; i < E::scalars; ++i) in.scalar[i] = load(pointer[E::scalar[i].pointer], 0, E::scalar[i].dtype);
 }
 
+// Where contraction order has an element of a row.
+static int ordered(int at, bool contraction_order) {
+  return contraction_order ? at / 16 * 16 + at % 8 * 2 + at / 8 % 2 : at;
+}
+
 template <class E>
 static int section_of(int first_column) {
   int section = 0;
@@ -157,8 +177,19 @@ static void drive(int m, int n, const float* acc, void** map, const int* columns
       for (int i = 0; i < E::tile_stores(variant) * E::entry_values; ++i) {
         const TileAccess t = E::tile_store[section][i / E::entry_values];
         float* to = static_cast<float*>(map[t.map]) + static_cast<long long>(row) * columns[t.map];
-        to[memory_column<E>(t.half + i % E::entry_values, column, n) - t.first] = out.tile[i];
+        const int at = memory_column<E>(t.half + i % E::entry_values, column, n) - t.first;
+        to[ordered(at, t.contraction_order)] = out.tile[i];
       }
+      for (int i = 0; i < E::transposed_stores; ++i) {
+        const TransposedAccess t = E::transposed_store[i];
+        const long long first = static_cast<long long>(memory_column<E>(t.half, column, n)) * columns[t.map];
+        static_cast<float*>(map[t.map])[first + ordered(row, t.contraction_order)] = out.tile[t.value];
+      }
+      if constexpr (E::whole_reductions > 0)
+        for (int i = 0; i < E::whole_reductions; ++i) {
+          float& to = *static_cast<float*>(pointer[E::whole_reduction[i].pointer]);
+          to = combine(E::whole_reduction[i].op, to, out.whole[i]);
+        }
       for (int i = 0; i < E::row_reductions; ++i) {
         const ReductionAccess r = E::row_reduction[i];
         float& to = static_cast<float*>(pointer[r.pointer])[row];
@@ -227,10 +258,10 @@ class HostPrograms:
         others = [x for x, o in zip(operands, program.operands, strict=True) if not o.kind.by_tensor_map]
         width = {width: program.halves.columns(width, columns) for width in Width}
         sizes = [s.slice[1] - s.slice[0] if s.slice else width[s.width] for s in program.stores]
-        stores = [np.full((m, size), np.nan, np.float32) for size in sizes]
-        reductions = [
-            np.full(m if r.axis is Axis.ROW else width[r.width], r.op.neutral, np.float32) for r in program.reductions
-        ]
+        shapes = [(size, m) if s.transposed else (m, size) for s, size in zip(program.stores, sizes, strict=True)]
+        stores = [np.full(shape, np.nan, np.float32) for shape in shapes]
+        shape_of = {Axis.ROW: lambda _: m, Axis.COLUMN: lambda r: width[r.width], Axis.ALL: lambda _: ()}
+        reductions = [np.full(shape_of[r.axis](r), r.op.neutral, np.float32) for r in program.reductions]
         maps, pointers = [acc, acc, *tiles, *stores], [*others, *reductions]
         pitches = (ctypes.c_int * len(maps))(*(x.shape[1] for x in maps))
         self.library[f"run_{index}"](

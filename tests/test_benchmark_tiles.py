@@ -153,7 +153,7 @@ def times_by(constants, tokens=(256, 1024, 16384), shapes=None):
 
 
 H200_BY_TIME = by_time(constants_for("NVIDIA H200"))
-WIDE, FLAT, SHARED = (128, 192), (64, 256), (128, 256)
+WIDE, FLAT, SHARED, PROMOTED = (128, 192), (64, 256), (128, 256), (128, 192, 2)
 
 
 @pytest.mark.slow
@@ -167,7 +167,9 @@ def test_fit():
     assert statistics.mean(tile_losses.losses(times, fitted).values()) < 0.002
     assert fitted.of_block[128, 128][1] == fitted.with_long_epilogue[128, 128] == 1
     of_tiles = {name: of for name, of in vars(H200_BY_TIME).items() if isinstance(of, dict)}
-    of_others = {name: {tile: of[tile] for tile in of if tile != SHARED} for name, of in of_tiles.items()}
+    of_others = {
+        name: {tile: of[tile] for tile in of if tile not in (SHARED, PROMOTED)} for name, of in of_tiles.items()
+    }
     without = dataclasses.replace(H200_BY_TIME, **of_others)
     assert {config.tile.size for of in times.values() for config in of} > set(without.of_block)
     assert set(tile_losses.fit(times, without, rounds=1, moves=0).of_block) == set(without.of_block)

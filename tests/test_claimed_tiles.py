@@ -233,7 +233,7 @@ static void fence() {}
 static void commit() {}
 template <int count> void wait() { step(); }
 template <class Registers> void keep_behind_wait(Registers&) {}
-template <DType, bool, bool, class Registers>
+template <DType, DType, bool, bool, class Registers>
 void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulate) {
   if (!accumulate) std::fill(std::begin(registers), std::end(registers), 0.f);
   const auto& tags = current->block->tags;
@@ -499,6 +499,8 @@ def folder(tmp_path_factory):
         "pipeline",
         "claims",
         "grouped_scheduler",
+        "shared_layout_sm90",
+        "promotion_sm90",
         "mainloop_sm90",
     ):
         text = (HEADERS / f"{name}.cuh").read_text()
@@ -507,7 +509,8 @@ def folder(tmp_path_factory):
         (folder / f"{name}.cuh").write_text(text.replace(THEIRS, f"constexpr int multiprocessors = {MULTIPROCESSORS};"))
     for name, text in {"ptx_sm90.cuh": PTX, "epilogue_sm90.cuh": EPILOGUE, "run.cc": SOURCE}.items():
         (folder / name).write_text(text)
-    (folder / "contracts.cuh").write_text("#pragma once\n")
+    for name in ("contracts", "accumulator_sm90", "epilogue_layout_sm90"):
+        (folder / f"{name}.cuh").write_text("#pragma once\n")
     (folder / "partial_tiles_sm90.cuh").write_text(
         "#pragma once\nnamespace coda { template <class> struct PartialTiles {}; struct float4; }\n"
     )

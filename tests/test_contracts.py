@@ -19,6 +19,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr bool interleaved = false;
   static constexpr coda::Section section[] = {{}};
   static constexpr coda::TileAccess tile_store[][1] = {{{.map = 2, .dtype = coda::DType::bf16}}};
+  static constexpr coda::TransposedAccess transposed_store[] = {{}};
   static constexpr coda::TileAccess tile_load[] = {{}};
   static constexpr coda::VectorAccess row_vector[] = {{}};
   static constexpr coda::VectorAccess column_vector[] = {{}};
@@ -27,6 +28,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr coda::VectorAccess head_vector[] = {{}};
   static constexpr coda::ReductionAccess row_reduction[] = {{}};
   static constexpr coda::ReductionAccess column_reduction[] = {{}};
+  static constexpr coda::ReductionAccess whole_reduction[] = {{}};
   static constexpr int head_values = 0;
   static constexpr int head_passes = 0;
   static constexpr coda::Op head_op[] = {coda::Op::sum};

@@ -37,7 +37,7 @@ H200 = constants_for(DEVICE)
 def test_consumers_share_a_tile_of_heads_whose_tables_they_keep(device, name, k, is_cooperative):
     problem = Shape(name, "NN", 16384, PROGRAMS[name].columns(10240), k).problem
     config = choose_config(problem.shape, problem.program, problem.out_dtypes, None, device)
-    assert config.tile.is_cooperative == is_cooperative
+    assert config.tile.cooperative == is_cooperative
 
 
 @pytest.mark.parametrize("device", [DEVICE, H100])
@@ -74,7 +74,7 @@ def test_no_product_is_faster_than_memory():
         H200, alone=dict.fromkeys(H200.alone, 0.0), of_block=dict.fromkeys(H200.of_block, (0.0, 0.0)), store=0.0
     )
     least = H200.start[0] + H200.memory * 2e-6 * (16 + 4096) * 14336
-    for tile in (TileShape(64, 64, 1, False), TileShape(64, 128, 1, False)):
+    for tile in (TileShape(64, 64, 1, False, False), TileShape(64, 128, 1, False, False)):
         assert cost(shape, tile, traffic, at_once) == pytest.approx(least, rel=2e-3)
         assert cost(shape, tile, traffic, H200) > least
 
@@ -138,7 +138,7 @@ def test_of_tiles_that_take_as_much_the_faster_is_chosen():
     problem = Shape("identity", "NT", 16384, 2048, 3072).problem
     program, dtypes = problem.program, problem.out_dtypes
     traffic = element_traffic(program, EpilogueTraffic.of(program, dtypes))
-    wide, square = TileShape(128, 256, 2, False), TileShape(128, 128, 2, False)
+    wide, square = TileShape(128, 256, 2, False, True), TileShape(128, 128, 2, False, False)
     energy, time = ([cost(problem.shape, one, traffic, c) for one in (wide, square)] for c in (H200, by_time(H200)))
     assert energy[0] * time[0] < energy[1] * time[1] and time[0] > time[1]
     assert choose_config(problem.shape, program, dtypes, None, DEVICE).tile == square
@@ -146,7 +146,7 @@ def test_of_tiles_that_take_as_much_the_faster_is_chosen():
 
 def test_power_is_what_the_cost_model_makes_of_a_time():
     """A split tile keeps the whole chip at work, or as much of it as there are parts."""
-    whole, split = TileShape(128, 192, 2, False), TileShape(128, 192, 2, True)
+    whole, split = TileShape(128, 192, 2, False, False), TileShape(128, 192, 2, True, False)
     of = dataclasses.replace(H200, power={**H200.power, (128, 192): 0.9})
     assert relative_power(GemmShape(2048, 16384, 16384), split, of) == pytest.approx(0.9)
     assert relative_power(GemmShape(2048, 16384, 16384), whole, of) < 0.9
@@ -158,7 +158,7 @@ def test_column_sums_count_where_nothing_hides_them():
     shape = GemmShape(16384, 4096, 4096)
     none, one = (ElementTraffic(0, 2, count, False, 0.0, False) for count in (0, 1))
     for size, counts in (((128, 256), True), ((128, 128), False)):
-        tile = TileShape(*size, 2, False)
+        tile = TileShape(*size, 2, False, size == (128, 256))
         assert (cost(shape, tile, one, H200) > cost(shape, tile, none, H200)) == counts
 
 
@@ -166,7 +166,7 @@ def test_column_sums_count_where_nothing_hides_them():
 def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
     """And a product that is over soon is waited for, whatever it takes."""
     whole, one_more = (GemmShape(256 * 66 * waves + 256 * more, 128, 4096) for more in (0, 1))
-    tile, traffic = TileShape(128, 128, 2, False), ElementTraffic(0, 2, 0, False, 0.0, False)
+    tile, traffic = TileShape(128, 128, 2, False, False), ElementTraffic(0, 2, 0, False, 0.0, False)
     of = dataclasses.replace(H200, memory=0.0)
     alone, plain = ((cost(one_more, tile, traffic, c) - cost(whole, tile, traffic, c)) for c in (of, by_time(of)))
     assert (alone < 0.6 * plain) if saved else (alone == plain)

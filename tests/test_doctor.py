@@ -74,7 +74,8 @@ def faults():
 def test_a_machine_without_a_gpu_is_whole(capsys, tmp_path, kernels):
     assert doctor.main() == 0
     out = capsys.readouterr().out
-    assert "compiled for sm_90a" in out and "not run: no Hopper GPU here" in out and out.endswith("nothing is broken\n")
+    assert "of bfloat16 compiled for sm_90a" in out and "of float8_e4m3fn compiled for sm_90a" in out
+    assert "not run: no Hopper GPU here" in out and out.endswith("nothing is broken\n")
     assert "BROKEN" not in out and "note" not in out
     assert [*(tmp_path / "kernels").iterdir()] == []  # the probe and the kernel of the trial are gone
 
@@ -191,19 +192,20 @@ def test_a_native_module_that_is_not_built(tmp_path):
     assert plain.returncode == 1 and "python -m coda_jax.doctor says how to mend it" in plain.stderr
 
 
-def test_the_run_is_compared_with_float64(monkeypatch):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_the_run_is_compared_with_float64(monkeypatch, dtype):
     """XLA's form on a CPU in the kernel's place, and one that is slightly wrong."""
     monkeypatch.setattr(jax, "devices", lambda platform=None: jax.local_devices())
 
     def product(factor):
-        return lambda a, b, bias: factor * coda.gemm(a, b, bias, epilogue=doctor._bias_gelu)
+        return lambda a, b, bias: factor * coda.gemm(a, b, bias, epilogue=doctor._bias_gelu, transpose_b=True)
 
     monkeypatch.setattr(doctor, "_gemm", product(1))
-    (right,) = doctor._run()
-    assert right.text.startswith("ran, off by ") and not right.is_broken
+    (right,) = doctor._run(dtype)
+    assert right.text.startswith(f"{dtype} ran, off by ") and not right.is_broken
     monkeypatch.setattr(doctor, "_gemm", product(1.02))
-    (wrong,) = doctor._run()
+    (wrong,) = doctor._run(dtype)
     assert wrong.is_broken and "wrong results" in wrong.text
     monkeypatch.setattr(doctor, "_gemm", None)
-    (lost,) = doctor._run()
-    assert lost.is_broken and lost.text.startswith("does not run: ")
+    (lost,) = doctor._run(dtype)
+    assert lost.is_broken and lost.text.startswith(f"{dtype} does not run: ")

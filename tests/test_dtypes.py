@@ -21,7 +21,7 @@ from coda_jax.tiles.table import expected_nanoseconds
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic, shared_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FP8 = dtypes.DType("float8_e4m3fn", "e4m3", register="float", is_factor=True, has_narrow_range=True)
+FP8 = np.dtype("float8_e4m3fn")
 NAMES = {*dtypes.TABLE, *(row.cuda for row in dtypes.TABLE.values())}
 # Comparisons with a dtype of JAX that mean this one and no class of dtypes.
 WITH_ONE_DTYPE = {
@@ -67,11 +67,14 @@ def test_comparisons_with_one_dtype():
 
 
 def test_the_columns_of_the_table():
-    assert dtypes.FACTORS == ("bfloat16", "float16")
-    assert dtypes.FLOATS == dtypes.TILES == dtypes.RESULTS == (*dtypes.FACTORS, "float32")
+    of_16_bits, of_8_bits = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
+    assert (*of_16_bits, *of_8_bits) == dtypes.FACTORS
+    assert (*of_16_bits, "float32") == dtypes.FLOATS
+    assert dtypes.TILES[:3] == dtypes.RESULTS[:3] == dtypes.FLOATS
     assert dtypes.VECTORS == dtypes.DTYPES == (*dtypes.FLOATS, "int32", "bool")
-    assert [name for name in dtypes.DTYPES if dtypes.is_rounded(name)] == [*dtypes.FACTORS]
-    assert not dtypes.is_rounded(jnp.float8_e4m3fn) and not dtypes.has_narrow_range(np.float64)
+    assert tuple(dtypes.TABLE) == (*dtypes.DTYPES, *of_8_bits)
+    assert [name for name in dtypes.TABLE if dtypes.is_rounded(name)] == [*dtypes.FACTORS]
+    assert not dtypes.is_rounded(jnp.float8_e4m3b11fnuz) and not dtypes.has_narrow_range(np.float64)
     assert dtypes.listed(dtypes.FLOATS) == "bfloat16, float16 or float32" and dtypes.listed(["bool"]) == "bool"
 
 
@@ -100,25 +103,19 @@ def with_dtype(types, dtype, times_k):
     return [jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * times_k), dtype) for x in types]
 
 
-@pytest.fixture
-def fp8(monkeypatch):
-    monkeypatch.setitem(dtypes.TABLE, FP8.name, FP8)
-    monkeypatch.setattr(addressing, "FACTORS", (*dtypes.FACTORS, FP8.name))
-    return np.dtype(FP8.name)
-
-
 @pytest.mark.parametrize("given", [None, GemmConfig(tile_m=128, tile_n=256), GemmConfig(split_k=True)], ids=str)
 @pytest.mark.parametrize("k", [64, 1000, 4096])
-def test_one_byte_with_twice_the_k_is_the_same_kernel(fp8, given, k):
+def test_one_byte_with_twice_the_k_is_the_same_kernel(given, k):
     """Bytes of shared memory and of boxes, the tile, k blocks and the cost."""
     types, spec = product(k, transpose_b=True)
-    short = with_dtype(types, fp8, 2)
+    short = with_dtype(types, FP8, 2)
     assert addressing.unsupported_reason(short, spec) is None
     problems = [problem_of(each, spec) for each in (types, short)]
-    config, same_config = (problem.config(given, None) for problem in problems)
+    configs = (given, dataclasses.replace(given or GemmConfig(), promote=False))
+    config, same_config = (problem.config(one, None) for problem, one in zip(problems, configs, strict=True))
     assert config == same_config and problems[0].shape.k_blocks == problems[1].shape.k_blocks == -(-k // 64)
     traffic = EpilogueTraffic.of(spec.program, spec.store_dtypes)
-    operands = config.stages * (config.tile_m + config.tile_n) * tile_k(fp8) * fp8.itemsize
+    operands = config.stages * (config.tile_m + config.tile_n) * tile_k(FP8) * FP8.itemsize
     assert 0 <= shared_bytes(config, spec.program, traffic) - operands < operands
 
     wide, narrow = (kernel.lower(each, spec, config, yields=True).call for each in (types, short))
@@ -127,12 +124,12 @@ def test_one_byte_with_twice_the_k_is_the_same_kernel(fp8, given, k):
     boxes[0][:2, 3] *= 2  # columns of a's and b's boxes, as bytes
     np.testing.assert_array_equal(*boxes)
     assert list(boxes[1][:2, 3]) == [ROW_BYTES] * 2
-    assert "DType::e4m3;" in narrow.source and f"tile_k = {tile_k(fp8)};" in narrow.source
+    assert "DType::e4m3;" in narrow.source and f"tile_k = {tile_k(FP8)};" in narrow.source
 
 
-def test_one_byte_costs_half(fp8):
+def test_one_byte_costs_half():
     types, spec = product(4096, transpose_b=True)
-    problems = [problem_of(with_dtype(types, *of), spec) for of in ((jnp.bfloat16, 1), (fp8, 2), (fp8, 1))]
+    problems = [problem_of(with_dtype(types, *of), spec) for of in ((jnp.bfloat16, 1), (FP8, 2), (FP8, 1))]
     config = problems[0].config(None, None)
     nanoseconds = [expected_nanoseconds(problem, config, None) for problem in problems]
     assert nanoseconds[0] == nanoseconds[1] > nanoseconds[2]
@@ -144,16 +141,16 @@ def test_one_byte_costs_half(fp8):
 
 
 @pytest.mark.parametrize("options", [{}, {"transpose_a": True, "transpose_b": True}], ids=str)
-def test_one_byte_is_read_along_k(fp8, options):
+def test_one_byte_is_read_along_k(options):
     types, spec = product(512, **options)
-    short = [jax.ShapeDtypeStruct(x.shape, fp8) for x in types]
+    short = [jax.ShapeDtypeStruct(x.shape, FP8) for x in types]
     assert addressing.unsupported_reason(types, spec) is None
     assert "factors of 8 bits as (M, K) and (N, K)" in addressing.unsupported_reason(short, spec)
 
 
 def test_a_dtype_without_a_row_is_refused():
     types, spec = product(512, transpose_b=True)
-    short = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in types]
+    short = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3b11fnuz) for x in types]
     assert addressing.unsupported_reason(short, spec) == (
-        "a is float8_e4m3fn; the kernel multiplies bfloat16 and float16"
+        f"a is float8_e4m3b11fnuz; the kernel multiplies {dtypes.listed(dtypes.FACTORS, 'and')}"
     )

@@ -180,7 +180,7 @@ def test_without_a_gpu_execution_is_an_error_and_no_crash():
         jax.jit(lambda a, b: product(a, b))(jnp.ones(A.shape, A.dtype), jnp.ones(B.shape, B.dtype)).block_until_ready()
 
 
-BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"
+BF16, F16, F32, FP8, E5M2 = "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +205,8 @@ def describe_map(functions):
         ((1, 2, 1, 64, 64, 128), BF16, (2 * 72, 64), (64, 2, 72, 1), (72 * 128, 128, 144 * 128), (64, 1, 64, 1)),
         ((1, 2, 1, 64, 64, 128), BF16, (3, 144, 64), (64, 2, 72, 3), (72 * 128, 128, 144 * 128), (64, 1, 64, 1)),
         # strides along dimensions of 1 are rounded up
+        ((0, 1, 0, 128, 64, 128), FP8, (300, 144), (144, 1, 300, 1), (144, 144, 43200), (128, 1, 64, 1)),
+        ((1, 2, 1, 128, 64, 128), E5M2, (2 * 72, 64), (64, 2, 72, 1), (72 * 64, 64, 144 * 64), (128, 1, 64, 1)),
         ((0, 1, 0, 8, 1, 32), BF16, (1, 4), (4, 1, 1, 1), (16, 16, 16), (8, 1, 1, 1)),
     ],
 )
@@ -213,7 +215,7 @@ def test_tensor_map(describe_map, map_, dtype, dims, expected_dims, expected_str
     assert tuple(layout.dims) == expected_dims
     assert tuple(layout.strides_bytes) == expected_strides
     assert tuple(layout.box) == box
-    assert layout.type == {F16: 6, F32: 7, BF16: 9}[dtype]
+    assert layout.type == {FP8: 0, E5M2: 0, F16: 6, F32: 7, BF16: 9}[dtype]
     assert layout.swizzle == {32: 1, 128: 3}[map_[5]]
 
 

@@ -74,7 +74,7 @@ TYPES = {
     "bool tile": (
         lambda: coda.gemm(A, B, X > 0, epilogue=first),
         coda.NotTileLocalError,
-        "tiles and arrays over heads are bfloat16",
+        "tiles are bfloat16",
     ),
     "None operand": (lambda: coda.gemm(A, B, None, epilogue=first), TypeError, "operand 0 is NoneType"),
     "key": (lambda: coda.gemm(A, B, jax.random.key(0), epilogue=first), TypeError, "operand 0 has dtype key"),

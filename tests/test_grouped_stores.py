@@ -1,14 +1,10 @@
-"""What a tile of a product of groups writes, by the kernel's own epilogue on the host: the lanes of a warp take turns,
-and the copy engine stores as late as it may. Rows of other groups stay as they are. And what a k block loses that has
-rows of two groups.
+"""What a tile of a product of groups writes, by the kernel's own epilogue on the host: rows of other groups stay as
+they are. And what a k block loses that has rows of two groups.
 """
 
-import ctypes
 import dataclasses
 import functools
-import pathlib
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -20,318 +16,9 @@ from benchmarks.programs import lowered, spec_of
 from coda_jax.epilogue import trace
 from coda_jax.primitives.axes import Dimension
 from coda_jax.tiles.config import GemmConfig
+from tests.lockstep import Library, Piece, bits
 
-HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-
-# Shared memory is an array of bytes. Lanes are fibers: each runs to the next instruction that all of them have.
-PTX = r"""
-#pragma once
-#include <ucontext.h>
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <string>
-#include <vector>
-#define __device__
-#define __host__
-#define __shared__
-#define __align__(bytes)
-#define __forceinline__ inline
-using std::max, std::min;
-struct float4 { float x, y, z, w; };
-struct int2 { int x, y; };
-static bool is_misaligned;
-struct int4 {
-  int x, y, z, w;
-  int4& operator=(const int4& other) {
-    is_misaligned = is_misaligned || reinterpret_cast<size_t>(this) % 16 != 0;
-    std::memmove(static_cast<void*>(this), &other, 16);
-    return *this;
-  }
-};
-static struct { int x; } blockIdx, gridDim, threadIdx;
-static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
-static float __fdividef(float a, float b) { return a / b; }
-static float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
-static int __shfl_sync(unsigned, int value, int) { return value; }  // that all lanes have
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static void __stcg(float4*, float4) { std::abort(); }
-static float4 __ldcg(const float4*) { std::abort(); }
-static void __nanosleep(int) { std::abort(); }
-static int atomicAdd(int*, int) { std::abort(); }
-static void __syncthreads() {}
-
-static ucontext_t loop, contexts[32];
-static bool has_ended[32];
-static int current;
-static void __syncwarp() { const int self = current; swapcontext(&contexts[self], &loop); }
-static float values[32];
-static float __shfl_xor_sync(unsigned, float value, int mask) {
-  values[current] = value;
-  __syncwarp();
-  const float other = values[current ^ mask];
-  __syncwarp();
-  return other;
-}
-
-namespace coda::ptx {
-using uint16 = unsigned short;
-using uint32 = unsigned;
-using uint64 = unsigned long long;
-static unsigned char memory[232448];
-static unsigned char* at(uint32 address, int bytes) {
-  if (address % bytes != 0 || address + bytes > sizeof memory) std::abort();
-  return memory + address;
-}
-static std::string events;  // of one thread: zeros, fences, barriers
-
-struct TensorMap {
-  unsigned char* base;
-  int element_bytes, box_columns, box_rows, swizzle_bytes;
-  int sizes[4];  // columns, halves, rows, batch
-  long long strides[4];
-};
-struct Store {
-  const TensorMap* map;
-  uint32 source;
-  int place[4];
-  void run() const {  // what lies within the array
-    for (int row = 0; row < map->box_rows; ++row)
-      for (int column = 0; column < map->box_columns; ++column) {
-        const int index[4] = {place[0] + column, place[1], place[2] + row, place[3]};
-        long long offset = 0;
-        bool inside = true;
-        for (int i = 0; i < 4; ++i) {
-          inside = inside && 0 <= index[i] && index[i] < map->sizes[i];
-          offset += index[i] * map->strides[i];
-        }
-        uint32 from = source + row * map->swizzle_bytes + column * map->element_bytes;
-        from ^= (from >> 7 & (map->swizzle_bytes / 16 - 1)) << 4;
-        if (inside) std::memcpy(map->base + offset, at(from, map->element_bytes), map->element_bytes);
-      }
-  }
-};
-static std::vector<Store> given[32];
-static std::deque<std::vector<Store>> pending[32];  // groups that have not read shared memory
-static void tma_store(const TensorMap& map, uint32 source, int column, int half, int row, int batch) {
-  given[current].push_back({&map, source, {column, half, row, batch}});
-}
-static void tma_store_commit() {
-  pending[current].push_back(given[current]);
-  given[current].clear();
-}
-template <int count> void tma_store_wait_read() {
-  for (auto& groups = pending[current]; groups.size() > count; groups.pop_front())
-    for (const Store& store : groups.front()) store.run();
-}
-static void fence_async_proxy() { events += 'f'; }
-static void named_barrier_sync(int number, int threads) {
-  events += std::to_string(number) + "/" + std::to_string(threads);
-}
-
-static uint32 addresses[32], words_of[32][4];
-static void store_matrices(uint32 address, const uint32 (&words)[4]) {
-  addresses[current] = address;
-  std::copy(words, words + 4, words_of[current]);
-  __syncwarp();
-  for (int i = 0; i < 4; ++i)
-    std::memcpy(at(addresses[8 * i + current / 4], 16) + 4 * (current % 4), &words_of[current][i], 4);
-  __syncwarp();
-}
-static void store_pair(uint32 address, float first, float second) {
-  const float pair[2] = {first, second};
-  std::memcpy(at(address, 8), pair, 8);
-}
-static int4 load_16_bytes(uint32 address) {
-  int4 words;
-  std::memcpy(static_cast<void*>(&words), at(address, 16), 16);
-  return words;
-}
-static int load_word(uint32 address) {
-  int word;
-  std::memcpy(&word, at(address, 4), 4);
-  return word;
-}
-static void store_zeros(uint32 address) {
-  std::memset(at(address, 16), 0, 16);
-  if (events.empty() || events.back() != 'z') events += 'z';
-}
-static uint32 bits(float value) { uint32 of; std::memcpy(&of, &value, 4); return of; }
-static uint32 pack_bf16(float low, float high) {
-  const auto rounded = [](float x) { return (bits(x) + 0x7FFF + (bits(x) >> 16 & 1)) >> 16; };
-  return rounded(low) | rounded(high) << 16;
-}
-static uint32 pack_f16(float low, float high) {
-  const _Float16 pair[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
-  uint32 of;
-  std::memcpy(&of, pair, 4);
-  return of;
-}
-static float f16_to_float(uint16 of) { _Float16 value; std::memcpy(&value, &of, 2); return value; }
-OTHERS
-}  // namespace coda::ptx
-"""
-# Those that nothing here runs.
-NOT_RUN = (
-    *("store_word", "load_pair", "load_matrices", "store_release", "load_acquire", "shared_address"),
-    *("tma_prefetch_map", "tma_load", "tma_load_multicast", "mbarrier_init", "mbarrier_init_fence", "mbarrier_arrive"),
-    *("mbarrier_arrive_expect", "mbarrier_arrive_remote", "mbarrier_wait", "store_async", "named_barrier_arrive"),
-    *("cluster_rank", "cluster_arrive", "cluster_wait", "launch_dependents", "wait_for_earlier_kernels"),
-)
-OTHERS = (
-    "".join(f"template <class... T> int {name}(T&&...) {{ std::abort(); }}\n" for name in NOT_RUN)
-    + """
-template <int count> void registers_decrease() { std::abort(); }
-template <int count> void registers_increase() { std::abort(); }
-"""
-)
-
-SOURCE = r"""
-#include "ptx_sm90.cuh"
-#define private public
-#include "mainloop_sm90.cuh"
-#undef private
-using namespace coda;
-
-struct Piece {  // of work of a consumer
-  int consumer, row, row_end, column, column_end, section, index_m, index_n, has_product;
-};
-struct Launch {
-  int m, n, pieces, lane_first;
-  const Piece* piece;
-  const float* acc;  // (m, n); of all that is outside of it or of the piece's rows `foreign`
-  const ptx::TensorMap* map;
-  void** pointer;
-};
-constexpr float foreign = 12345;
-static const Launch* launched;
-static int consumer, warp;
-
-template <class C, class E, class P>
-static void lane_of_warp() {
-  using Visitor = EpilogueVisitor<C, CompleteEpilogue<E>, P>;
-  using Layout = typename Visitor::Layout;
-  static P params;
-  const Launch& launch = *launched;
-  std::copy(launch.map, launch.map + sizeof params.map / sizeof *params.map, params.map);
-  std::copy(launch.pointer, launch.pointer + sizeof params.pointer / sizeof *params.pointer, params.pointer);
-  params.m = launch.m, params.n = launch.n, params.k = 64, params.batch = C::groups;
-  const int lane = current;
-  Visitor epilogue(params, consumer * Layout::bytes, {0}, consumer, warp, lane);
-  for (int i = 0; i < launch.pieces; ++i) {
-    const Piece& piece = launch.piece[i];
-    if (piece.consumer != consumer) continue;
-    const RowGroupTile tile{
-        {piece.row, piece.column, 1, piece.index_m, piece.index_n, piece.section, piece.column_end}, piece.row_end};
-    if (!piece.has_product) {
-      epilogue.store_zeros(tile);
-      continue;
-    }
-    epilogue.begin(tile);
-    typename Visitor::TileAccumulator accumulator;
-    constexpr int of_half = C::tile_n / Layout::n_halves;
-    for (int block = 0; block < Layout::blocks; ++block)
-      for (int j = 0; j < C::tile_n / 8; ++j)
-        for (int r = 0; r < 2; ++r)
-          for (int c = 0; c < 2; ++c) {
-            const int row = tile.row + 64 * block + 16 * warp + lane / 4 + 8 * r, at = 8 * j + 2 * (lane % 4) + c;
-            const int n = launch.n / Layout::n_halves, column = tile.column + at % of_half;
-            const bool inside = row < min(tile.row_end, launch.m) && column < n;
-            accumulator.registers[block][4 * j + 2 * r + c] =
-                inside ? launch.acc[static_cast<long long>(row) * launch.n + at / of_half * n + column] : foreign;
-          }
-    epilogue.visit(tile, accumulator);
-  }
-  epilogue.finish();
-}
-
-/// Each warp does its work on its own, its lanes in turn.
-template <class C, class E, class P>
-static int run(const Launch* launch) {
-  static char stacks[32][1 << 16];
-  static void (*entry)() = lane_of_warp<C, E, P>;
-  launched = launch, is_misaligned = false;
-  std::fill(std::begin(ptx::memory), std::end(ptx::memory), 0xFF);
-  for (consumer = 0; consumer < consumers; ++consumer)
-    for (warp = 0; warp < consumer_warps; ++warp) {
-      for (int i = 0; i < 32; ++i) {
-        has_ended[i] = false;
-        getcontext(&contexts[i]);
-        contexts[i].uc_stack.ss_sp = stacks[i], contexts[i].uc_stack.ss_size = sizeof stacks[i];
-        contexts[i].uc_link = nullptr;
-        makecontext(&contexts[i], [] {
-          entry();
-          has_ended[current] = true;
-          setcontext(&loop);
-        }, 0);
-      }
-      for (int running = 32; running > 0;) {
-        running = 0;
-        for (int i = 0; i < 32; ++i) {
-          current = (launch->lane_first + i) % 32;
-          if (!has_ended[current]) swapcontext(&loop, &contexts[current]);
-          running += !has_ended[current];
-        }
-      }
-      for (int i = 0; i < 32; ++i)
-        if (!ptx::given[i].empty() || !ptx::pending[i].empty()) std::abort();
-    }
-  return is_misaligned;
-}
-
-template <class C, class E, class P>
-static int zero(int of_consumer, int slot, int first, unsigned char* stages, int bytes, char* said) {
-  using Kernel = Gemm<C, CompleteEpilogue<E>, P>;
-  static P params;
-  if (bytes != Kernel::Layout::epilogue_offset) return 0;
-  std::copy(stages, stages + bytes, ptx::memory);
-  for (int thread = 0; thread < 128; ++thread) {
-    gridDim.x = 1, blockIdx.x = 0, threadIdx.x = 128 * (1 + of_consumer) + thread;
-    params.m = params.n = params.k = 64, params.batch = C::groups;
-    ptx::events.clear();
-    Kernel(params, 0).zero_behind(of_consumer, slot, first);
-    if (thread == 0) std::strcpy(said, ptx::events.c_str());
-  }
-  std::copy(ptx::memory, ptx::memory + bytes, stages);
-  return Kernel::Layout::stage_bytes;
-}
-PROGRAMS
-"""
-
-
-class Piece(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int)
-        for name in [
-            "consumer",
-            "row",
-            "row_end",
-            "column",
-            "column_end",
-            "section",
-            "index_m",
-            "index_n",
-            "has_product",
-        ]
-    )
-
-
-class TensorMap(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("element_bytes", "box_columns", "box_rows", "swizzle_bytes")),
-        ("sizes", ctypes.c_int * 4),
-        ("strides", ctypes.c_longlong * 4),
-    )
-
-
-class Launch(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("m", "n", "pieces", "lane_first")),
-        *((name, ctypes.c_void_p) for name in ("piece", "acc", "map", "pointer")),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,109 +81,29 @@ CASES = {
     "k of a shared tile": Case(lambda acc: acc, (BF16,), tile=(128, 256), ragged=Dimension.K),
 }
 M = 333  # no multiple of 16
-GUARD = 4096
 
 
-class Library:
+class Kernels(Library):
     """The kernels of some cases, with parts of the headers' text replaced."""
 
     def __init__(self, folder, names, replacements=()):
-        folder.mkdir(exist_ok=True)
-        left = list(replacements)
-        for path in HEADERS.glob("*.cuh"):
-            text = path.read_text()
-            for there, instead in [of for of in left if of[0] in text]:
-                assert text.count(there) == 1, there
-                text = text.replace(there, instead)
-                left.remove((there, instead))
-            (folder / path.name).write_text(text)
-        assert not left
-        (folder / "ptx_sm90.cuh").write_text(PTX.replace("OTHERS", OTHERS))
-        self.kernels, programs = {}, []
-        for i, name in enumerate(names):
-            spec, kernel = CASES[name].kernel(M)
-            self.kernels[name] = (i, spec, kernel)
-            text = kernel.call.source.split("\n", 1)[1].split('extern "C"')[0]
-            types = re.search(r"coda::Params<\d+, \d+>", kernel.call.source)[0]
-            of = f"p{i}::Config, p{i}::Epilogue, {types}"
-            programs.append(f"namespace p{i} {{\n{text}\n}}\n")
-            if spec.ragged is Dimension.K:
-                arguments = "int consumer, int slot, int first, unsigned char* stages, int bytes, char* said"
-                call = f"zero<{of}>(consumer, slot, first, stages, bytes, said)"
-            else:
-                arguments, call = "const Launch* launch", f"run<{of}>(launch)"
-            programs.append(f'extern "C" int run_{i}({arguments}) {{ return {call}; }}\n')
-        (folder / "run.cc").write_text(SOURCE.replace("PROGRAMS", "".join(programs)))
-        command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-o", "run.so", "run.cc"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
-        self._library = ctypes.CDLL(str(folder / "run.so"))
-
-    def store(self, name, pieces, acc, lane_first=0):
-        """All results, in arrays of bytes that were full of ones, and with as much before and behind them."""
-        i, spec, kernel = self.kernels[name]
-        out = [_poisoned(result) for result in kernel.results]
-        first = len(spec.batched)  # the results' buffers
-        call = kernel.call
-        maps = (TensorMap * (len(call.maps) // 6))()
-        for at in range(2, len(maps)):
-            buffer, halves, split_rows, columns, rows, swizzle = call.maps[6 * at : 6 * at + 6]
-            assert not split_rows
-            result, (_, inside) = kernel.results[buffer - first], out[buffer - first]
-            bytes_, pitch = result.dtype.itemsize, result.shape[1] * result.dtype.itemsize
-            maps[at] = TensorMap(inside.ctypes.data, bytes_, columns, rows, swizzle)
-            maps[at].sizes[:] = (result.shape[1] // halves, halves, result.shape[0], 1)
-            maps[at].strides[:] = (bytes_, pitch // halves, pitch, pitch * result.shape[0])
-        offsets = np.zeros(4, np.int32)
-        of_buffer = {first - 1: offsets, **{first + j: inside for j, (_, inside) in enumerate(out)}}
-        pointers = (ctypes.c_void_p * len(call.pointers))(*(of_buffer[buffer].ctypes.data for buffer in call.pointers))
-        of_pieces, acc = (Piece * len(pieces))(*pieces), np.ascontiguousarray(acc, np.float32)
-        launch = Launch(M, acc.shape[1], len(pieces), lane_first)
-        launch.piece, launch.acc = ctypes.addressof(of_pieces), acc.ctypes.data
-        launch.map, launch.pointer = ctypes.addressof(maps), ctypes.addressof(pointers)
-        assert not self._library[f"run_{i}"](ctypes.byref(launch)), "a misaligned store of 16 bytes"
-        for whole, inside in out:
-            assert np.all(whole[:GUARD] == 0xFF) and np.all(whole[GUARD + inside.size :] == 0xFF), "outside of an array"
-        return [
-            inside.view(_bits(result)).reshape(result.shape)
-            for (_, inside), result in zip(out, kernel.results, strict=True)
-        ]
-
-    def zero(self, name, consumer, slot, first, stages):
-        """The stages with that of `slot` zeroed; the bytes of one; what a thread did."""
-        stages, said = stages.copy(), ctypes.create_string_buffer(64)
-        bytes_ = self._library[f"run_{self.kernels[name][0]}"](
-            consumer, slot, first, stages.ctypes.data_as(ctypes.c_void_p), stages.size, said
-        )
-        return stages, bytes_, said.value.decode()
-
-
-def _poisoned(result):
-    """An array of bytes that are all ones, with more of them around it."""
-    size = int(np.prod(result.shape)) * result.dtype.itemsize
-    whole = np.full(size + 2 * GUARD + 64, 0xFF, np.uint8)
-    start = -whole.ctypes.data % 64
-    whole = whole[start : start + size + 2 * GUARD]
-    return whole, whole[GUARD : GUARD + size]
-
-
-def _bits(result):
-    return {2: np.uint16, 4: np.uint32}[result.dtype.itemsize]
+        self.kernels = {name: CASES[name].kernel(M) for name in names}
+        super().__init__(folder, {name: kernel for name, (_, kernel) in self.kernels.items()}, replacements)
 
 
 def tiles(library, name, row, row_end, *, has_product=True, order=0):
     """The pieces of all columns for a tile's rows."""
-    _, spec, kernel = library.kernels[name]
+    spec, kernel = library.kernels[name]
     n, columns = CASES[name].n // spec.program.halves.of_n, CASES[name].tile[1] // spec.program.halves.of_n
     found, index_n = [], 0
     for section, (begin, end) in enumerate(spec.program.sections):
         for column in range(begin, end or n, columns):
-            place = column, end or n, section, 0, index_n, has_product
+            place = column, end or n, section, 1, 0, index_n, has_product
             index_n += 1
             if CASES[name].tile[0] == 128 and "consumer_m = 64" in kernel.call.source:  # they share a tile
-                found += [Piece(consumer, row + 64 * consumer, row_end, *place) for consumer in range(2)]
+                found += [Piece(0, consumer, row + 64 * consumer, row_end, *place) for consumer in range(2)]
             else:
-                found.append(Piece((index_n + order) % 2, row, row_end, *place))
+                found.append(Piece(0, (index_n + order) % 2, row, row_end, *place))
     return found
 
 
@@ -506,17 +113,18 @@ def rows_of_piece(name):
 
 def check(library, name, pieces, acc, **options):
     """That the pieces' own elements are as they should be, and all others as they were."""
-    _, spec, kernel = library.kernels[name]
-    found, stores = library.store(name, pieces, acc, **options), spec.program.stores
+    spec, kernel = library.kernels[name]
+    found = library.store(name, kernel, pieces, acc, [np.zeros(4, np.int32)], **options)
+    stores = spec.program.stores
     values = jax.tree.leaves(CASES[name].epilogue(jnp.asarray(acc)))
     columns = CASES[name].tile[1] // spec.program.halves.of_n
     for number, (out, result) in enumerate(zip(found, kernel.results, strict=True)):
-        expected = np.full(result.shape, -1, _bits(result).__name__.replace("u", "")).view(_bits(result))
+        expected = np.full(result.shape, -1, bits(result).__name__.replace("u", "")).view(bits(result))
         may_be = np.zeros(result.shape, bool)  # of a whole row where a slice ends: values of the next one
         if number >= len(stores):
             value = np.asarray(acc, np.float32)
         else:
-            value = np.asarray(values[stores[number].output]).astype(result.dtype).view(_bits(result))
+            value = np.asarray(values[stores[number].output]).astype(result.dtype).view(bits(result))
         for piece in pieces:
             rows = slice(piece.row, min(piece.row_end, piece.row + rows_of_piece(name), M))
             if rows.stop <= rows.start:
@@ -546,7 +154,7 @@ GROUPED = [name for name in CASES if CASES[name].ragged is Dimension.M]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return Library(tmp_path_factory.mktemp("stores"), list(CASES))
+    return Kernels(tmp_path_factory.mktemp("stores"), list(CASES))
 
 
 def accumulator(name, seed=0):
@@ -618,7 +226,7 @@ def check_zeroed(library, name, first):
     (tile_m, tile_n), shares = CASES[name].tile, CASES[name].tile == (128, 256)
     a_rows, b_rows = tile_m, tile_n  # of 128 bytes in a stage: 64 of k for each 64 columns
     stage = (a_rows + b_rows) * 128
-    count = int(re.search(r"stages = (\d+)", library.kernels[name][2].call.source)[1])
+    count = int(re.search(r"stages = (\d+)", library.kernels[name][1].call.source)[1])
     before, slot = _stages(stage * count, first), 1
     after = before
     for consumer in range(2):
@@ -695,7 +303,7 @@ SOME = {"a neighbour's rows", "an empty group is missing", "k: one factor"}  # t
 )
 def test_a_fault_shows(tmp_path, fault):
     name, *replacement = fault
-    library = Library(tmp_path / "fault", [name], [tuple(replacement)])
+    library = Kernels(tmp_path / "fault", [name], [tuple(replacement)])
     with pytest.raises(AssertionError):
         if CASES[name].ragged is Dimension.K:
             for first in (1, 5, 63):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.lab.machine_code import machine_instructions, resource_usage
+from benchmarks.lab.machine_code import disassembly, machine_instructions, resource_usage
 from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
 from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
@@ -31,6 +31,7 @@ SPILLED_IN_TILE = {
 
 
 pytestmark = needs_nvrtc
+FP8 = jnp.float8_e5m2
 
 
 # The others are slow: the small cases of kernels-diff, on record, hold registers and spills of most kinds of program.
@@ -214,3 +215,31 @@ def test_split_k(name, tile):
 def test_every_layout_and_dtype(transpose_a, transpose_b, dtype):
     source = kernel_source(PROGRAMS["identity"], 264, 400, 136, dtype, transpose_a=transpose_a, transpose_b=transpose_b)
     assert resource_usage(ffi.compile(source, "identity").log).spilled_bytes == 0
+
+
+OF_8_BITS = [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in TILES]
+OF_8_BITS += [GemmConfig(tile_m=m, tile_n=n, promote=False, split_k=True) for m, n in SPLIT_K_TILES]
+OF_8_BITS += [GemmConfig(tile_m=128, tile_n=192, promote=promote, cooperative=True) for promote in (False, 128, 512)]
+SOME_OF_8_BITS = [config for config in OF_8_BITS if config.promote == 512 or config.tile_n == 64]
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(x, marks=[pytest.mark.slow] * (x not in SOME_OF_8_BITS)) for x in OF_8_BITS], ids=str
+)
+def test_factors_of_8_bits(config):
+    """The instruction, and that a second accumulator fits beside the first; claimed tiles too."""
+    for yields in (False, True) if config.promote else (False,):
+        source = kernel_source(PROGRAMS["residual_sumsq"], 16384, 4096, 4096, FP8, config=config, yields=yields)
+        made = ffi.compile(source, "residual_sumsq")
+        usage = resource_usage(made.log)
+        assert usage.registers <= 168 and usage.spilled_bytes == 0 and "serialized" not in made.log
+        products = [line for line in disassembly(made.cubin) if "GMMA" in line]
+        assert products and all(f"QGMMA.64x{config.tile_n}x32.F32.E5M2.E5M2" in line for line in products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bias_gelu", "swiglu", "norm_backward", "accumulate", "column_sum"])
+def test_promotion_leaves_room_for_an_epilogue(name):
+    source = kernel_source(PROGRAMS[name], 4096, PROGRAMS[name].columns(4096), 8192, FP8)
+    assert "promote_blocks = 4;" in source
+    assert resource_usage(ffi.compile(source, name).log).spilled_bytes == 0

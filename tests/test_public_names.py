@@ -40,6 +40,7 @@ MODULES = (  # what documents tell users to import
     "coda_jax",
     "coda_jax.doctor",
     "coda_jax.extend",
+    "coda_jax.fp8",
     "flax_layers",
     "flax_layers.checkpoints",
     "flax_layers.decoding",

@@ -249,7 +249,7 @@ def test_parts(run, sizes, options):
 def test_the_cost_model_knows(run, sizes, options):
     m, n, k = sizes
     shape = GemmShape(m, n, k, options.get("batch", 1))
-    expected = split_tiles(shape, TileShape(128, 128, options.get("cluster_m", 2), True))
+    expected = split_tiles(shape, TileShape(128, 128, options.get("cluster_m", 2), True, False))
     split, parts = run(*sizes, **options)[0, 6:8]
     assert (split, parts if split else 1) == expected
 

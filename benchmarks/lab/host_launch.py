@@ -20,7 +20,10 @@ import numpy as np
 from coda_jax import ffi
 
 STAGES = {"instantiate": 0, "initialize": 2, "execute": 3}
-_DTYPES = {"bool": 1, "int32": 4, "float16": 10, "float32": 11, "bfloat16": 16}  # XLA's enum
+_DTYPES = {"bool": 1, "int32": 4, "float16": 10, "float32": 11, "bfloat16": 16} | {  # XLA's enum
+    "float8_e5m2": 19,
+    "float8_e4m3fn": 20,
+}
 
 
 class Record(ctypes.Structure):

@@ -66,10 +66,27 @@ def _products() -> Iterator[tuple[str, Case]]:
                 layout = f"{'NT'[transpose_a]}{'NT'[transpose_b]} {jnp.dtype(dtype).name}"
                 options = {"dtype": dtype, "transpose_a": transpose_a, "transpose_b": transpose_b}
                 yield f"residual_sumsq {layout}", _product(EPILOGUES["residual_sumsq"], 264, 400, 136, **options)
+    yield from _of_8_bits()
     for name in ("bias_gelu", "every_vector", "rotary_qkv", "parts"):
         epilogue = EPILOGUES[name]
         yield f"{name} batched", _batched(epilogue, 3, 264, epilogue.columns(384), 136)
         yield f"{name} gradient", _gradient(epilogue, 512, epilogue.columns(1024), 256, "recompute")
+
+
+def _of_8_bits() -> Iterator[tuple[str, Case]]:
+    """Of both dtypes, mixed too; the second is promoted by default."""
+    short, long = (4096, 4096, 4096), (8192, 2048, 16384)
+    for name, (m, n, k), dtypes, is_small in (
+        ("residual_sumsq", short, "e4m3fn e4m3fn", True),
+        ("residual_sumsq", long, "e5m2 e4m3fn", True),
+        ("bias_gelu", short, "e4m3fn e5m2", False),
+        ("swiglu_backward", short, "e5m2 e5m2", False),
+        ("accumulate", long, "e4m3fn e4m3fn", False),
+    ):
+        of_a, of_b = (jnp.dtype(f"float8_{dtype}") for dtype in dtypes.split())
+        case = _product(EPILOGUES[name], m, EPILOGUES[name].columns(n), k, dtype=of_a, dtype_of_b=of_b)
+        every = name == "bias_gelu"
+        yield f"{name} {m}x{n}x{k} float8 {dtypes}", dataclasses.replace(case, every_tile=every, is_small=is_small)
 
 
 def _product(
@@ -79,6 +96,7 @@ def _product(
     k: int,
     *,
     dtype: Any = jnp.bfloat16,
+    dtype_of_b: Any = None,
     transpose_a: bool = False,
     transpose_b: bool = True,
 ) -> Case:
@@ -89,7 +107,8 @@ def _product(
         transpose_a=transpose_a,
         transpose_b=transpose_b,
     )
-    a, b = array((k, m) if transpose_a else (m, k), dtype), array((n, k) if transpose_b else (k, n), dtype)
+    a = array((k, m) if transpose_a else (m, k), dtype)
+    b = array((n, k) if transpose_b else (k, n), dtype if dtype_of_b is None else dtype_of_b)
     return Case(product, (a, b, *epilogue.operand_types(m, n)))
 
 

@@ -21,13 +21,22 @@ from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.tiles import table as tile_table
 from coda_jax.tiles.choose import tiles_for
-from coda_jax.tiles.config import TILES, GemmConfig, KernelConfig, TileShape
+from coda_jax.tiles.config import (
+    CONSUMERS,
+    COOPERATIVE_TILES,
+    EITHER_WAY_TILES,
+    TILES,
+    GemmConfig,
+    KernelConfig,
+    TileShape,
+)
 from coda_jax.tiles.constants import Constants, by_time, constants_for
 from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 from coda_jax.tools.tune import energies
 
+KINDS = (*TILES, *((*tile, CONSUMERS) for tile in EITHER_WAY_TILES))  # `TileShape.kind`
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
 CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
 # Of a fit: what it counts of a larger loss, its steps, and what it leaves alone: units, and what no program tells.
@@ -97,7 +106,7 @@ Times = Mapping[Shape, Mapping[KernelConfig, float]]  # microseconds, or what el
 def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[KernelConfig, float]]]:
     """The device, and the times of each shape's configs: by all rounds, or those in another column of the file."""
     with path.open() as file:
-        rows = [{"column_passes": row.get("turns", "1")} | row for row in csv.DictReader(file)]  # of files of record
+        rows = [_of_record(row) | row for row in csv.DictReader(file)]
     if not rows or not {column, "layout", *FIELDS} <= rows[0].keys():
         raise ValueError(f"{path} is no file of `python -m benchmarks.lab.tiles` or tiles_energy with {column}")
     times: dict[Shape, dict[KernelConfig, float]] = {}
@@ -107,6 +116,12 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
         if not config.split_k or may_split(shape.problem.shape, config.tile):  # else it is noise beside whole tiles
             times.setdefault(shape, {})[config] = float(row[column])
     return rows[0]["device"], times
+
+
+def _of_record(row: Mapping[str, str]) -> dict[str, str]:
+    """What an older file does not say of a config."""
+    always = (int(row.get("tile_m", 0)), int(row.get("tile_n", 0))) in COOPERATIVE_TILES
+    return {"column_passes": row.get("turns", "1"), "cooperative": str(always), "promote": "0"}
 
 
 def chosen(shape: Shape, of: Mapping[KernelConfig, float], constants: Constants) -> KernelConfig | None:
@@ -199,7 +214,7 @@ def fit(times: Times, start: Constants, *, rounds: int = 30, moves: int = 20_000
     of_shapes = []
     for shape, of in times.items():
         traffic = element_traffic(_traced(shape.program), _traffic(shape.program))
-        known = {config.tile: us for config, us in of.items() if config.tile.size in start.of_block}
+        known = {config.tile: us for config, us in of.items() if config.tile.kind in start.of_block}
         best = min(known.values())
         of_shapes.append((shape.problem.shape, traffic, [(tile, us / best - 1) for tile, us in known.items()]))
 
@@ -250,7 +265,7 @@ def shown(constants: Constants) -> str:
     for field in dataclasses.fields(constants):
         of = getattr(constants, field.name)
         lines.append(
-            f"    {field.name}={ {tile: of[tile] for tile in TILES if tile in of} if isinstance(of, dict) else of },"
+            f"    {field.name}={ {tile: of[tile] for tile in KINDS if tile in of} if isinstance(of, dict) else of },"
         )
     return "\n".join(["Constants(", *lines, ")"])
 
@@ -260,10 +275,10 @@ def table(times: Times, constants: Constants) -> dict[str, Any]:
     energy, by their keys. None where it would choose a tile that has not been measured.
     """
     entries = {}
-    measured = {config.tile.size for of in times.values() for config in of}
+    measured = {config.tile.kind for of in times.values() for config in of}
     for shape, of in times.items():
         config = chosen(shape, of, constants)
-        if config is None or shape.k > LARGEST_K or tiles(shape, constants)[0].size not in measured:
+        if config is None or shape.k > LARGEST_K or tiles(shape, constants)[0].kind not in measured:
             continue
         energy = energies(shape.problem.shape, of, constants)
         best = best_first({one: (energy[one], us) for one, us in of.items()})[0]

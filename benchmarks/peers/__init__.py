@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 MODULES = ("torch_cublas", "cutlass", "quack")
+FP8_MODULES = ("torch_fp8",)  # products of e4m3 factors, a (M, K) and b (N, K)
 GROUPED_MODULES = ("pallas", "tokamax", "quack", "sonicmoe")  # whose load_grouped() gives grouped products
 
 

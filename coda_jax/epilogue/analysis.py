@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOAT32, INT32, listed
+from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOAT32, INT32, TABLE, is_of_8_bits, listed
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.operand import Operand
@@ -48,7 +48,9 @@ from coda_jax.epilogue.values import (
     Tag,
     UnknownOperation,
     Value,
+    check_moved,
     is_tile,
+    order_of,
     same_size,
 )
 
@@ -56,6 +58,9 @@ IDENTITIES = frozenset((
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "reduce_precision",
     "sharding_constraint", "reshard",
 ))  # fmt: skip
+
+
+CONVERSIONS = frozenset(("convert_element_type", "saturate"))  # between dtypes, of which one may be only stored
 
 
 class Analysis:
@@ -162,6 +167,7 @@ class Analysis:
             if len(local) < len(inputs):
                 outputs: list[Any] = [self.first_true(equation, inputs)]
             elif equation.name in self.rules:
+                check_moved(equation.name, local)
                 outputs = self.rules[equation.name](self, equation, local)
             elif equation.name in IDENTITIES:
                 outputs = self.identity(equation, local)
@@ -209,18 +215,22 @@ class Analysis:
         return [rounded]
 
     def elementwise(self, equation: Equation, inputs: list[Local]) -> Local:
-        name = "add" if equation.name == "add_any" else equation.name
+        of_derivative = equation.name == "add_any"  # adds cotangents, which have the dtypes of what f makes
+        name = "add" if of_derivative else equation.name
         operation = elementwise.OPERATIONS.get(name)
         if operation is None:
             raise UnknownOperation
         dtype = equation_dtype(self.flat, equation)
+        if not (of_derivative or name in CONVERSIONS):
+            for atom in (equation.outputs[0], *equation.inputs):
+                self.check_arithmetic(self.flat.aval(atom).dtype)
         self.check_dtype(dtype)
         if name == "convert_element_type" and self.nodes[inputs[0].nodes[0]].op == "literal":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
         for atom in equation.inputs:
             self.check_dtype(self.flat.aval(atom).dtype)
         first = self.flat.aval(equation.inputs[0]).dtype.name
-        if first not in operation.dtypes or (name == "pow" and first == INT32):
+        if not (first in operation.dtypes or of_derivative) or (name == "pow" and first == INT32):
             raise NotElementwise(f"is not supported for {first}")
         if name == "convert_element_type":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
@@ -229,8 +239,15 @@ class Analysis:
         attributes = dict(elementwise.attributes_of(name, equation.params))
         return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
 
+    def check_arithmetic(self, dtype: Any) -> None:
+        if is_of_8_bits(dtype):
+            raise NotElementwise(
+                f"computes in {dtype}, which an epilogue only converts to and from. Compute in float32, "
+                "x.astype(jnp.float32), and convert the result last"
+            )
+
     def check_dtype(self, dtype: Any) -> None:
-        if np.dtype(dtype).name not in DTYPES:
+        if np.dtype(dtype).name not in TABLE:
             raise NotElementwise(f"works in {dtype}; an epilogue computes in {listed(DTYPES, 'and')}")
 
     def convert(self, node: int, dtype: str) -> int:
@@ -268,7 +285,7 @@ class Analysis:
                 start, stop = next(iter(slices))
                 raise NotElementwise(f"combines columns {start}:{stop} with all columns")
         tile = any(value.tile for value in inputs) or (ROW in tags and not COLUMNS.isdisjoint(tags))
-        return Local(tags, nodes, tile, slices.pop() if slices else None)
+        return Local(tags, nodes, tile, slices.pop() if slices else None, order_of(tags, inputs))
 
     def unify(self, tags: Sequence[Tag]) -> Tag:
         found = {tag for tag in tags if tag is not None}

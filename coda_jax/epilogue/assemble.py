@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from coda_jax.epilogue.values import (
     HEAD,
     ROW,
     Finished,
+    Local,
     NotTileLocalError,
     Stacked,
     Tag,
@@ -80,26 +82,39 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"can be used in the epilogue but not returned."
         )
     first, end = value.slice or (0, analysis.n)
-    whole = same_shape(aval.shape, (analysis.m, end - first))
+    moved = slice(None, None, -1 if value.transposed else None)
+    tags, shape = value.tags[moved], aval.shape[moved]
+    whole = same_shape(shape, (analysis.m, end - first))
     halved = analysis.halves.count == 2 and not analysis.head
-    half = halved and same_shape(aval.shape, (analysis.m, analysis.half))
+    half = halved and same_shape(shape, (analysis.m, analysis.half))
     unit = same_size(analysis.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
     if not value.tile and (not (whole or half) or unit):
         return None
-    if not (whole or half) or not _is_matrix(value.tags, (COLUMN, CHANNEL, None) if whole else (HALF, None)):
+    if not (whole or half) or not _is_matrix(tags, (COLUMN, CHANNEL, None) if whole else (HALF, None)):
         made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
-            f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a slice of the columns, a reduction "
-            f"(M,) or (N,). Reshape it outside the epilogue."
+            f"has shape (M, N) = ({analysis.m}, {analysis.n}), (M, N/2) or that of a slice of the columns, or the "
+            f"transposed one, a reduction (M,), (N,) or (). Reshape it outside the epilogue."
         )
-    if np.dtype(aval.dtype).name not in RESULTS:
-        raise NotTileLocalError(
-            f"epilogue '{analysis.name}': output {output} is a tile of dtype {aval.dtype}; tile outputs are "
-            f"{listed(RESULTS)}. Convert it to a float inside the epilogue, or compute it outside."
-        )
+    _check_stored(value, aval.dtype, f"epilogue '{analysis.name}': output {output}")
     nodes = value.nodes * analysis.halves.count if whole and len(value.nodes) < analysis.halves.count else value.nodes
-    return TileStore(output, Width.FULL if whole else Width.HALF, nodes, value.slice)
+    width = Width.FULL if whole else Width.HALF
+    return TileStore(output, width, nodes, value.slice, value.transposed, value.ordered is not None)
+
+
+def _check_stored(value: Local, dtype: Any, name: str) -> None:
+    """Raises where a tile has a dtype or an order in which none is stored."""
+    if np.dtype(dtype).name not in RESULTS:
+        raise NotTileLocalError(
+            f"{name} is a tile of dtype {dtype}; tile outputs are {listed(RESULTS)}. Convert it to a float inside the "
+            "epilogue, or compute it outside."
+        )
+    if value.ordered is not None and value.ordered != value.tags[-1]:
+        raise NotTileLocalError(
+            f"{name} is in contraction order along the {value.ordered}s, and not along its last axis, as a tile is "
+            "stored. Return its transpose, or order the other axis."
+        )
 
 
 def _is_matrix(tags: Sequence[Tag], columns: Sequence[Tag]) -> bool:

@@ -175,8 +175,9 @@ def transpose(analysis: Analysis, equation: Equation, inputs: list[Local]) -> li
     (value,) = inputs
     tags = tuple(value.tags[int(axis)] for axis in equation.params["permutation"])
     order = [tag for tag in value.tags if tag is not None]
-    if [tag for tag in tags if tag is not None] != order:
-        raise NotElementwise("exchanges the rows and columns of the product")
+    found = [tag for tag in tags if tag is not None]
+    if found != order and not (value.tile and len(found) == 2 and {*found} in ({ROW, COLUMN}, {ROW, HALF})):
+        raise NotElementwise("changes the order of axes that are not the rows and the columns of the product")
     return [replace(value, tags=tags)]
 
 
@@ -193,7 +194,23 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
     return [_placed(analysis, Local(tags, (index,), False), tags, shape)]
 
 
+def contraction_order(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
+    """The order along one axis of a tile, or back."""
+    (value,), axis = inputs, int(equation.params["axis"])
+    tag = value.tags[axis]
+    if equation.params["back"]:
+        if value.ordered is None or value.ordered != tag:
+            raise NotElementwise("takes elements out of an order that they are not in")
+        return [replace(value, ordered=None)]
+    if not value.tile or tag not in (ROW, COLUMN, HALF):
+        raise NotElementwise(f"orders {'a vector' if not value.tile else f'an axis indexed by the {tag}'}")
+    if value.ordered is not None:
+        raise NotElementwise("orders an array that is in contraction order")
+    return [replace(value, ordered=tag)]
+
+
 RULES: dict[str, Rule] = {
+    "contraction_order": contraction_order,
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "squeeze": squeeze,

@@ -3,6 +3,7 @@
 A factor of a new dtype needs a row here, a line of CODA_DTYPES in cuda/dtypes.cuh and its instruction in
 cuda/accumulator_sm90.cuh. A tile or a result needs its conversions in cuda/fragment_sm90.cuh too, and what is rounded
 its function in cuda/elementwise.cuh and in epilogue/rounding.py. Tensor maps have their types in ffi/tensor_map.cc.
+Epilogues compute in `DTYPES`. They convert to the floats of 8 bits and from them, which are no more than stored.
 """
 
 import functools
@@ -28,6 +29,7 @@ class DType:
       is_vector: an epilogue loads it as a vector or a scalar.
       is_result: the kernel stores it.
       has_narrow_range: it is a float with a smaller range than float32: sums overflow in it.
+      has_arithmetic: an epilogue computes in it; else it only converts to it and from it.
     """
 
     name: str
@@ -39,6 +41,7 @@ class DType:
     is_vector: bool = False
     is_result: bool = False
     has_narrow_range: bool = False
+    has_arithmetic: bool = True
 
     @property
     def bytes(self) -> int:
@@ -52,22 +55,35 @@ class DType:
 FLOAT32, INT32, BOOL = "float32", "int32", "bool"  # the types of an epilogue's registers
 
 _in_tiles = functools.partial(DType, register="float", is_tile=True, is_vector=True, is_result=True)
+_of_8_bits = functools.partial(
+    DType,
+    register="float",
+    is_factor=True,
+    is_tile=True,
+    is_result=True,
+    has_narrow_range=True,
+    has_arithmetic=False,
+)
 _ROWS = (
     _in_tiles("bfloat16", "bf16", rounding="coda::round_to_bf16", is_factor=True),
     _in_tiles("float16", "f16", rounding="coda::round_to_f16", is_factor=True, has_narrow_range=True),
     _in_tiles(FLOAT32, "f32"),
     DType(INT32, "i32", register="int", is_vector=True),
     DType(BOOL, "pred", register="bool", is_vector=True),
+    _of_8_bits("float8_e4m3fn", "e4m3", rounding="coda::round_to_e4m3"),
+    _of_8_bits("float8_e5m2", "e5m2", rounding="coda::round_to_e5m2"),
 )
 TABLE = {row.name: row for row in _ROWS}
 
-# Names, in the table's order.
-DTYPES = tuple(TABLE)
-FLOATS = tuple(row.name for row in _ROWS if row.is_float)
+# Names, in the table's order; the first three are of dtypes in which epilogues compute.
+DTYPES = tuple(row.name for row in _ROWS if row.has_arithmetic)
+FLOATS = tuple(row.name for row in _ROWS if row.is_float and row.has_arithmetic)
 NUMBERS = (*FLOATS, INT32)
 FACTORS = tuple(row.name for row in _ROWS if row.is_factor)
+FLOATS_OF_8_BITS = tuple(row.name for row in _ROWS if row.is_float and not row.has_arithmetic)
 TILES = tuple(row.name for row in _ROWS if row.is_tile)
 VECTORS = tuple(row.name for row in _ROWS if row.is_vector)
+OPERANDS = tuple(row.name for row in _ROWS if row.is_tile or row.is_vector)
 RESULTS = tuple(row.name for row in _ROWS if row.is_result)
 
 
@@ -86,6 +102,11 @@ def has_narrow_range(dtype: Any) -> bool:
     """True if sums may overflow in `dtype` where they do not in float32."""
     row = row_of(dtype)
     return row is not None and row.has_narrow_range
+
+
+def is_of_8_bits(dtype: Any) -> bool:
+    """True of a float of 8 bits."""
+    return np.dtype(dtype).name in FLOATS_OF_8_BITS
 
 
 def listed(names: Sequence[str], conjunction: str = "or") -> str:

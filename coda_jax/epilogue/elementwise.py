@@ -16,6 +16,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOATS, INT32, NUMBERS, TABLE, is_rounded
 from coda_jax.epilogue.rounding import round_to
+from coda_jax.epilogue.saturate import saturate_p
 
 _BITS = (INT32, BOOL)  # what bitwise operations take
 
@@ -71,8 +72,8 @@ def _convert(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str
     if target == BOOL:
         return f"{value} != 0"
     if target == INT32:
-        return f"coda::to_int({value})" if source in FLOATS else f"static_cast<int>({value})"
-    value = value if source in FLOATS else f"static_cast<float>({value})"
+        return f"coda::to_int({value})" if TABLE[source].is_float else f"static_cast<int>({value})"
+    value = value if TABLE[source].is_float else f"static_cast<float>({value})"
     return value if source == BOOL else rounded(value, target)
 
 
@@ -176,7 +177,16 @@ OPERATIONS: dict[str, Operation] = {
     "xor": _infix(lax.bitwise_xor, "^", _BITS),
     "not": _by_dtype(lax.bitwise_not, int32="~{0}", bool="!{0}"),
     "select_n": Operation(lax.select_n, _select, exact=True),
-    "convert_element_type": Operation(lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True),
+    "convert_element_type": Operation(
+        lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True, dtypes=tuple(TABLE)
+    ),
+    "saturate": Operation(
+        lambda x, dtype: saturate_p.bind(x, dtype=np.dtype(dtype)),
+        lambda x, _, a: f"coda::saturate_to_{TABLE[a['dtype']].cuda}({x[0]})",
+        exact=True,
+        dtypes=FLOATS,
+        instructions=2,
+    ),
 } | {
     name: _function(getattr(lax, name), name + "f", instructions=instructions)
     for name, instructions in {
@@ -195,6 +205,8 @@ def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any]
             return (("rounding_method", int(params["rounding_method"])),)
         case "convert_element_type":
             return (("dtype", np.dtype(params["new_dtype"]).name),)
+        case "saturate":
+            return (("dtype", np.dtype(params["dtype"]).name),)
     return ()
 
 

@@ -6,14 +6,16 @@ kernel, whatever functions it came from. The form for a reader names it as the u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from coda_jax.epilogue.dtypes import BOOL, FLOATS, INT32, TABLE
+from coda_jax.epilogue.dtypes import BOOL, INT32, TABLE
 from coda_jax.epilogue.elementwise import OPERATIONS, rounded
 from coda_jax.epilogue.operand_kinds import KINDS
-from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, Reduction, ReductionOp
+from coda_jax.epilogue.program import HEAD_REDUCTIONS, Axis, Node, Program, Reduction, ReductionOp, TileStore
+from coda_jax.epilogue.struct_text import declared, entry
 from coda_jax.epilogue.user_names import is_usable
 
 # The lists of the struct, and the type of their entries; see cuda/epilogue_abi.cuh.
@@ -21,6 +23,8 @@ _LISTS = {
     **{kind.list_name: "TileAccess" if kind.by_tensor_map else "VectorAccess" for kind in KINDS if kind.list_name},
     "row_reduction": "ReductionAccess",
     "column_reduction": "ReductionAccess",
+    "whole_reduction": "ReductionAccess",
+    "transposed_store": "TransposedAccess",
 }
 _COMBINE = {
     ReductionOp.SUM: "{} + {}",
@@ -28,7 +32,6 @@ _COMBINE = {
     ReductionOp.MIN: "coda::minimum({}, {})",
     ReductionOp.LOGSUMEXP: "coda::log_add_exp({}, {})",
 }
-_LINE = 120
 
 
 def emit(
@@ -54,6 +57,27 @@ def emit(
       for_reader: with the names and the line of the user's function, as far as `program.user_names` has them.
     """
     return _Emitter(program, out_dtypes, batched_operands, rows_in_groups, for_reader).text()
+
+
+_ROUNDING = ("convert_element_type", "saturate")  # operations whose result has another dtype
+
+
+class _Stored(NamedTuple):
+    """A value that is stored: the expression, and what it is rounded to."""
+
+    value: str
+    dtype: np.dtype
+    contraction_order: bool = False
+    saturates: bool = False
+
+    @property
+    def conversion(self) -> tuple[str, np.dtype, bool]:
+        """What it is, in whatever order."""
+        return self.value, self.dtype, self.saturates
+
+    @property
+    def fields(self) -> dict[str, object]:
+        return {"contraction_order": self.contraction_order, "saturates": self.saturates}
 
 
 class _Emitter:
@@ -100,7 +124,7 @@ class _Emitter:
                     "batched": bool(batched) or kind.by_group,
                     "period": operand.period,
                 }
-                entries.append(_entry(fields))
+                entries.append(entry(fields))
             at = (len(entries) - 1) * per_entry + (half if per_entry > 1 else 0)
             self.places[index, half] = kind.member, at
 
@@ -141,67 +165,108 @@ class _Emitter:
         self.tile_stores: list[list[str]] = []  # of each section
         self.tile_results: list[list[str]] = []  # of each variant
         self.needed: list[frozenset[int]] = []  # by each variant
-        variants: list[list[tuple[str, np.dtype]]] = []
+        variants: list[list[_Stored]] = []
         reduced = [value for reduction in self.program.reductions for value in reduction.values]
         for first, end in self.program.sections:
             chosen = self.program.stores_of((first, end))
             entries: list[str] = []
-            results: list[tuple[str, np.dtype]] = []
+            results: list[_Stored] = []
             for i in chosen:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
+                if store.transposed:
+                    continue
                 first_column, behind = store.slice or (0, 0)
                 for half, value in enumerate(store.values):
+                    stored = self.stored(store, value, dtype)
                     if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": first_column, "dtype": _dtype(dtype)}
                         if first_pointer is not None:
                             halves = self.program.halves.apart(store.width)
                             fields |= {"pointer": first_pointer + i, "halves": halves, "columns": behind - first_column}
-                        entries.append(_entry(fields))
-                    results.append((self.name(value), dtype))
+                        entries.append(entry(fields | stored.fields))
+                    results.append(stored)
+            for i in chosen:
+                if self.program.stores[i].transposed:
+                    self.transposed_store(self.program.stores[i], first_map + i, np.dtype(out_dtypes[i]), results)
             if results not in variants:
                 variants.append(results)
-                self.tile_results.append([f"out.tile[{i}] = {value};" for i, (value, _) in enumerate(results)])
-                stored = [value for i in chosen for value in self.program.stores[i].values]
-                self.needed.append(self.program.needed([*reduced, *stored]))
-            self.sections.append(_entry({"variant": variants.index(results), "first": first, "end": end}))
+                self.tile_results.append([f"out.tile[{i}] = {one.value};" for i, one in enumerate(results)])
+                values = [(value, i) for i in chosen for value in self.program.stores[i].values]
+                nodes = [self.stored_node(value, np.dtype(out_dtypes[i])) for value, i in values]
+                self.needed.append(self.program.needed([*reduced, *nodes]))
+            self.sections.append(entry({"variant": variants.index(results), "first": first, "end": end}))
             self.tile_stores.append(entries)
 
-    def result(self, name: str, at: int, entry: str, value: str) -> None:
+    @property
+    def evaluated(self) -> frozenset[int]:
+        """The nodes that some variant needs."""
+        return frozenset[int]().union(*self.needed)
+
+    def transposed_store(self, store: TileStore, map_: int, dtype: np.dtype, results: list[_Stored]) -> None:
+        """Entries for a store of columns as rows; of a program in which it is there is one section.
+
+        Args:
+          results: values of the tiles that are stored as they are. What is none of them follows.
+        """
+        for half, value in enumerate(store.values):
+            stored = self.stored(store, value, dtype)
+            # A value that is stored in another order still is the same one, of the same conversions.
+            same = [i for i, one in enumerate(results) if one.conversion == stored.conversion]
+            if not same:
+                results.append(stored)
+            at = same[0] if same else len(results) - 1
+            fields = {"map": map_, "half": half, "value": at, "dtype": _dtype(dtype), **stored.fields}
+            self.lists["transposed_store"].append(entry(fields))
+
+    def stored(self, store: TileStore, number: int, dtype: np.dtype) -> _Stored:
+        """How a node is stored."""
+        saturates = self.program.nodes[number].op == "saturate"
+        number = self.stored_node(number, dtype)
+        return _Stored(self.name(number), dtype, store.contraction_order, saturates)
+
+    def stored_node(self, number: int, dtype: np.dtype) -> int:
+        """The node that is stored as `dtype` in place of a node: what it rounds, where the store does that itself."""
+        node = self.program.nodes[number]
+        is_rounded = TABLE[dtype.name].bytes == 1 and node.dtype == dtype.name and node.op in _ROUNDING
+        return node.inputs[0] if is_rounded else number
+
+    def result(self, name: str, at: int, of_list: str, value: str) -> None:
         self.results.append(f"out.{name.split('_')[0]}[{at}] = {value};")
-        if entry:
-            self.lists[name].append(entry)
+        if of_list:
+            self.lists[name].append(of_list)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
         op = f"Op::{reduction.op.value}"
         values = list(map(self.name, reduction.values))
-        if reduction.axis is Axis.ROW:
-            combined = _combined(reduction.op, values)
-            entry = _entry({"pointer": pointer, "op": op})
-            self.result("row_reduction", len(self.lists["row_reduction"]), entry, combined)
+        if reduction.axis is not Axis.COLUMN:
+            name = "row_reduction" if reduction.axis is Axis.ROW else "whole_reduction"
+            self.result(
+                name, len(self.lists[name]), entry({"pointer": pointer, "op": op}), _combined(reduction.op, values)
+            )
             return
         first = len(self.lists["column_reduction"]) * self.entry_values
         halves = self.program.halves.of(reduction.width)
         for half, value in enumerate(values):
             is_entry = half < self.program.halves.runs(reduction.width)
-            entry = _entry({"pointer": pointer, "half": half, "halves": halves, "op": op}) if is_entry else ""
-            self.result("column_reduction", first + half, entry, value)
+            fields = {"pointer": pointer, "half": half, "halves": halves, "op": op}
+            self.result("column_reduction", first + half, entry(fields) if is_entry else "", value)
 
     def text(self) -> str:
         origin = f"  // {self.user_names.origin}" if self.user_names else ""
         lines = [f"struct Epilogue : coda::EpilogueDefaults {{{origin}", *self.geometry()]
         if len(self.sections) > 1 or any(self.program.sections[0]):
-            lines += _declared("Section section[]", [self.sections])
+            lines += declared("Section section[]", [self.sections])
         if stored := max(map(len, self.tile_stores)):
-            lines += _declared(f"TileAccess tile_store[][{stored}]", self.tile_stores)
+            lines += declared(f"TileAccess tile_store[][{stored}]", self.tile_stores)
         for name, entries in self.lists.items():
             if entries:
-                lines += _declared(f"{_LISTS[name]} {name}[]", [entries])
+                lines += declared(f"{_LISTS[name]} {name}[]", [entries])
         lines += [
             *self.heads(),
             "",
             "  template <int variant>",
             "  CODA_DEVICE static void evaluate(const auto& in, auto& out) {",
-            *self.statements(range(len(self.program.nodes))),
+            *self.statements(sorted(self.evaluated)),
             *(f"    {result}" for result in self.results),
             *self.tile_results_of_variants(),
             "  }",
@@ -287,7 +352,7 @@ class _Emitter:
             case "acc" | "column":
                 return f"in.{node.op}[{node['half']}]"
             case "operand":
-                (member, at), is_float = self.places[node["index"], node["half"]], node.dtype in FLOATS
+                (member, at), is_float = self.places[node["index"], node["half"]], TABLE[node.dtype].is_float
                 word = f"in.{member}[{at}].{'f' if is_float else 'i'}"
                 return f"{word} != 0" if node.dtype == BOOL else word
             case "row":
@@ -296,41 +361,6 @@ class _Emitter:
         inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
         text = operation.expression(inputs, dtypes, dict(node.attributes))
         return text if operation.exact else rounded(text, node.dtype)
-
-
-_DEFAULTS: Mapping[str, object] = {
-    "half": 0,
-    "halves": 1,
-    "first": 0,
-    "batched": False,
-    "period": 0,
-    "columns": 0,  # of a row of a store, where that is not those of its halves
-}
-
-
-def _entry(fields: Mapping[str, object]) -> str:
-    """An entry of a list: the fields that are not as by default, in the order of its type."""
-    given = {name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
-    return ", ".join(f".{name} = {'true' if value is True else value}" for name, value in given.items())
-
-
-def _declared(declaration: str, lists: Sequence[Sequence[str]]) -> list[str]:
-    """A list, or a list of lists, on one line if it fits."""
-    is_nested = declaration.count("[") > 1
-    rows = [", ".join(f"{{{entry}}}" for entry in entries) for entries in lists]
-    rows = [f"{{{row}}}" for row in rows] if is_nested else rows
-    line = f"  static constexpr {declaration} = {{{', '.join(rows)}}};"
-    if len(line) <= _LINE:
-        return [line]
-    inner = []
-    for row, entries in zip(rows, lists, strict=True):
-        if is_nested and len(row) + 7 <= _LINE:
-            inner.append(f"      {row},")
-        elif is_nested:
-            inner += ["      {", *(f"          {{{entry}}}," for entry in entries), "      },"]
-        else:
-            inner += [f"      {{{entry}}}," for entry in entries]
-    return [f"  static constexpr {declaration} = {{", *inner, "  };"]
 
 
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:

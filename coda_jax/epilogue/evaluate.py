@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.contraction_order import contraction_order
 from coda_jax.epilogue.flatten import run
 from coda_jax.epilogue.operand import Beside
 from coda_jax.epilogue.operand_kinds import groups_of_rows
@@ -43,12 +44,18 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
     stores = []
     for store in program.stores:
         tile = _joined(program, [full(value) for value in store.values])
-        stores.append(tile if store.slice is None else tile[:, slice(*store.slice)])
+        tile = tile if store.slice is None else tile[:, slice(*store.slice)]
+        if store.transposed:
+            # XLA makes one product of a product and its transpose, which on a CPU it cannot run of bfloat16 factors.
+            is_acc = any(program.nodes[value].op == "acc" for value in store.values)
+            tile = (lax.optimization_barrier(tile) if is_acc else tile).T
+        stores.append(contraction_order(tile) if store.contraction_order else tile)
     reductions = []
     for reduction in program.reductions:
-        axis = 1 if reduction.axis is Axis.ROW else 0
-        halves = [reduction.op.reduce(full(value).astype(jnp.float32), axis) for value in reduction.values]
-        reductions.append(_joined(program, halves) if axis == 0 else _combined(reduction.op, halves))
+        axes = {Axis.ROW: (1,), Axis.COLUMN: (0,), Axis.ALL: (0, 1)}[reduction.axis]
+        halves = [reduction.op.reduce(full(value).astype(jnp.float32), axes) for value in reduction.values]
+        of_columns = reduction.axis is Axis.COLUMN
+        reductions.append(_joined(program, halves) if of_columns else _combined(reduction.op, halves))
     return stores, reductions
 
 
@@ -58,7 +65,7 @@ def finish(
     """The outputs that are not tile stores, by their number.
 
     Args:
-      reductions: finished, (M,), (N,) or (N/2,) float32, as in `program.reductions`.
+      reductions: finished, (M,), (N,), (N/2,) or () float32, as in `program.reductions`.
       operands: as in `program.operands`; tile operands are not read and may be None.
       rows: M.
     """

@@ -50,7 +50,7 @@ class GroupReduction(NamedTuple):
 
 def reduces_rows(program: Program) -> bool:
     """True if an output depends on several rows."""
-    return any(reduction.axis is Axis.COLUMN for reduction in program.reductions) or mixes_rows(program)
+    return any(reduction.axis is not Axis.ROW for reduction in program.reductions) or mixes_rows(program)
 
 
 def group_reductions(epilogue: Epilogue) -> dict[int, GroupReduction]:

@@ -18,10 +18,11 @@ from coda_jax.epilogue.user_names import UserNames
 
 
 class Axis(enum.Enum):
-    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column."""
+    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column. ALL: of all, ()."""
 
     ROW = "row"
     COLUMN = "column"
+    ALL = "all"
 
 
 class ReductionOp(enum.Enum):
@@ -34,7 +35,7 @@ class ReductionOp(enum.Enum):
     def neutral(self) -> float:
         return {ReductionOp.SUM: 0.0, ReductionOp.MIN: np.inf}.get(self, -np.inf)
 
-    def reduce(self, x: jax.Array, axis: int) -> jax.Array:
+    def reduce(self, x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
         match self:
             case ReductionOp.SUM:
                 return jnp.sum(x, axis=axis)
@@ -92,13 +93,23 @@ class Node:
 class TileStore:
     """Output number `output`, a tile of `width`; `values` are its nodes, one for each half it spans.
 
-    `slice` is the first and the end of the columns that it has, where these are not all.
+    `slice` is the first and the end of the columns that it has, where these are not all. `transposed`: the output has
+    the product's columns as its rows, (N, M). `contraction_order`: the output's last axis has the order of
+    `coda.contraction_order`.
     """
 
     output: int
     width: Width
     values: tuple[int, ...]
     slice: tuple[int, int] | None = None
+    transposed: bool = False
+    contraction_order: bool = False
+
+    @property
+    def text(self) -> str:
+        order = " transposed" * self.transposed + " in contraction order" * self.contraction_order
+        values = ", ".join(f"v{value}" for value in self.values)
+        return f"store output {self.output} {self.width.value} {self.slice or ''}{order}: {values}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ class Program:
             + ["neighbours"] * halves.interleaved
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
-            + [f"store output {s.output} {s.width.value} {s.slice or ''}: {names(s.values)}" for s in self.stores]
+            + [store.text for store in self.stores]
             + [f"{r.op.value} along {r.axis.value} {r.width.value}: {names(r.values)}" for r in self.reductions]
         )
 
@@ -221,7 +232,8 @@ class Program:
         found = []
         for store in self.stores:
             stored = [self.nodes[value]["half"] for value in store.values if self.nodes[value].op == "acc"]
-            if stored == [*range(self.halves.of_acc)] and store.width is self.halves.acc and not store.slice:
+            moved = store.slice or store.transposed or store.contraction_order
+            if stored == [*range(self.halves.of_acc)] and store.width is self.halves.acc and not moved:
                 found.append(store.output)
         return found
 
@@ -239,8 +251,9 @@ class Program:
     def row_axes(self) -> tuple[tuple[int, ...], ...]:
         """For each flat output the axes that the M rows index."""
         finish = self.finishing
-        finished = {output: axes for (output, _), axes in zip(finish.outputs, finish.row_axes, strict=True)}
-        return tuple(finished.get(output, (0,)) for output in range(self.num_outputs))
+        axes_of = {output: axes for (output, _), axes in zip(finish.outputs, finish.row_axes, strict=True)}
+        axes_of |= {store.output: (int(store.transposed),) for store in self.stores}
+        return tuple(axes_of[output] for output in range(self.num_outputs))
 
     @cached_property
     def unreduced(self) -> frozenset[int]:

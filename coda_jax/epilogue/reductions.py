@@ -41,7 +41,7 @@ REDUCTIONS = {
 
 
 def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
-    """A reduction of the tile along rows, along columns, or along rows in the kernel and then over them afterwards."""
+    """A reduction of the tile: along rows, along columns, of all, or along rows and then over them afterwards."""
     (value,) = inputs
     axes = tuple(int(axis) for axis in equation.params["axes"])
     aval = analysis.flat.aval(equation.inputs[0])
@@ -91,7 +91,8 @@ def _within_heads(analysis: Analysis, op: ReductionOp, value: Local, aval: Any, 
 def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:
     nodes = analysis.converted(value.nodes, "float32")
     if COLUMN in reduced or HALF in reduced or CHANNEL in reduced:
-        return Reduction(op, Axis.ROW, Width.FULL, nodes)
+        is_whole = ROW in reduced and op is ReductionOp.MAX
+        return Reduction(op, Axis.ALL if is_whole else Axis.ROW, Width.FULL, nodes)
     if op is ReductionOp.LOGSUMEXP:
         raise NotElementwise("is a log-sum-exp along columns, and the kernel takes it along rows only")
     return Reduction(op, Axis.COLUMN, Width.HALF if HALF in value.tags else Width.FULL, nodes)
@@ -127,9 +128,8 @@ def _is_count(analysis: Analysis, number: int) -> bool:
 def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: bool) -> None:
     """Defines the equation's output from the kernel's: reduced over rows too where both axes are, and converted."""
     reduction = analysis.reductions[index]
-    size = (
-        analysis.m if reduction.axis is Axis.ROW else (analysis.n if reduction.width is Width.FULL else analysis.half)
-    )
+    columns = analysis.n if reduction.width is Width.FULL else analysis.half
+    shape = {Axis.ROW: (analysis.m,), Axis.COLUMN: (columns,), Axis.ALL: ()}[reduction.axis]
     out = analysis.flat.avals[equation.outputs[0]]
     both = over_rows and reduction.axis is Axis.ROW
 
@@ -141,7 +141,7 @@ def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: boo
         x = x if same_shape(x.shape, out.shape) else x.reshape(out.shape)
         return x.astype(out.dtype)
 
-    source = analysis.flat.new(jax.ShapeDtypeStruct((size,), jnp.float32))
+    source = analysis.flat.new(jax.ShapeDtypeStruct(shape, jnp.float32))
     analysis.sources[source] = ("reduction", index)
     _define(analysis, equation.outputs[0], complete, source)
 

@@ -14,7 +14,7 @@ from jax import lax
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
 from coda_jax.epilogue.axis_rules import RULES
-from coda_jax.epilogue.dtypes import FLOATS, TILES, VECTORS, listed
+from coda_jax.epilogue.dtypes import FLOATS, TABLE, TILES, VECTORS, listed
 from coda_jax.epilogue.flatten import Constants, Flat, call, flatten, keep_used_constants
 from coda_jax.epilogue.groups import GroupOffsets, Marked, check_groups, unmarked
 from coda_jax.epilogue.halves import Halves, Width
@@ -25,6 +25,7 @@ from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.user_names import UserNames
 from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, same_size
+from coda_jax.epilogue.whole_maximum import merge_maxima
 
 _WIDEST_HEAD = 256  # columns of one that a tile has
 
@@ -124,6 +125,7 @@ def trace(
         differentiable = flatten(jaxpr, constants, inline_custom_derivatives=False)
         flat = flatten(jaxpr, constants, inline_custom_derivatives=True)
         recognise(flat)
+        merge_maxima(flat)
         captured = tuple(keep_used_constants((differentiable, flat), constants))
         arrays = (*operands, *captured, *offsets)
         labels[len(operands) : len(operands)] = [f"captured array {i}" for i in range(len(captured))]
@@ -201,7 +203,7 @@ def _avals(acc: Any, operands: Sequence[Operand], arrays: Sequence[Any]) -> list
 
 
 def _as_float32(operand: Operand) -> Operand:
-    traced = np.dtype(np.float32) if operand.dtype.name in FLOATS else operand.dtype
+    traced = np.dtype(np.float32) if TABLE[operand.dtype.name].is_float else operand.dtype
     return replace(operand, traced_dtype=traced)
 
 
@@ -238,11 +240,12 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout, mark)}")
     kind, width = found
     is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads a vector of one may fit nothing
-    allowed = TILES if is_float else VECTORS
+    what, allowed = ("arrays over heads", FLOATS) if is_float else ("vectors and scalars", VECTORS)
+    if kind.by_tensor_map:
+        what, allowed = "tiles", TILES
     if dtype.name not in allowed:
         raise NotTileLocalError(
-            f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; "
-            f"{'tiles and arrays over heads' if is_float else 'vectors and scalars'} are {listed(allowed)}."
+            f"epilogue '{name}': {label} of shape {shape} has dtype {dtype}; {what} are {listed(allowed)}."
         )
     return Operand(kind, dtype, dtype, width, kind.period(shape, m))
 

@@ -26,10 +26,11 @@ BOTH_HALVES = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array sp
 
 ALLOWED = (
     "Allowed in an epilogue: elementwise operations on acc and operands that broadcast against it, sums, maxima and "
-    "minima along rows or columns and log-sum-exps along rows as outputs, two halves (jnp.split(x, 2, axis=1), "
-    "jnp.concatenate back) of N or of 2N columns, or of each head (acc.reshape(M, H, Dh)), or its even and odd columns "
-    "(x[..., 0::2], jnp.stack back), reductions of each head that are used beside it, slices of the columns as outputs "
-    "of their own, row and column indices from iota."
+    "minima along rows or columns, the maximum of all and log-sum-exps along rows as outputs, two halves "
+    "(jnp.split(x, 2, axis=1), jnp.concatenate back) of N or of 2N columns, or of each head (acc.reshape(M, H, Dh)), "
+    "or its even and odd columns (x[..., 0::2], jnp.stack back), reductions of each head that are used beside it, "
+    "slices of the columns as outputs of their own, transposed outputs (x.T), floats of 8 bits as what is stored, "
+    "row and column indices from iota."
 )
 
 # By the operation's name, or by that of JAX's function that holds it.
@@ -44,7 +45,7 @@ HINTS = {
         "jnp.var of the product's result.",
     ),
     "dot_general": "Make the product a coda.gemm of its own; write a product row by row as jnp.sum(x * y, axis=1).",
-    "transpose": "Transpose the result outside the epilogue, or use transpose_a / transpose_b.",
+    "transpose": "Rows and columns of a result may be exchanged, x.T; exchange others outside the epilogue.",
     "gather": "Only halves and slices of the columns can be taken, with constant indices.",
     "scatter": "Only the two halves can be joined, jnp.concatenate([x, y], axis=1).",
     "dynamic_slice": "Halves and slices of the columns are taken with static indices.",
@@ -109,12 +110,19 @@ class Local:
       nodes: one, or one for each half where an axis is in BOTH_HALVES.
       tile: it varies with both row and column, or comes from something that does.
       slice: first and end of the columns that it has, where these are not all of them.
+      ordered: what indexes the axis that is in contraction order, if one is.
     """
 
     tags: tuple[Tag, ...]
     nodes: tuple[int, ...]
     tile: bool
     slice: tuple[int, int] | None = None
+    ordered: Tag = None
+
+    @property
+    def transposed(self) -> bool:
+        """True if it is a tile whose columns come before its rows."""
+        return self.tile and ROW in self.tags and not COLUMNS.isdisjoint(self.tags[: self.tags.index(ROW)])
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,27 @@ def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def is_tile(value: Value) -> bool:
     return any(map(is_tile, value.items)) if isinstance(value, Stacked) else isinstance(value, Local) and value.tile
+
+
+def order_of(tags: tuple[Tag, ...], inputs: Sequence[Local]) -> Tag:
+    """`Local.ordered` of a value made from `inputs`, of which those that vary along an ordered axis must be ordered."""
+    found = {value.ordered for value in inputs if value.ordered is not None}
+    for ordered in found:
+        axis = tags.index(ordered)
+        along = [value for value in inputs if len(value.tags) == len(tags) and value.tags[axis] is not None]
+        if any(value.ordered != ordered for value in along):
+            raise NotElementwise("combines elements in contraction order with others in their own order; order it last")
+    return found.pop() if found else None
+
+
+def check_moved(operation: str, inputs: Sequence[Local]) -> None:
+    """Refuses what is done with the axes of a transposed tile, or of one in contraction order."""
+    if operation in ("transpose", "contraction_order"):
+        return
+    if any(value.ordered is not None for value in inputs):
+        raise NotElementwise("is of an array in contraction order; order the result last")
+    if any(value.transposed for value in inputs) and not operation.startswith("reduce_"):
+        raise NotElementwise("is of a transposed array; transpose the result last")
 
 
 class LiteralFloat(float):

@@ -23,9 +23,13 @@ struct ElementType {
   std::optional<TensorMapType> of_map;
 };
 constexpr ElementType kElementTypes[] = {
-    {DataType::BF16, "bf16", TensorMapType::kBF16}, {DataType::F16, "f16", TensorMapType::kF16},
-    {DataType::F32, "f32", TensorMapType::kF32},    {DataType::S32, "s32", std::nullopt},
+    {DataType::BF16, "bf16", TensorMapType::kBF16},
+    {DataType::F16, "f16", TensorMapType::kF16},
+    {DataType::F32, "f32", TensorMapType::kF32},
+    {DataType::S32, "s32", std::nullopt},
     {DataType::PRED, "pred", std::nullopt},
+    {DataType::F8E4M3FN, "f8e4m3fn", TensorMapType::kUint8},
+    {DataType::F8E5M2, "f8e5m2", TensorMapType::kUint8},
 };
 
 const ElementType* Find(DataType dtype) {

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from coda_jax.epilogue import Program
-from coda_jax.epilogue.dtypes import FACTORS, listed
+from coda_jax.epilogue import Axis, Program, TileStore
+from coda_jax.epilogue.contraction_order import BLOCK
+from coda_jax.epilogue.dtypes import FACTORS, FLOATS, is_of_8_bits, listed
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.traffic import LEAST_BOX_BYTES
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
 _MOST_GROUPS = 1024
@@ -28,6 +30,7 @@ def unsupported_reason(avals: Sequence[Any], spec: GemmSpec) -> str | None:
         _unsupported_factors(a, b, spec)
         or _unsupported_groups(spec.num_groups(avals))
         or _unsupported_program(spec)
+        or _unsupported_results(spec)
         or _unsupported_rows(a, b, spec)
         or _unsupported_size(a, b)
         or _unsupported_count(spec.program)
@@ -38,10 +41,11 @@ def _unsupported_factors(a: Any, b: Any, spec: GemmSpec) -> str | None:
     for name, array in (("a", a), ("b", b)):
         if np.dtype(array.dtype).name not in FACTORS:
             return f"{name} is {np.dtype(array.dtype).name}; the kernel multiplies {listed(FACTORS, 'and')}"
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype and not (is_of_8_bits(a.dtype) and is_of_8_bits(b.dtype)):
         return f"a is {np.dtype(a.dtype).name} and b is {np.dtype(b.dtype).name}; the kernel wants one dtype"
-    if np.dtype(a.dtype).itemsize < 2 and (spec.transpose_a or not spec.transpose_b):
-        return f"a and b are {np.dtype(a.dtype).name}; the kernel reads factors of 8 bits as (M, K) and (N, K) only"
+    if is_of_8_bits(a.dtype) and (spec.transpose_a or not spec.transpose_b):
+        names = " and b ".join(np.dtype(x.dtype).name for x in (a, b))
+        return f"a is {names}; the kernel reads factors of 8 bits as (M, K) and (N, K) only"
     m, n, k = spec.sizes(a, b)
     for name, size in (("n", n), ("k", k)):
         if not isinstance(size, int):
@@ -70,29 +74,77 @@ def _unsupported_program(spec: GemmSpec) -> str | None:
     )
 
 
+def _unsupported_results(spec: GemmSpec) -> str | None:
+    """The same of transposed results and those of 8 bits, of operands of 8 bits, and of maxima of all elements."""
+    program = spec.program
+    for store, dtype in zip(program.stores, spec.store_dtypes, strict=True):
+        if reason := _unsupported_store(spec, store, np.dtype(dtype)):
+            return f"output {store.output} {reason}"
+    bytes_of = {f"operand {i}": np.dtype(program.operands[i].dtype) for i in program.tile_operands}
+    bytes_of |= {
+        f"output {store.output}": dtype for store, dtype in zip(program.stores, spec.store_dtypes, strict=True)
+    }
+    for name, dtype in bytes_of.items():
+        if dtype.itemsize == 1 and program.halves.head // 2 % LEAST_BOX_BYTES:
+            return (
+                f"{name} is {dtype.name} with heads of {program.halves.head} columns; half a head is less than a box "
+                f"of {LEAST_BOX_BYTES} bytes, or no multiple"
+            )
+    if spec.ragged is Dimension.M and any(reduction.axis is Axis.ALL for reduction in program.reductions):
+        return "an output is a maximum of all rows, and rows may be in no group, of which the kernel writes none"
+    return None
+
+
+def _unsupported_store(spec: GemmSpec, store: TileStore, dtype: np.dtype) -> str | None:
+    program = spec.program
+    if spec.ragged and (store.transposed or is_of_8_bits(dtype)):
+        what = "is transposed" if store.transposed else f"is {dtype.name}"
+        return f"{what}; the kernel of a product of groups stores {listed(FLOATS)}, rows as rows"
+    if store.transposed and dtype.itemsize > 2:
+        return f"is {dtype.name} and transposed; the kernel transposes results of 8 and of 16 bits"
+    if store.transposed and (program.halves.head or len(program.sections) > 1):
+        what = f"heads of {program.halves.head} columns" if program.halves.head else "slices of the columns"
+        return f"is transposed, of an epilogue of {what}; the kernel transposes all columns or a half of them"
+    if store.contraction_order and not is_of_8_bits(dtype):
+        return f"is {dtype.name} in contraction order; the kernel stores results of 8 bits in it"
+    first = store.slice[0] if store.slice else 0
+    begins = [
+        section[0] - first for section in program.sections if program.stores.index(store) in program.stores_of(section)
+    ]
+    if store.contraction_order and any(begin % BLOCK for begin in begins):
+        return (
+            f"is in contraction order, and tiles begin at columns {begins}; the kernel orders whole blocks of {BLOCK}"
+        )
+    return None
+
+
 def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
-    split = spec.program.halves.of_n
-    for name, size, dtype in _rows(a, b, spec):
+    for name, size, dtype, is_of_half in _rows(a, b, spec):
         if not isinstance(size, int):
             return f"{name}: its rows have the symbolic length {size}"
         row_bytes = size * np.dtype(dtype).itemsize
         if row_bytes % 16:
             return (
-                f"{name}: a row{' of a half' if split > 1 and name != 'a' else ''} of {size} {np.dtype(dtype).name} is "
+                f"{name}: a row{' of a half' if is_of_half else ''} of {size} {np.dtype(dtype).name} is "
                 f"{row_bytes} bytes; TMA addresses multiples of 16"
             )
     return None
 
 
-def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any]]:
-    """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one."""
-    program, columns = spec.program, spec.sizes(a, b).n // spec.program.halves.of_n
-    yield "a", a.shape[-1], a.dtype
-    yield "b", b.shape[-1] if spec.transpose_b else columns, b.dtype
+def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any, bool]]:
+    """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one,
+    and whether they are such.
+    """
+    m, n, _ = spec.sizes(a, b)
+    program, has_halves = spec.program, spec.program.halves.of_n > 1
+    columns = n // program.halves.of_n
+    yield "a", a.shape[-1], a.dtype, False
+    yield "b", b.shape[-1] if spec.transpose_b else columns, b.dtype, has_halves
     for i in program.tile_operands:
-        yield f"operand {i}", columns, program.operands[i].dtype
+        yield f"operand {i}", columns, program.operands[i].dtype, has_halves
     for store, dtype in zip(program.stores, spec.store_dtypes, strict=True):
-        yield f"output {store.output}", store.slice[1] - store.slice[0] if store.slice else columns, dtype
+        size = m if store.transposed else store.slice[1] - store.slice[0] if store.slice else columns
+        yield f"output {store.output}", size, dtype, has_halves and not store.transposed
 
 
 def _unsupported_size(a: Any, b: Any) -> str | None:
@@ -117,5 +169,5 @@ def _unsupported_count(program: Program) -> str | None:
 def unaligned_rows(avals: Sequence[Any], spec: GemmSpec) -> list[tuple[str, int, int]]:
     """Names of what has rows that TMA does not address, their lengths, and what these should be multiples of."""
     a, b, _ = spec.split(avals)
-    each = ((name, size, 16 // np.dtype(dtype).itemsize) for name, size, dtype in _rows(a, b, spec))
+    each = ((name, size, 16 // np.dtype(dtype).itemsize) for name, size, dtype, _ in _rows(a, b, spec))
     return [(name, size, unit) for name, size, unit in each if isinstance(size, int) and size % unit]

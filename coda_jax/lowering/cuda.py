@@ -33,7 +33,7 @@ def tiles(
         kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
         return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)
     report(spec, selection.reason, strict=strict)
-    return xla_tiles(*arguments, spec=spec)
+    return xla_tiles(*arguments, spec=spec, in_8_bits=spec.implementation != "xla")
 
 
 def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Program, Width, emit
-from coda_jax.epilogue.dtypes import TABLE
+from coda_jax.epilogue import Axis, Program, Reduction, Width, emit
+from coda_jax.epilogue.dtypes import TABLE, is_of_8_bits
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.config import ROW_BYTES, THREADS, KernelConfig, tile_k
+from coda_jax.tiles.config import CONSUMERS, ROW_BYTES, THREADS, KernelConfig, tile_k
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import (
@@ -35,6 +35,7 @@ class Kernel:
     Attributes:
       results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
         ([batch,] tiles along n, M) for a row reduction, ([batch,] consumers' tiles along m, N) for a column reduction,
+        (consumer warps of a launch,) for one of all rows and columns, or what a row reduction has (`_by_rows`),
         float32; then what only the kernel uses: with split-K two more, with claimed tiles one.
       call: the custom call's attributes, the source for NVRTC among them.
     """
@@ -63,8 +64,10 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
       yields: whether its blocks claim their tiles and end early, as a program of several devices needs it.
     """
     a, b, operands = spec.split(types)
-    program, out_dtypes, size = spec.program, spec.store_dtypes, spec.batch(types)
-    m, n, _ = spec.sizes(a, b)
+    size, (m, n, _) = spec.batch(types), spec.sizes(a, b)
+    if size is not None or spec.ragged or (yields and not config.split_k) or not _has_whole_groups(spec.program, n):
+        spec = spec.replace(program=_by_rows(spec.program))
+    program, out_dtypes = spec.program, spec.store_dtypes
     groups = spec.num_groups(types)
     if spec.ragged is Dimension.K:
         size = groups
@@ -80,7 +83,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
     pointers = _pointers(program, len(operands), len(scratch), stored=stored)
     source = _source(
         program,
-        a.dtype,
+        (a.dtype, b.dtype),
         out_dtypes,
         spec.transpose_a,
         spec.transpose_b,
@@ -139,16 +142,44 @@ def _results(
     width = {width: program.halves.columns(width, n) for width in Width}
     columns = [store.slice[1] - store.slice[0] if store.slice else width[store.width] for store in program.stores]
     stores = [
-        jax.ShapeDtypeStruct((*batch, m, size), dtype) for size, dtype in zip(columns, spec.store_dtypes, strict=True)
+        jax.ShapeDtypeStruct((*batch, *((size, m) if store.transposed else (m, size))), dtype)
+        for store, size, dtype in zip(program.stores, columns, spec.store_dtypes, strict=True)
     ]
-    partials = [
-        jax.ShapeDtypeStruct(
-            (*batch, tiles_n, m) if reduction.axis is Axis.ROW else (*batch, tiles_m, width[reduction.width]),
-            jnp.float32,
-        )
-        for reduction in program.reductions
+
+    def partials(reduction: Reduction) -> tuple[Any, ...]:
+        match reduction.axis:
+            case Axis.ROW:
+                return (*batch, tiles_n, m)
+            case Axis.COLUMN:
+                return (*batch, tiles_m, width[reduction.width])
+        return (NUM_SMS * CONSUMERS * 4,)  # a word for each warp that adds to it
+
+    return [*stores, *(jax.ShapeDtypeStruct(partials(one), jnp.float32) for one in program.reductions)]
+
+
+def _has_whole_groups(program: Program, n: int) -> bool:
+    """Whether tiles end with whole groups of 8 columns, each of which is inside or outside of the array."""
+    of_half = n // program.halves.of_n
+    return all(first % 8 == 0 and (end or of_half) % 8 == 0 for first, end in program.sections)
+
+
+def _by_rows(program: Program) -> Program:
+    """The program with row reductions instead of those of all rows and columns.
+
+    These have one value a warp for its whole run: of all that a launch computes, by warps that run at one time. So they
+    are for one product, by a launch of no more blocks than there are multiprocessors, of whole groups of columns.
+    """
+    reductions = [
+        dataclasses.replace(one, axis=Axis.ROW) if one.axis is Axis.ALL else one for one in program.reductions
     ]
-    return [*stores, *partials]
+    return dataclasses.replace(program, reductions=tuple(reductions))
+
+
+def finished(reduction: Reduction, partials: jax.Array) -> jax.Array:
+    """The reduction of a program from the kernel's result for it; see `Kernel`."""
+    if reduction.axis is not Axis.ALL:
+        return reduction.op.reduce(partials, partials.ndim - 2)
+    return reduction.op.reduce(partials, 0 if partials.ndim == 1 else (partials.ndim - 2, partials.ndim - 1))
 
 
 def _tiles_along_n(program: Program, n: int, config: KernelConfig) -> int:
@@ -192,8 +223,12 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
         row_bytes = config.box_n * np.dtype(operand.dtype).itemsize
         maps.append(_Map(2 + i, program.halves.apart(operand.width), False, config.box_n, min(64, rows), row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, spec.store_dtypes, strict=True)):
-        row_bytes = config.box_n * np.dtype(dtype).itemsize
-        maps.append(_Map(2 + operand_count + i, program.halves.apart(store.width), False, config.box_n, 16, row_bytes))
+        bytes_, halves = np.dtype(dtype).itemsize, program.halves.apart(store.width)
+        if store.transposed:
+            columns = min(config.consumer_m, 128 // bytes_)
+            maps.append(_Map(2 + operand_count + i, halves, True, columns, config.box_n, columns * bytes_))
+        else:
+            maps.append(_Map(2 + operand_count + i, halves, False, config.box_n, 16, config.box_n * bytes_))
     return maps
 
 
@@ -211,9 +246,12 @@ def _pointers(program: Program, operand_count: int, scratch: int, *, stored: boo
 
 def readable_source(problem: Problem, config: KernelConfig) -> str:
     """The kernel's source with the names and the line of the user's epilogue, which what is compiled has not."""
+    program, shape = problem.program, problem.shape
+    if any(problem.batched) or shape.ragged or not _has_whole_groups(program, shape.n):
+        program = _by_rows(program)
     return _source(
-        problem.program,
-        problem.dtype,
+        program,
+        (problem.dtype, problem.dtype_of_b),
         problem.out_dtypes,
         problem.transpose_a,
         problem.shape.transpose_b,
@@ -228,7 +266,7 @@ def readable_source(problem: Problem, config: KernelConfig) -> str:
 
 def _source(
     program: Program,
-    dtype: np.dtype,
+    dtypes: tuple[np.dtype, np.dtype],
     out_dtypes: Sequence[np.dtype],
     transpose_a: bool,
     transpose_b: bool,
@@ -254,11 +292,19 @@ def _source(
         for_reader=for_reader,
     )
     flags = {True: "true", False: "false"}
+    dtype, cuda = dtypes[0], [TABLE[np.dtype(dtype).name].cuda for dtype in dtypes]
+    of_8_bits = (
+        f"""
+  static constexpr coda::DType input_b = coda::DType::{cuda[1]};
+  static constexpr int promote_blocks = {config.promote // tile_k(dtype)};"""
+        if is_of_8_bits(dtype)
+        else ""
+    )
     return f"""#include "mainloop_sm90.cuh"
 
 {emitted}
 struct Config {{
-  static constexpr coda::DType input = coda::DType::{TABLE[np.dtype(dtype).name].cuda};
+  static constexpr coda::DType input = coda::DType::{cuda[0]};{of_8_bits}
   static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {tile_k(dtype)};
   static constexpr int consumer_m = {config.consumer_m}, loaded_rows = {rows};
   static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};

@@ -66,7 +66,15 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
         spec.ragged.value if spec.ragged else "",
         groups,
     )
-    return Problem(shape, spec.program, a.dtype, spec.store_dtypes, spec.transpose_a, spec.batched)
+    return Problem(
+        shape,
+        spec.program,
+        a.dtype,
+        spec.store_dtypes,
+        spec.transpose_a,
+        spec.batched,
+        None if b.dtype == a.dtype else b.dtype,
+    )
 
 
 def _folds(spec: GemmSpec) -> bool:
@@ -77,6 +85,7 @@ def _folds(spec: GemmSpec) -> bool:
         and not b_batched
         and not spec.transpose_a
         and all(reduction.axis is Axis.ROW for reduction in spec.program.reductions)
+        and not any(store.transposed for store in spec.program.stores)
         and not any(node.op == "row" for node in spec.program.nodes)
         and all(
             operand.kind.folds(operand, has_batch=flag)
@@ -118,7 +127,7 @@ def _launch(
     results = vary(varying_axes(*arguments), *results)
     stores, partials = results[: len(program.stores)], results[len(program.stores) :]
     over_tiles = zip(program.reductions, partials, strict=False)  # the kernel's own come last
-    return stores, [reduction.op.reduce(partial, partial.ndim - 2) for reduction, partial in over_tiles]
+    return stores, [kernel.finished(reduction, partial) for reduction, partial in over_tiles]
 
 
 def _latency(

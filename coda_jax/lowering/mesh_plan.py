@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from coda_jax.epilogue import Program
+from coda_jax.epilogue.contraction_order import BLOCK
 from coda_jax.primitives.axes import BATCH, Dimension, ProductAxes, ProductAxis
 from coda_jax.primitives.mesh_types import MeshAxes, partition_spec
 from coda_jax.primitives.spec import GemmSpec
@@ -66,7 +67,10 @@ def units(spec: GemmSpec, sizes: Mapping[ProductAxis, int]) -> dict[ProductAxis,
     unit_of = {BATCH: 1} | {axis: int(not of_k) for axis in sizes if axis.dimension is Dimension.K}
     unit_of |= {axis: 0 for axis in sizes if axis.dimension is Dimension.GROUP}
     m_unit = 1 if of_k else row_unit(spec.program)
-    for dimension, unit in ((Dimension.M, m_unit), (Dimension.N, _column_unit(spec))):
+    stores = [store for store in spec.program.stores if store.contraction_order]
+    m_unit = math.lcm(m_unit, BLOCK if any(store.transposed for store in stores) else 1)
+    n_unit = math.lcm(_column_unit(spec), BLOCK if any(not store.transposed for store in stores) else 1)
+    for dimension, unit in ((Dimension.M, m_unit), (Dimension.N, n_unit)):
         axes = sorted((axis for axis in sizes if axis.dimension is dimension), key=lambda axis: axis.number)
         inner = math.prod(sizes[axis] for axis in axes[1:])
         unit_of |= dict.fromkeys(axes, 1 if unit == 1 else 0)

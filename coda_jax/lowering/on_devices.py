@@ -43,7 +43,8 @@ BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
     """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
-    over = {Axis.ROW: plan.over(Dimension.N), Axis.COLUMN: plan.over(Dimension.M)}
+    of_rows, of_columns = plan.over(Dimension.N), plan.over(Dimension.M)
+    over = {Axis.ROW: of_rows, Axis.COLUMN: of_columns, Axis.ALL: of_rows + of_columns}
     summed = plan.over(Dimension.K)
     if not summed:
         stores, reductions = _of_product(arguments, spec, tiles)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from coda_jax.epilogue import types_of
+from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.groups import RowGroups
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.dtypes import compute_dtype
@@ -26,24 +27,35 @@ from coda_jax.primitives.mesh_types import (
     partition_spec,
     without_axes,
 )
+from coda_jax.tiles.config import UNPROMOTED_K
 
 _NO_BATCH: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
-def accumulate(a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any) -> jax.Array:
+def accumulate(
+    a: jax.Array, b: jax.Array, *, transpose_a: bool, transpose_b: bool, out_sharding: Any, in_8_bits: bool = False
+) -> jax.Array:
     """a @ b, (M, N) float32, from two matrices converted to their common dtype.
 
     An explicit mesh axis that cuts m in a and n in b, as that of FSDP does, cuts m: b is gathered.
+
+    Args:
+      in_8_bits: XLA shall multiply factors of 8 bits as they are, by what a Hopper GPU has for them. The precision
+        keeps cuBLAS from summing more than `UNPROMOTED_K` of k in the tensor cores alone.
     """
-    dtype = compute_dtype(a, b)
+    dtypes, precision = [compute_dtype(a, b)] * 2, None
+    if in_8_bits and is_of_8_bits(a.dtype):
+        dtypes = [a.dtype, b.dtype]
+        precision = lax.Precision.HIGHEST if a.shape[0 if transpose_a else 1] > UNPROMOTED_K else None
     contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
     if out_sharding is None:
         taken = axes_of_dimension(a, 1 if transpose_a else 0)
-        b = without_axes(b.astype(dtype), 0 if transpose_b else 1, taken)
+        b = without_axes(b.astype(dtypes[1]), 0 if transpose_b else 1, taken)
     return lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
+        a.astype(dtypes[0]),
+        b.astype(dtypes[1]),
         (contraction, ((), ())),
+        precision=precision,
         preferred_element_type=jnp.float32,
         out_sharding=out_sharding,
     )

@@ -100,6 +100,8 @@ def _has_rows_alone(spec: GemmSpec) -> bool:
     program, finishing = spec.program, spec.program.finishing
     if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(spec.matrices.a) > 1:
         return False
+    if any(store.transposed for store in program.stores):
+        return False
     if any(reduction.axis is not Axis.ROW for reduction in program.reductions) or finishing.equations:
         return False
     if any(source == "operand" for _, source, _ in finishing.inputs):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue import Epilogue
-from coda_jax.epilogue.dtypes import RESULTS, VECTORS, listed
+from coda_jax.epilogue.dtypes import OPERANDS, RESULTS, is_of_8_bits, listed
 from coda_jax.primitives.dtypes import check_dtype
 from coda_jax.tiles.config import GemmConfig
 
@@ -29,7 +29,7 @@ def as_operand(function: str, index: int, x: Any) -> jax.Array:
         raise TypeError(
             f"{function}: operand {index} is a function; a function of (acc, *operands) is given as epilogue="
         )
-    check_dtype(function, f"operand {index}", x, VECTORS)
+    check_dtype(function, f"operand {index}", x, OPERANDS)
     return jnp.asarray(x)
 
 
@@ -78,7 +78,10 @@ def _check_choice(function: str, name: str, value: str, allowed: Sequence[str]) 
 
 
 def tile_dtypes(function: str, traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:
-    """One dtype for each flat output: of tiles that asked for, else the default; of all else the epilogue's."""
+    """One dtype for each flat output: of tiles that asked for, else the default; of all else the epilogue's.
+
+    So it is of tiles that the epilogue itself converts to a float of 8 bits, where no dtype is asked for.
+    """
 
     def is_none(x: Any) -> bool:
         return x is None
@@ -113,7 +116,7 @@ def tile_dtypes(function: str, traced: Epilogue, out_dtype: Any, default: np.dty
         elif given is not None and given.name not in RESULTS:
             raise TypeError(f"{function}: out_dtype of output {i} is {given}; a tile is {listed(RESULTS)}")
         else:
-            dtypes.append(given or default)
+            dtypes.append(given or (aval.dtype if is_of_8_bits(aval.dtype) else default))
     return dtypes
 
 

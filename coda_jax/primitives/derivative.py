@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from coda_jax.epilogue import ByGroup, Epilogue, NotTileLocalError, trace, types_of
+from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.group_reductions import GroupReductions, group_reductions, reduces_rows
 from coda_jax.epilogue.groups import GroupOffsets, unmarked
 from coda_jax.primitives.axes import (
@@ -28,7 +29,7 @@ from coda_jax.primitives.axes import (
     concatenated,
     flat_rows,
 )
-from coda_jax.primitives.dtypes import compute_dtype, kept_dtype
+from coda_jax.primitives.dtypes import check_gradient, compute_dtype, kept_dtype
 from coda_jax.primitives.gemm_primitive import bind
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
@@ -44,6 +45,7 @@ from coda_jax.primitives.product_arrays import (
     are_halves,
     as_parts,
     check_halves,
+    check_order_of_rows,
     concatenated_axes,
     flat_product,
     flat_sharding,
@@ -135,6 +137,7 @@ def product(
         if varying_axes(*captured) <= varying:
             break
         varying |= varying_axes(*captured)
+    check_order_of_rows(traced, options)
     if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
         found = GroupReductions.of(epilogue, traced, captured)
         dtypes = functools.partial(found.dtypes, out_dtypes(traced))
@@ -144,7 +147,7 @@ def product(
         of_b = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))
         options = dataclasses.replace(options, halves=True)
         outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, options, group_sizes)
-        return [with_joined_halves(x, len(rows)) for x in outputs], traced
+        return with_joined_halves(outputs, len(rows), traced.program), traced
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     check_halves(traced, arrays[1][0], options)
@@ -221,6 +224,12 @@ class _ProductBackward(Backward):
     options: Options
     pullback: Callable[..., Pullback]
 
+    def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
+        of_a, factors = len(self.spec.matrices.a), self.spec.matrices.num_factors
+        for i, (x, differentiated) in enumerate(zip(arguments[:factors], is_differentiated, strict=False)):
+            if differentiated:
+                check_gradient(f"{self.spec.function} '{self.spec.name}'", "a" if i < of_a else "b", x)
+
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         dacc, darguments = self._of_epilogue(kept, cotangents)
         return (*self._of_factors(kept, dacc), *darguments)
@@ -266,9 +275,11 @@ class _ProductBackward(Backward):
         each = zip(darguments, matrices.operands, strict=True)
         return dacc, [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
-    def _of_factors(self, kept: Any, dacc: jax.Array) -> list[jax.Array]:
-        """The cotangents of the factors' arrays."""
+    def _of_factors(self, kept: Any, dacc: jax.Array) -> list[jax.Array | None]:
+        """The cotangents of the factors' arrays; of those of 8 bits, which have none, None."""
         factors, *_, offsets = kept
+        if is_of_8_bits(factors[0].dtype):
+            return [None] * len(factors)
         matrices, cotangents = self.spec.matrices, _factors(*self._concatenated(factors), dacc, self.options, offsets)
         sizes, each = matrices.factor_sizes(factors), zip(cotangents, (matrices.a, matrices.b), strict=True)
         return [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]

@@ -1,7 +1,7 @@
 """The dtypes that operators take, and those in which a product is computed, kept and summed.
 
 Operators take the floats of `epilogue/dtypes.py`. float64, where jax_enable_x64 lets it be, is refused: it would be
-rounded unseen.
+rounded unseen. `coda.gemm` takes factors of 8 bits too, both of them or none: no promotion makes one.
 
 A product has three more dtypes than its arrays. Both factors are multiplied in `compute_dtype`, into a float32
 accumulator. Where the accumulator is kept for a backward pass, or goes through memory, it has `kept_dtype`. Where k is
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue.dtypes import FLOATS, has_narrow_range, listed
+from coda_jax.epilogue.dtypes import FLOATS, FLOATS_OF_8_BITS, has_narrow_range, is_of_8_bits, listed
 from coda_jax.primitives.mesh_types import placed_alike
 from coda_jax.primitives.spec import GemmSpec
 
@@ -30,6 +30,34 @@ def check_dtype(operator: str, name: str, x: Any, allowed: Sequence[str] = FLOAT
     dtype = x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.dtype(x.dtype)
     if dtype.name not in allowed:
         raise TypeError(f"{operator}: {name} has dtype {dtype}; it must be {listed(allowed)}")
+
+
+def check_factors(operator: str, **factors: Any) -> None:
+    """Raises TypeError where factors, by their names, are none of a product: b may be several, b[0] and so on."""
+    for name, x in factors.items():
+        check_dtype(operator, name, x, (*FLOATS, *FLOATS_OF_8_BITS))
+    dtypes = {name: np.dtype(x.dtype) for name, x in factors.items()}
+    narrow = [name for name, dtype in dtypes.items() if is_of_8_bits(dtype)]
+    others = [name for name in dtypes if name not in narrow]
+    if narrow and others:
+        raise TypeError(
+            f"{operator}: {narrow[0]} has dtype {dtypes[narrow[0]]} and {others[0]} {dtypes[others[0]]}; a factor of 8 "
+            f"bits is multiplied by one of 8 bits. Convert one of them: {narrow[0]}.astype(jnp.bfloat16) is exact"
+        )
+    of_b = {name: dtype for name, dtype in dtypes.items() if name in narrow and name != "a"}
+    if len(set(of_b.values())) > 1:
+        named = ", ".join(f"{name} {dtype}" for name, dtype in of_b.items())
+        raise TypeError(f"{operator}: several factors have dtypes {named}; of 8 bits they must have one dtype")
+
+
+def check_gradient(product: str, name: str, factor: Any) -> None:
+    """Raises TypeError where a factor has 8 bits: its cotangent would have, too."""
+    if is_of_8_bits(factor.dtype):
+        raise TypeError(
+            f"{product}: {name} is {np.dtype(factor.dtype).name}, which has no gradient: that would have 8 bits too. "
+            "Quantise inside a jax.custom_vjp function that has the gradient of what was quantised, as "
+            f"coda.fp8.matmul does; where none is wanted, jax.lax.stop_gradient({name})"
+        )
 
 
 def check_floats(operator: str, **arrays: Any) -> None:
@@ -48,8 +76,15 @@ def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
 
 
 def compute_dtype(a: Any, b: Any) -> np.dtype:
-    """The dtype that both factors are converted to before they are multiplied."""
+    """The dtype that both factors are converted to before they are multiplied; factors of 8 bits have its values."""
+    if is_of_8_bits(a.dtype):
+        return np.dtype(jnp.bfloat16)
     return np.dtype(jnp.promote_types(a.dtype, b.dtype))
+
+
+def result_dtype(a: Any) -> np.dtype:
+    """The dtype of a product's tiles where none is asked for: a's, but of factors of 8 bits bfloat16."""
+    return np.dtype(jnp.bfloat16 if is_of_8_bits(a.dtype) else a.dtype)
 
 
 def kept_dtype(dtype: np.dtype) -> np.dtype:

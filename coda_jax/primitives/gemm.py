@@ -21,8 +21,9 @@ from coda_jax.primitives.call_arguments import (
     tile_dtypes,
 )
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.dtypes import check_dtype
-from coda_jax.primitives.mesh_types import placed, sharding_over_explicit
+from coda_jax.primitives.dtypes import check_factors, result_dtype
+from coda_jax.primitives.mesh_types import sharding_over_explicit
+from coda_jax.primitives.product_arrays import placed_tiles
 from coda_jax.tiles.config import GemmConfig
 
 
@@ -48,9 +49,13 @@ def gemm(
     gives float32. The Hopper kernel takes bfloat16 and float16; for everything else, and on every other platform, XLA
     evaluates the same function.
 
+    Factors of 8 bits, float8_e4m3fn and float8_e5m2, may be mixed with each other and with nothing else. The kernel
+    takes them as (M, K) and (N, K); in other layouts XLA multiplies them, on a Hopper GPU in 8 bits and elsewhere as
+    bfloat16, which has all their values. They have no gradient: a function with one quantises inside a custom_vjp.
+
     Args:
-      a: (..., M, K) bfloat16, float16 or float32. The epilogue sees the leading axes flattened into M. With
-        transpose_a (K, M), without leading axes.
+      a: (..., M, K) bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. The epilogue sees the leading axes
+        flattened into M. With transpose_a (K, M), without leading axes.
       b: (K, N); with transpose_b (N, K). N may be several axes, which the epilogue sees as one and tiles of the result
         have again; where it works on halves of N they are (2, N/2). Several matrices (K, Ni) are one with N = sum Ni,
         joined on each device: a mesh may cut each, if the epilogue returns their columns apart (jnp.split) or the
@@ -59,36 +64,40 @@ def gemm(
         (..., M, N). N/2 or 2N may stand in the place of N where the epilogue works on halves, of acc or of wider
         tiles beside it. Where it works on heads of Dh columns, also tables of them, (..., M, Dh), and vectors (Dh,); a
         table (S, Dh), which it repeats with jnp.tile, where S divides M (with leading axes: is M). Dh/2 may stand
-        in the place of Dh. Tiles and arrays over heads are bfloat16, float16 or float32, the others also int32 or
-        bool.
+        in the place of Dh. All are bfloat16, float16 or float32; tiles may also be float8_e4m3fn or float8_e5m2, what
+        is no tile and not over heads also int32 or bool.
       epilogue: a JAX function f(acc, *operands) -> output or pytree of outputs, of whole arrays, local to a tile:
-        elementwise operations, the two halves of N or 2N, and as outputs sums, maxima and minima along rows or columns
-        and log-sum-exps (`coda.logsumexp`, `jax.nn.logsumexp`) along rows.
-        acc and every floating operand are float32 inside it; `astype` rounds. Arrays that it closes over become
-        operands, with gradients (but what a custom_vjp function closes over has none). None returns acc.
-      out_dtype: of the tile outputs, a's by default: one dtype, or a pytree of dtypes (None for the default) that is
-        a prefix of what the epilogue returns. Reductions are float32.
+        elementwise operations, the two halves of N or 2N, and as outputs sums, maxima and minima along rows or columns,
+        the maximum of all, and log-sum-exps (`coda.logsumexp`, `jax.nn.logsumexp`) along rows. A tile may be returned
+        transposed, y.T, and in `coda.contraction_order`.
+        acc and every floating operand are float32 inside it; `astype` rounds, `coda.saturate` too. A value in
+        float8_e4m3fn or float8_e5m2 can be stored, and converted to another dtype, and no more. Arrays that it closes
+        over become operands, with gradients (but what a custom_vjp function closes over has none). None returns acc.
+      out_dtype: of the tile outputs: one dtype, or a pytree of dtypes (None for the default) that is a prefix of what
+        the epilogue returns. By default it is a's, bfloat16 of factors of 8 bits; but what the epilogue itself makes
+        float8_e4m3fn or float8_e5m2 stays so. Reductions are float32.
       transpose_a, transpose_b: how a and b are stored.
       residuals: what is kept for the gradient of an epilogue that is not linear in acc: "preactivation" keeps acc
-        rounded to the common dtype of a and b, but float32 where that is float16, which would overflow, and runs the
-        derivative as one XLA kernel; "recompute" keeps only the arguments and runs the derivative in the epilogue of
-        the product computed again. The derivatives of a maximum and of a log-sum-exp need the finished one: there
-        "recompute" computes the rounded acc again and goes on as "preactivation".
+        rounded to the common dtype of a and b, but float32 where that is float16, which would overflow, and bfloat16
+        of factors of 8 bits, and runs the derivative as one XLA kernel; "recompute" keeps only the arguments and runs
+        the derivative in the epilogue of the product computed again. The derivatives of a maximum and of a log-sum-exp
+        need the finished one: there "recompute" computes the rounded acc again and goes on as "preactivation".
       implementation: "auto" uses the kernel where it can, and warns once per reason on a GPU where it cannot; "cuda"
         raises there; "xla" never uses it.
       config: tile and pipeline sizes of the kernel; not those of the gradient's products.
       input_output_aliases: {operand index: flat output index} lets a float32 tile output take the place of a float32
         tile operand of its shape, to accumulate without a copy.
-      out_sharding: the sharding of the product (..., M, N), and of tiles of its shape beside it and of the result, over
-        the explicit axes of the mesh of `jax.set_mesh`; its other axes are passed over. Default as the factors say, and
-        where these leave it open, since mesh axes shard K in both, as the first tile.
+      out_sharding: the sharding of the product (..., M, N), and of tiles of its shape beside it and of the result (of
+        transposed ones with the axes in the other order), over the explicit axes of the mesh of `jax.set_mesh`; its
+        other axes are passed over. Default as the factors say, and where these leave it open, since mesh axes shard K
+        in both, as the first tile.
 
     Returns:
-      What the epilogue returns, with the leading axes of a in the place of M. Results are finished and have the same
-      shapes on every platform.
+      What the epilogue returns, with the leading axes of a in the place of M and the axes of N in that of N: of a
+      transposed tile (*N, *M). Results are finished and have the same shapes on every platform.
 
     Raises:
-      TypeError: an argument of another dtype or kind.
+      TypeError: an argument of another dtype or kind; a gradient of a factor of 8 bits.
       ValueError: shapes that do not fit; an out_sharding with more axes than the product, or with mesh axes that the
         mesh has not, or that do not cut the product evenly.
       NotTileLocalError (a ValueError): an epilogue that one tile of the product cannot compute by itself, on every
@@ -109,8 +118,9 @@ def gemm(
     In the kernel sin and cos are right to 2e-7, and those of a product of two float32 values, as in
     sin(position * frequency), of the exact product up to 2^22 rad; XLA rounds the product first, by 0.03 rad at 10^6.
     """
-    a = _factor("a", a)
-    parts = [_factor(f"b[{i}]", x) for i, x in enumerate(b)] if isinstance(b, tuple | list) else [_factor("b", b)]
+    named = {f"b[{i}]": x for i, x in enumerate(b)} if isinstance(b, tuple | list) else {"b": b}
+    check_factors("gemm", a=a, **named)
+    a, *parts = (_factor(name, x) for name, x in {"a": a, **named}.items())
     operands = tuple(as_operand("gemm", i, x) for i, x in enumerate(operands))
     check_options("gemm", residuals, implementation, config)
     check_epilogue("gemm", epilogue, operands)
@@ -129,7 +139,7 @@ def gemm(
     check_out_sharding("gemm", out_sharding, shape)
 
     def checked_dtypes(traced: Epilogue) -> list[np.dtype]:
-        dtypes = tile_dtypes("gemm", traced, out_dtype, a.dtype, one_row)
+        dtypes = tile_dtypes("gemm", traced, out_dtype, result_dtype(a), one_row)
         _check_aliases(traced, dtypes, aliases, len(operands))
         return dtypes
 
@@ -146,12 +156,11 @@ def gemm(
     of_b = parts if len(parts) > 1 else parts[0]
     outputs, traced = product(a, of_b, operands, epilogue, checked_dtypes, options)
     if options.out_sharding is not None:
-        outputs = [placed(x, options.out_sharding) if same_shape(x.shape, shape) else x for x in outputs]
+        outputs = placed_tiles(outputs, traced.program, shape, len(leading) + 1, options.out_sharding)
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
 def _factor(name: str, x: Any) -> jax.Array:
-    check_dtype("gemm", name, x)
     if np.ndim(x) < 2:
         raise ValueError(f"gemm: {name} has shape {np.shape(x)}; it must be a matrix")
     return jnp.asarray(x)
@@ -216,7 +225,8 @@ def _check_aliases(
                 "float32 tile can be aliased"
             )
         store = stores.get(output)
-        whole = store is not None and store.width is operand.width and store.slice is None
+        moved = store is not None and (store.slice or store.transposed or store.contraction_order)
+        whole = store is not None and store.width is operand.width and not moved
         if not whole or dtypes[output] != jnp.float32:
             raise ValueError(
                 f"gemm: input_output_aliases gives operand {index} to output {output}, which is not a float32 tile of "

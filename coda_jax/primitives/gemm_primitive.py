@@ -15,6 +15,7 @@ from jax.interpreters import mlir, partial_eval
 
 from coda_jax.epilogue import evaluate_tiles, finish, types_of
 from coda_jax.epilogue.groups import RowGroups
+from coda_jax.epilogue.rounding import stored
 from coda_jax.primitives.accumulate import accumulate, accumulate_groups
 from coda_jax.primitives.axes import Dimension, FactorSizes
 from coda_jax.primitives.mesh_types import may_be_automatic
@@ -43,13 +44,23 @@ def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
     return outputs_of([*stores, *reductions], arguments, spec)
 
 
-def xla_tiles(*arguments: jax.Array, spec: GemmSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The kernel's results, computed by XLA: the program's stores and reductions, or their pieces."""
+def xla_tiles(
+    *arguments: jax.Array, spec: GemmSpec, in_8_bits: bool = False
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The kernel's results, computed by XLA: the program's stores and reductions, or their pieces.
+
+    Args:
+      in_8_bits: as `accumulate` has it.
+    """
     matrices, of_matrices = spec.matrices, spec.matrices.spec_of_matrices
     a, b, operands = of_matrices.split(matrices.flatten(arguments))
     flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
     multiply = functools.partial(
-        accumulate, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
+        accumulate,
+        transpose_a=spec.transpose_a,
+        transpose_b=spec.transpose_b,
+        out_sharding=spec.out_sharding,
+        in_8_bits=in_8_bits,
     )
     if spec.ragged is not None:
         multiply = functools.partial(
@@ -85,8 +96,9 @@ def _tiles(
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         stores, reductions = evaluate_tiles(spec.program, acc.astype(jnp.float32), *operands)
         if spec.ragged is Dimension.M:
-            stores = [RowGroups.of(operands[-1], acc.shape[0]).masked(x) for x in stores]
-        return [x.astype(dtype) for x, dtype in zip(stores, spec.store_dtypes, strict=True)], reductions
+            groups, each = RowGroups.of(operands[-1], acc.shape[0]), zip(stores, spec.program.stores, strict=True)
+            stores = [groups.masked(x, axis=int(store.transposed)) for x, store in each]
+        return [stored(x, dtype) for x, dtype in zip(stores, spec.store_dtypes, strict=True)], reductions
 
     batched = (flags_a or flags_b, *flags)
     if spec.ragged is Dimension.K:  # each group has a matrix of acc

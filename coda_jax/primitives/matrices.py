@@ -93,8 +93,8 @@ class Matrices:
             acc=_pieces((*_groups_of_results(spec), m, n), spec),
             stores=[_store_pieces(spec, store) for store in program.stores],
             reductions=[
-                [(m,)] if reduction.axis is Axis.ROW else _pieces((_columns(spec, reduction.width),), spec)
-                for reduction in program.reductions
+                _pieces({Axis.ROW: (m,), Axis.COLUMN: (_columns(spec, one.width),), Axis.ALL: ()}[one.axis], spec)
+                for one in program.reductions
             ],
         )
 
@@ -275,11 +275,15 @@ def _operand_axes(spec: GemmSpec, operand: Operand) -> MatrixAxes:
 
 def _store_pieces(spec: GemmSpec, store: TileStore) -> Pieces:
     m, program = MatrixAxis(Dimension.M, spec.axes.m), spec.program
+
+    def axes(columns: MatrixAxis) -> MatrixAxes:
+        return (columns, m) if store.transposed else (m, columns)
+
     if store.slice is None:
-        return _pieces((*_groups_of_results(spec), m, _columns(spec, store.width)), spec)
+        return _pieces((*_groups_of_results(spec), *axes(_columns(spec, store.width))), spec)
     if spec.axes.joined is Dimension.N and store.slice in program.sections:
-        return [(m, MatrixAxis(Dimension.N, 1, program.sections.index(store.slice)))]
-    return [(m, UNSHARDED)]
+        return [axes(MatrixAxis(Dimension.N, 1, program.sections.index(store.slice)))]
+    return [axes(UNSHARDED)]
 
 
 def _pieces(axes: MatrixAxes, spec: GemmSpec) -> Pieces:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from coda_jax.epilogue import Epilogue, Program
+from coda_jax.epilogue import Epilogue, NotTileLocalError, Program
 from coda_jax.epilogue.values import same_shape
 from coda_jax.primitives.accumulate import accumulate
 from coda_jax.primitives.axes import (
@@ -22,7 +23,14 @@ from coda_jax.primitives.axes import (
     concatenated,
     flat_rows,
 )
-from coda_jax.primitives.mesh_types import axes_of_dimension, merged_sharding, without_axes
+from coda_jax.primitives.mesh_types import (
+    axes_of_dimension,
+    merged_sharding,
+    mesh_axes_of,
+    partition_spec,
+    placed,
+    without_axes,
+)
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 
 Parts = jax.Array | Sequence[jax.Array]  # an array, or the pieces of one, concatenated along one dimension
@@ -45,8 +53,37 @@ def are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
     return same and program.halves.of_n == 2
 
 
-def with_joined_halves(x: jax.Array, row_axes: int) -> jax.Array:
-    return x.reshape(*x.shape[:row_axes], -1) if x.ndim == row_axes + 2 else x
+def with_joined_halves(outputs: Sequence[jax.Array], row_axes: int, program: Program) -> list[jax.Array]:
+    """Outputs with one axis of columns where they have the halves apart."""
+    transposed = {store.output for store in program.stores if store.transposed}
+
+    def joined(i: int, x: jax.Array) -> jax.Array:
+        if x.ndim != row_axes + 2:
+            return x
+        return x.reshape(-1, *x.shape[2:]) if i in transposed else x.reshape(*x.shape[:row_axes], -1)
+
+    return [joined(i, x) for i, x in enumerate(outputs)]
+
+
+def placed_tiles(
+    outputs: Sequence[jax.Array], program: Program, shape: Sequence[Any], row_axes: int, sharding: Any
+) -> list[jax.Array]:
+    """Outputs resharded as the product (*M, *N), which has this sharding, where they have its shape, or the other.
+
+    Args:
+      row_axes: how many axes M is.
+    """
+    transposed = {store.output for store in program.stores if store.transposed}
+    names = mesh_axes_of(sharding.spec, len(shape))
+    other = NamedSharding(sharding.mesh, partition_spec([*names[row_axes:], *names[:row_axes]]))
+    moved = (*shape[row_axes:], *shape[:row_axes])
+
+    def in_place(i: int, x: jax.Array) -> jax.Array:
+        if i in transposed:
+            return placed(x, other) if same_shape(x.shape, moved) else x
+        return placed(x, sharding) if same_shape(x.shape, shape) else x
+
+    return [in_place(i, x) for i, x in enumerate(outputs)]
 
 
 def row_sizes(a: jax.Array, options: CallOptions) -> tuple[Any, ...]:
@@ -82,6 +119,16 @@ def check_halves(epilogue: Epilogue, b: jax.Array, options: CallOptions) -> None
         f"{f'heads of {halves.head} columns' if halves.head else 'halves'}; they must be one axis, or for halves of "
         "the product (2, N / 2)"
     )
+
+
+def check_order_of_rows(epilogue: Epilogue, options: CallOptions) -> None:
+    """Raises where the rows of groups are to be in contraction order: rows of several groups would be mixed."""
+    ordered = [store.output for store in epilogue.program.stores if store.transposed and store.contraction_order]
+    if ordered and options.ragged is Dimension.M:
+        raise NotTileLocalError(
+            f"epilogue '{epilogue.name}': output {ordered[0]} is in contraction order along rows that groups divide; "
+            "order it along the columns, or outside the epilogue"
+        )
 
 
 def flat_product(a: jax.Array, b: jax.Array, options: CallOptions) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
-from coda_jax.epilogue import Epilogue, types_of
+from coda_jax.epilogue import Epilogue, TileStore, types_of
+from coda_jax.epilogue.contraction_order import contraction_order_p
 from coda_jax.epilogue.user_code import default_types
 
 
@@ -30,6 +31,7 @@ class Pullback:
       floating_outputs: which flat outputs have a cotangent that is not zeros; `reads_cotangent` says which of these it
         reads.
       row_axes: for each flat output the axes that the rows index.
+      moved: of the flat outputs, by number, those that are tiles whose elements are stored in another order.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Pullback:
     floating_outputs: tuple[int, ...]
     reads_cotangent: tuple[bool, ...]
     row_axes: tuple[tuple[int, ...], ...]
+    moved: Mapping[int, TileStore]
 
     @classmethod
     def of(
@@ -82,6 +85,7 @@ class Pullback:
             tuple(floating_outputs),
             tuple(reads),
             epilogue.program.row_axes,
+            {x.output: x for x in epilogue.program.stores if x.transposed or x.contraction_order},
         )
 
     @property
@@ -98,8 +102,7 @@ class Pullback:
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[Any]
     ) -> tuple[jax.Array, list[jax.Array | None]]:
         """dacc float32 and each argument's cotangent (None for integers), from what is needed and all cotangents."""
-        read = [cotangents[i] for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
-        dacc, *rest = self._run(acc, arguments, read)
+        dacc, *rest = self._run(acc, arguments, [cotangents[i] for i in self._read])
         return dacc, self.restored(rest)
 
     def _run(
@@ -118,9 +121,28 @@ class Pullback:
         return [next(rest).astype(dtype) if _is_floating(dtype) else None for dtype in self.dtypes]
 
     def as_operands(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """The cotangents that are read, in shapes that broadcast against acc: (M,) becomes (M, 1)."""
-        chosen = [i for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
-        return [cotangents[i][:, None] if self._is_column(i, cotangents[i]) else cotangents[i] for i in chosen]
+        """The cotangents that are read, in shapes that broadcast against acc: (M,) becomes (M, 1), (N, M) the other."""
+        chosen = ((i, cotangents[i]) for i in self._read)
+        return [x[:, None] if self._is_column(i, x) else self._in_order_of_acc(i, x) for i, x in chosen]
+
+    @property
+    def _read(self) -> list[int]:
+        """The numbers of the outputs whose cotangents are read."""
+        return [i for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
+
+    def _in_order_of_acc(self, output: int, x: jax.Array) -> jax.Array:
+        store = self.moved.get(output)
+        if store is not None and store.contraction_order:
+            x = contraction_order_p.bind(x, axis=1, back=True)
+        return x.T if store is not None and store.transposed else x
+
+    def _in_order_of_output(self, output: int, x: jax.Array, shape: Sequence[Any]) -> jax.Array:
+        """Undoes `as_operands`."""
+        store = self.moved.get(output)
+        if store is None:
+            return x.reshape(shape)
+        x = x.T if store.transposed else x
+        return contraction_order_p.bind(x, axis=1, back=False) if store.contraction_order else x
 
     def _is_column(self, output: int, x: jax.Array) -> bool:
         return self.row_axes[output] == (0,) and x.ndim == 1
@@ -130,8 +152,10 @@ class Pullback:
         shapes = [t.shape for t in self.jaxpr.in_avals[1:]]
 
         def derivative(acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-            arguments = [x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)]
-            return self._run(acc, arguments, ())
+            first = len(shapes) - len(self._read)  # of the cotangents
+            arguments = [x.reshape(shape) for x, shape in zip(operands[:first], shapes[:first], strict=True)]
+            of_outputs = zip(self._read, operands[first:], shapes[first:], strict=True)
+            return self._run(acc, arguments, [self._in_order_of_output(*one) for one in of_outputs])
 
         derivative.__name__ = self.name
         return derivative

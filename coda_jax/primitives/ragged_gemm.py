@@ -29,10 +29,10 @@ from coda_jax.primitives.mesh_types import (
     axes_of_dimension,
     mesh_axes_of,
     partition_spec,
-    placed,
     sharding_over_explicit,
     without_axes,
 )
+from coda_jax.primitives.product_arrays import placed_tiles
 from coda_jax.tiles.config import GemmConfig
 
 
@@ -138,8 +138,7 @@ def ragged_gemm(
                 "a reduction over the rows of each group is left to XLA, from a float32 tile that the kernel writes",
             )
     if options.out_sharding is not None:
-        asked = sharding_over_explicit(out_sharding)
-        outputs = [placed(x, asked) if x.shape == shape else x for x in outputs]
+        outputs = placed_tiles(outputs, traced.program, shape, 1, sharding_over_explicit(out_sharding))
     return jax.tree.unflatten(traced.out_tree, outputs)
 
 
@@ -163,7 +162,7 @@ def ragged_contraction(
       a: (R, M) bfloat16, float16 or float32.
       b: (R, N), of these dtypes too.
       group_sizes: (G,) int32: how many rows each group has.
-      out_dtype: of the result, bfloat16, float16 or float32; a's by default.
+      out_dtype: of the result, as in `gemm`; a's by default.
       implementation, config: as in `gemm`.
 
     Returns:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.interpreters.batching import BatchTracer  # has no public name
 from jax._src.shard_map import ShardMapTracer  # of a shard_map that is not in a jit
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
@@ -37,6 +37,9 @@ class Backward:
 
     Cotangents that are zeros to JAX are None.
     """
+
+    def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
+        """Raises where one of the arguments' arrays that are differentiated has no gradient."""
 
     def __call__(self, kept: Any, cotangents: Any) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -97,6 +100,9 @@ def guarded_function(
 
     def guarded_forward(*arguments: Any) -> Any:
         zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
+        if isinstance(backward, Backward):
+            leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
+            backward.check(jax.tree.leaves(values), [not _is_primal(x) or x.perturbed for x in leaves])
         outputs, kept = forward(*values)
         may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
         return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
@@ -182,6 +188,10 @@ class _Shardings:
             return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, moved_leaves)
 
         return tuple(map(place, jax.tree.unflatten(self.tree, self.shardings), cotangents))
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
 
 
 def _is_none(x: Any) -> bool:

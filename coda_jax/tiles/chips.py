@@ -11,6 +11,10 @@ class Chip(NamedTuple):
     tflops: float
     tbytes: float
 
+    def tflops_of(self, element_bytes: int) -> float:
+        """Of factors with elements of so many bytes: twice as many of 8 bits, 1978.8 on an H100 or H200."""
+        return 2 * self.tflops if element_bytes == 1 else self.tflops
+
 
 CHIPS = {  # by the beginning of JAX's device kind
     "NVIDIA H200": Chip(989.4, 4.8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program, instructions
-from coda_jax.tiles.config import MAX_STAGES, ROW_BYTES, TILES, GemmConfig, KernelConfig, TileShape
+from coda_jax.tiles.config import (
+    MAX_STAGES,
+    PROMOTE,
+    PROMOTED_TILE,
+    ROW_BYTES,
+    TILES,
+    UNPROMOTED_K,
+    GemmConfig,
+    KernelConfig,
+    TileShape,
+    ways_of,
+)
 from coda_jax.tiles.constants import Constants, by_time, constants_in_use
 from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.traffic import (
+    LEAST_BOX_BYTES,
     SHARED_BYTES_PER_BLOCK,
     EpilogueTraffic,
     element_traffic,
@@ -26,7 +39,7 @@ from coda_jax.tiles.traffic import (
 _LONG_K_BYTES = 6144  # of k, from which a long epilogue hides under the products
 _HIDES_NARROW_ROWS_BYTES = 16384  # of k, from which narrow rows of the epilogue's tiles do
 _CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
-_LEAST_BOX = 16  # columns
+_LEAST_SUBTILE = 16  # columns
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside what its epilogue does for each element
 _FEW_ROWS = 256  # up to which products have tiles of 64 x 64, for what they read from memory
 _FEW_TILES = 8  # along m, up to which clusters of one are worth a try
@@ -57,6 +70,7 @@ def choose_config(
     given = given or GemmConfig()
     traffic = EpilogueTraffic.of(program, out_dtypes)
     _check_boxes(given, program, traffic)
+    given = _with_promotion(given, shape)
     tiles = tiles_for(shape, program, traffic, given, constants_in_use(device))
     for tile in tiles:
         fitting = []  # but their code outgrows the cache
@@ -76,8 +90,8 @@ def candidates(
     """The configurations that are worth measuring, the cost model's choice first: every tile that fits, with the
     pipeline that `choose_config` gives it.
     """
-    found = []
-    for tile in tiles_for(shape, program, EpilogueTraffic.of(program, out_dtypes), None, constants_in_use(device)):
+    found, given = [], _with_promotion(GemmConfig(), shape)
+    for tile in tiles_for(shape, program, EpilogueTraffic.of(program, out_dtypes), given, constants_in_use(device)):
         with contextlib.suppress(ValueError):  # too large for shared memory
             found.append(choose_config(shape, program, out_dtypes, GemmConfig(**tile._asdict())))
     return found
@@ -102,14 +116,14 @@ def tiles_for(
     of_element, at_one_clock = element_traffic(program, traffic), by_time(constants)
 
     def energy_and_time(tile: TileShape) -> tuple[float, float]:
-        if tile.size not in constants.of_block or (tile.size == (128, 192) and _spills_with_wide_heads(program)):
+        if tile.kind not in constants.of_block or (tile.kind == (128, 192) and _spills_with_wide_heads(program)):
             return math.inf, math.inf
         return cost(shape, tile, of_element, constants), cost(shape, tile, of_element, at_one_clock)
 
     costs = {tile: energy_and_time(tile) for tile in found}
 
     def resort(tile: TileShape) -> tuple[float, bool, bool]:
-        most_passes = max(_possible_passes(program, tile, given.box_n or _LEAST_BOX), default=1)
+        most_passes = max(_possible_passes(program, tile, given.box_n or _least_box(traffic)), default=1)
         uncached = _uncached_instructions(program, tile, most_passes)
         return uncached, math.isinf(costs[tile][0]), _leaves_too_little(tile, shape, program, traffic)
 
@@ -121,16 +135,45 @@ def _possible_tiles(shape: GemmShape, program: Program, traffic: EpilogueTraffic
     """In clusters of two but for few rows; with split-K where that changes anything."""
     found = []
     for tile_m, tile_n in TILES:
-        if not _takes((tile_m, tile_n), shape, program, traffic, given):
+        cooperative = ways_of(tile_m, tile_n)[0] if given.cooperative is None else given.cooperative
+        if not _takes((tile_m, tile_n), shape, program, traffic, given) or cooperative not in ways_of(tile_m, tile_n):
             continue
         for cluster_m in [given.cluster_m] if given.cluster_m else _clusters_for(shape, tile_m):
             for split_k in (False, True) if given.split_k is None else (given.split_k,):
-                tile = TileShape(tile_m, tile_n, cluster_m, split_k)
-                if split_k and (tile.is_cooperative or shape.groups):
+                tile = TileShape(tile_m, tile_n, cluster_m, split_k, cooperative)
+                if split_k and (tile.cooperative or shape.groups):
                     continue
                 if given.split_k is not None or not split_k or may_split(shape, tile):
                     found.append(tile)
     return found
+
+
+def _with_promotion(given: GemmConfig, shape: GemmShape) -> GemmConfig:
+    """`given` with what is promoted, and with the tiles that this takes.
+
+    Raises:
+      ValueError: other tiles are given, or factors have more than 8 bits.
+    """
+    if shape.element_bytes > 1:
+        if given.promote:
+            raise ValueError(
+                f"GemmConfig: promote = {given.promote} with factors of {8 * shape.element_bytes} bits; it must be "
+                "False or None, for their products are summed in float32"
+            )
+        return dataclasses.replace(given, promote=0)
+    promote = (PROMOTE if shape.k > UNPROMOTED_K else 0) if given.promote is None else int(given.promote)
+    if not promote:
+        return dataclasses.replace(given, promote=0)
+    tile_m, tile_n = PROMOTED_TILE
+    wanted = dataclasses.replace(given, tile_m=tile_m, tile_n=tile_n, cooperative=True, split_k=False, promote=promote)
+    for name in ("tile_m", "tile_n", "cooperative", "split_k"):
+        if (asked := getattr(given, name)) not in (None, getattr(wanted, name)):
+            raise ValueError(
+                f"GemmConfig: {name} = {asked}, but factors of 8 bits and k = {shape.k} are promoted every {promote} "
+                f"of k{' by default' if given.promote is None else ''}, which cooperative tiles of {tile_m}x{tile_n} "
+                "can; promote=False sums all of k in the tensor cores"
+            )
+    return wanted
 
 
 def _takes(
@@ -184,7 +227,7 @@ def _spills_with_wide_heads(program: Program) -> bool:
 
 
 def _leaves_too_little(tile: TileShape, shape: GemmShape, program: Program, traffic: EpilogueTraffic) -> bool:
-    if tile.size != (128, 192):
+    if tile.kind != (128, 192):
         return False
     # Heads mostly spill 0.5 to 4 KB here, log-sum-exps with split-K 200 bytes. Shared memory has room for boxes of half
     # a cache line only: adding to a float32 array in place then costs a third of a product with k = 2048, and 1 to 3 %
@@ -202,7 +245,7 @@ def _configs(
     Each has as few column passes as the instruction cache allows, or the most if it holds none.
     """
     for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k_bytes):
-        box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)
+        box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
         possible = _possible_passes(program, tile, box_n)
         if not possible or (given.column_passes and given.column_passes not in possible):
             continue
@@ -215,6 +258,7 @@ def _configs(
             load_slots=given.load_slots or load_slots,
             store_slots=given.store_slots or store_slots,
             column_passes=given.column_passes or next(cached, possible[-1]),
+            promote=given.promote or 0,
         )
 
 
@@ -249,10 +293,10 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k_by
     stages only where the tiles are so small that 8 have not enough of b on its way from memory.
     """
     is_wide = program.halves.count == 1 and has_few_nodes(program)
-    if tile.is_cooperative and is_wide and traffic.load_bytes:
+    if tile.cooperative and is_wide and traffic.load_bytes:
         whole_lines = [(64, 64, 3, 2)] if traffic.widest_bytes == 2 else []
         yield from itertools.product((3,), [*whole_lines, *((32, 32, slots, 2) for slots in (4, 3, 2))])
-    elif tile.is_cooperative and is_wide and traffic.widest_bytes == 2:
+    elif tile.cooperative and is_wide and traffic.widest_bytes == 2:
         yield from itertools.product((4, 3), [(64, 64, 1, 2)])
     narrow = [(16, 16, 2, 2), (16, 16, 2, 1)]
     if not program.halves.head:
@@ -273,17 +317,27 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k_by
     yield from itertools.product(range(most, 1, -1), [*wide, *narrow])
 
 
+def _least_box(traffic: EpilogueTraffic) -> int:
+    """The columns of the narrowest box."""
+    return LEAST_BOX_BYTES // traffic.narrowest_bytes
+
+
 def _check_boxes(given: GemmConfig, program: Program, traffic: EpilogueTraffic) -> None:
     """Raises ValueError for boxes that no tile can have."""
-    box_n = given.box_n or given.subtile_n or _LEAST_BOX
+    box_n = given.box_n or max(given.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
     if box_n * traffic.widest_bytes > 128:
         raise ValueError(
             f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
             f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
         )
+    if box_n < _least_box(traffic):
+        raise ValueError(
+            f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.narrowest_bytes} bytes "
+            f"of the {traffic.narrowest_bytes}-byte tiles; TMA's swizzle takes at least {LEAST_BOX_BYTES}"
+        )
     if program.halves.head and program.halves.head // 2 % box_n:
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.halves.head} columns")
-    if box_n % (given.subtile_n or _LEAST_BOX):
+    if box_n % (given.subtile_n or _LEAST_SUBTILE):
         raise ValueError(f"GemmConfig: subtile_n = {given.subtile_n} does not divide box_n = {box_n}")
 
 
@@ -304,7 +358,8 @@ def _misfit(
     possible = set[int]()
     for tile in tiles:
         for _, (box_n, *_) in _preferred(program, traffic, tile, shape.k_bytes):
-            possible.update(_possible_passes(program, tile, given.box_n or max(box_n, given.subtile_n or _LEAST_BOX)))
+            box_n = given.box_n or max(box_n, given.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
+            possible.update(_possible_passes(program, tile, box_n))
     if not possible:
         return f"GemmConfig: box_n = {given.box_n} does not divide the columns of a tile's half: {given}"
     if given.column_passes and given.column_passes not in possible:

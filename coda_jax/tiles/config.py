@@ -9,12 +9,19 @@ import numpy as np
 
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
 THREADS = 128 * (1 + CONSUMERS)
-# (tile_m, tile_n) that the kernel can have; those of which each consumer has half of the rows; those that it can split
-# along k.
+# (tile_m, tile_n) that the kernel can have; those of which each consumer has half of the rows, always or by choice;
+# those that it can split along k.
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64, 192))
 COOPERATIVE_TILES = ((128, 256),)
+EITHER_WAY_TILES = ((128, 192),)
+_WAYS: dict[tuple[int | None, int | None], tuple[bool, ...]] = {
+    size: (True,) if size in COOPERATIVE_TILES else (False, True) if size in EITHER_WAY_TILES else (False,)
+    for size in TILES
+}
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in COOPERATIVE_TILES)
 MAX_STAGES = 12
+PROMOTED_TILE = (128, 192)  # cooperative: registers have room for two accumulators
+UNPROMOTED_K, PROMOTE = 4096, 512  # the longest k of factors of 8 bits whose products are not promoted; else how often
 ROW_BYTES = 128  # of a row of a factor's tile in shared memory, and so of a k block: the widest swizzle
 
 
@@ -24,12 +31,17 @@ def tile_k(dtype: np.dtype) -> int:
 
 
 class TileShape(NamedTuple):
-    """How a product is divided into tiles: all that its cost depends on; see `GemmConfig`."""
+    """How a product is divided into tiles: all that its cost depends on; see `GemmConfig`.
+
+    Attributes:
+      cooperative: whether the consumers share each tile, and so nothing is multiplied during its epilogue.
+    """
 
     tile_m: int
     tile_n: int
     cluster_m: int
     split_k: bool
+    cooperative: bool
 
     @property
     def size(self) -> tuple[int, int]:
@@ -37,14 +49,14 @@ class TileShape(NamedTuple):
         return self.tile_m, self.tile_n
 
     @property
-    def is_cooperative(self) -> bool:
-        """Whether the consumers share each tile, and so nothing is multiplied during its epilogue."""
-        return self.size in COOPERATIVE_TILES
+    def kind(self) -> tuple[int, ...]:
+        """What the cost model's constants know it by: its size, and of one that is cooperative by choice alone that."""
+        return (*self.size, CONSUMERS) if self.cooperative and self.size in EITHER_WAY_TILES else self.size
 
     @property
     def consumer_m(self) -> int:
         """Rows of a tile that one consumer has."""
-        return self.tile_m // (CONSUMERS if self.is_cooperative else 1)
+        return self.tile_m // (CONSUMERS if self.cooperative else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,13 @@ class GemmConfig:
       column_passes: into how many groups of columns an epilogue divides a tile, to work on one after the other by the
         same code: more than 1 where code for all columns would outgrow the instruction cache. A group has whole boxes,
         as many as every other, and whole heads.
+      cooperative: whether two warpgroups have half of the rows of each tile, or each has every second tile. Tiles of
+        128 x 256 are always cooperative, of 128 x 192 by choice, others never.
+      promote: of factors of 8 bits, after how many elements of k the accumulator is added to a float32 total and begins
+        anew, a multiple of 128; False for never. The tensor cores align what they add to the largest addend and cut it
+        13 bits below that: harmless for data of mean zero, but of 16384 addends that are all positive a quarter is
+        lost, and 0.6 % with 512. By default never up to k = 4096, and every 512 beyond. It takes cooperative
+        tiles of 128 x 192, which cost up to 5 % of a product.
     """
 
     tile_m: int | None = None
@@ -76,6 +95,8 @@ class GemmConfig:
     store_slots: int | None = None
     split_k: bool | None = None
     column_passes: int | None = None
+    cooperative: bool | None = None
+    promote: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -89,20 +110,39 @@ class GemmConfig:
             ("store_slots", range(1, 17)),
             ("split_k", (False, True)),
             ("column_passes", range(1, 17)),
+            ("cooperative", (False, True)),
         ):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"GemmConfig: {name} = {value}; it must be one of {list(allowed)}")
-        if self.split_k and (self.tile_m, self.tile_n) in COOPERATIVE_TILES:
+        size = (self.tile_m, self.tile_n)
+        if self.split_k and (size in COOPERATIVE_TILES or self.cooperative):
             raise ValueError(
-                f"GemmConfig: split_k = True with tiles of {self.tile_m}x{self.tile_n}; "
-                f"it must be one of {', '.join(f'{m}x{n}' for m, n in SPLIT_K_TILES)}"
+                f"GemmConfig: split_k = True with {'cooperative ' * bool(self.cooperative)}tiles of "
+                f"{self.tile_m}x{self.tile_n}; it must be one of {', '.join(f'{m}x{n}' for m, n in SPLIT_K_TILES)}, "
+                "not cooperative"
             )
+        if self.cooperative is not None and size in TILES and self.cooperative not in _WAYS[size]:
+            raise ValueError(
+                f"GemmConfig: cooperative = {self.cooperative} with tiles of {self.tile_m}x{self.tile_n}; tiles of "
+                "128x256 are always cooperative, of 128x192 by choice, others never"
+            )
+        if self.promote is not None and (
+            not isinstance(self.promote, int) or self.promote is True or self.promote < 0 or self.promote % ROW_BYTES
+        ):
+            raise ValueError(
+                f"GemmConfig: promote = {self.promote}; it must be False or a multiple of {ROW_BYTES}, elements of k"
+            )
+
+
+def ways_of(tile_m: int, tile_n: int) -> tuple[bool, ...]:
+    """What `cooperative` may be of tiles of this size, that which is not by choice first."""
+    return _WAYS[tile_m, tile_n]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """The sizes of one kernel: a `GemmConfig` in which everything is chosen."""
+    """The sizes of one kernel: a `GemmConfig` in which everything is chosen; `promote` is 0 for never."""
 
     tile_m: int
     tile_n: int
@@ -114,11 +154,13 @@ class KernelConfig:
     store_slots: int
     split_k: bool
     column_passes: int
+    cooperative: bool
+    promote: int
 
     @property
     def tile(self) -> TileShape:
         """What its cost depends on."""
-        return TileShape(self.tile_m, self.tile_n, self.cluster_m, self.split_k)
+        return TileShape(self.tile_m, self.tile_n, self.cluster_m, self.split_k, self.cooperative)
 
     @property
     def consumer_m(self) -> int:
@@ -127,5 +169,6 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """For a reader: "128 x 192", or "128 x 192, split-K"."""
-        return f"{self.tile_m} x {self.tile_n}{', split-K' if self.split_k else ''}"
+        """For a reader: "128 x 192", "128 x 192, split-K", or "128 x 192 cooperative, promoted every 512"."""
+        size = f"{self.tile_m} x {self.tile_n}{' cooperative' * (len(self.tile.kind) > 2)}"
+        return f"{size}{', split-K' * self.split_k}{f', promoted every {self.promote}' if self.promote else ''}"

@@ -82,25 +82,23 @@ def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: 
     last epilogue is alone; that of a cooperative tile always is. With split-K comes what its part of a split tile
     takes, and adding the others'. Where there are few rows, reading a and b from memory takes longer than all that.
     """
-    if tile.is_cooperative and (
-        math.isinf(traffic.arithmetic) or (traffic.arithmetic and shape.k_bytes < _TIMED_K_BYTES)
-    ):
+    if tile.cooperative and (math.isinf(traffic.arithmetic) or (traffic.arithmetic and shape.k_bytes < _TIMED_K_BYTES)):
         return math.inf
     of = constants
     at_once, clusters = NUM_SMS // tile.cluster_m, _clusters(shape, tile)
     split, k_parts = split_tiles(shape, tile)
     waves, left_over = divmod(clusters - split, at_once)
-    k_blocks, size, area = shape.k_blocks, tile.size, tile.tile_m * tile.tile_n / (128 * 128)
+    k_blocks, kind, area = shape.k_blocks, tile.kind, tile.tile_m * tile.tile_n / (128 * 128)
     epilogue = _epilogue(tile, traffic, of) * area
-    all_at_work = of.of_block[size][tile.cluster_m - 1] * (of.with_long_epilogue[size] if traffic.is_long else 1)
+    all_at_work = of.of_block[kind][tile.cluster_m - 1] * (of.with_long_epilogue[kind] if traffic.is_long else 1)
 
     def block(clusters_at_work: int) -> float:
         share = clusters_at_work / at_once
-        return area * _power(tile, share, of) * max(of.alone[size], all_at_work * share)
+        return area * _power(tile, share, of) * max(of.alone[kind], all_at_work * share)
 
     def whole_tile(clusters_at_work: int) -> float:
         products = k_blocks * block(clusters_at_work) + of.tile
-        return products + epilogue if tile.is_cooperative else max(products, (products + epilogue) / 2)
+        return products + epilogue if tile.cooperative else max(products, (products + epilogue) / 2)
 
     time = 0.0
     if clusters > split:
@@ -114,14 +112,14 @@ def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: 
     time = max(time, reading) + _NOT_HIDDEN * min(time, reading) + of.start[tile.cluster_m - 1]
     if split:
         time += of.tile + k_parts * of.k_part * area + of.late_epilogue * epilogue
-    if not tile.is_cooperative:
+    if not tile.cooperative:
         time += epilogue
     return time + (of.zero_flags if tile.split_k else 0)
 
 
 def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
     """Time that the epilogue adds to an area of 128 x 128."""
-    if not tile.is_cooperative:
+    if not tile.cooperative:
         return of.load * traffic.load_bytes + of.store * traffic.store_bytes
     epilogue = of.cooperative_load * traffic.load_bytes + of.cooperative_arithmetic * traffic.arithmetic
     epilogue += of.cooperative_column_reduction * traffic.column_reductions + of.cooperative_heads * traffic.has_heads
@@ -150,7 +148,7 @@ def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> f
 
 def _power(tile: TileShape, share: float, constants: Constants) -> float:
     """The chip's relative power while this share of its multiprocessors works on such tiles."""
-    return 1 + (constants.power.get(tile.size, 1.0) - 1) * share
+    return 1 + (constants.power.get(tile.kind, 1.0) - 1) * share
 
 
 def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
@@ -159,7 +157,7 @@ def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
     In a long product idle multiprocessors save power. A short product is waited for, so that its last wave counts in
     full.
     """
-    if _clusters(shape, TileShape(128, 128, 1, False)) < _FEW_WAVES * NUM_SMS:
+    if _clusters(shape, TileShape(128, 128, 1, False, False)) < _FEW_WAVES * NUM_SMS:
         return 1.0
     return constants.idle + (1 - constants.idle) * share
 

@@ -57,10 +57,11 @@ class Problem:
     Attributes:
       shape: its sizes and b's layout.
       program: its epilogue.
-      dtype: of a and b.
+      dtype: of a, and of b.
       out_dtypes: of the program's stores.
       transpose_a: whether a is stored as (K, M).
       batched: flags for a, b and the operands.
+      b_dtype: of b, where that is another one.
     """
 
     shape: GemmShape
@@ -69,6 +70,11 @@ class Problem:
     out_dtypes: tuple[np.dtype, ...]
     transpose_a: bool
     batched: tuple[bool, ...]
+    b_dtype: np.dtype | None = None
+
+    @property
+    def dtype_of_b(self) -> np.dtype:
+        return self.dtype if self.b_dtype is None else self.b_dtype
 
     @property
     def key(self) -> str | None:
@@ -79,10 +85,11 @@ class Problem:
         m, n, k, batch = sizes
         layout = "".join("NT"[transposed] for transposed in (self.transpose_a, self.shape.transpose_b))
         flags = "".join(str(int(flag)) for flag in self.batched)
+        factors = " ".join(dict.fromkeys(np.dtype(dtype).name for dtype in (self.dtype, self.dtype_of_b)))
         names = " ".join(np.dtype(dtype).name for dtype in self.out_dtypes)
         digest = hashlib.sha256(f"{self.program.elementwise_text}\n{names}\n{flags}".encode()).hexdigest()[:16]
         groups = f" {self.shape.ragged} in {self.shape.groups}" if self.shape.ragged else ""
-        return f"{batch}x{m}x{n}x{k}{groups} {layout} {np.dtype(self.dtype).name} {digest}"
+        return f"{batch}x{m}x{n}x{k}{groups} {layout} {factors} {digest}"
 
     def config(self, given: GemmConfig | None, device: str | None) -> KernelConfig:
         """`given` completed: what it leaves open is chosen by the cost model of this kind of device."""
@@ -96,7 +103,7 @@ def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | N
         return None
     traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
     constants = by_time(constants_for(device))
-    if config.tile.size not in constants.of_block:
+    if config.tile.kind not in constants.of_block:
         return None
     units = cost(shape, config.tile, traffic, constants)
     return None if math.isinf(units) else max(1, round(units * UNIT_NANOSECONDS))
@@ -290,11 +297,11 @@ def _config(entry: Any) -> GemmConfig:
     if (
         not isinstance(config, dict)
         or not config.keys() <= names
-        or any(type(x) is not (bool if name == "split_k" else int) for name, x in config.items())
+        or any(type(x) is not (bool if name in ("split_k", "cooperative") else int) for name, x in config.items())
     ):
         raise ValueError(
-            f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k a boolean and the others "
-            "integers"
+            f"its config is {config!r}; it must be an object of GemmConfig's fields, split_k and cooperative booleans "
+            "and the others integers"
         )
     return GemmConfig(**config)
 

@@ -13,6 +13,7 @@ from coda_jax.epilogue import Axis, Program, ReductionOp
 from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, ROW_BYTES, KernelConfig
 
 SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
+LEAST_BOX_BYTES = 32  # of a row of a box: the narrowest swizzle
 CLAIMS_BYTES = 16 * 12  # of a kernel that claims its tiles (cuda/claims.cuh)
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
@@ -31,13 +32,17 @@ class EpilogueTraffic:
 
     Attributes:
       load_bytes, store_bytes: of its tiles, for one column of each run that the program works on together.
-      widest_bytes: of an element of a tile.
+      transposed_bytes: of transposed results, for one such column.
+      widest_bytes, narrowest_bytes: of an element of a tile that is not transposed, from at least two bytes on or up to
+        two.
       column_reductions, vectors_over_columns: how many; two halves count twice, but even and odd columns once.
     """
 
     load_bytes: int
     store_bytes: int
+    transposed_bytes: int
     widest_bytes: int
+    narrowest_bytes: int
     column_reductions: int
     vectors_over_columns: int
 
@@ -46,16 +51,32 @@ class EpilogueTraffic:
         loads = [
             np.dtype(program.operands[i].dtype).itemsize for i in program.tile_operands for _ in program.loaded_runs(i)
         ]
-        stores = [np.dtype(dtype).itemsize for dtype in out_dtypes]
+        straight = {
+            i: np.dtype(dtype).itemsize
+            for i, (dtype, store) in enumerate(zip(out_dtypes, program.stores, strict=True))
+            if not store.transposed
+        }
+        # Boxes of 4 bytes an element begin at multiples of 1024 bytes: beside them those of 1 byte have the room of 2.
+        least = 2 if 4 in straight.values() else 1
         of_section = [
-            sum(stores[i] * program.halves.runs(program.stores[i].width) for i in program.stores_of(section))
+            sum(
+                max(least, straight[i]) * program.halves.runs(program.stores[i].width)
+                for i in program.stores_of(section)
+                if i in straight
+            )
             for section in program.sections
         ]
+        transposed = sum(
+            np.dtype(dtype).itemsize * program.halves.runs(store.width)
+            for dtype, store in zip(out_dtypes, program.stores, strict=True)
+            if store.transposed
+        )
+        tiles = [*loads, *straight.values(), 2]
         columns = sum(
             program.halves.runs(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         vectors = sum(len(program.loaded_runs(i)) for i, x in enumerate(program.operands) if x.kind.in_shared_memory)
-        return cls(sum(loads), max(of_section), max([*loads, *stores, 2]), columns, vectors)
+        return cls(sum(loads), max(of_section), transposed, max(tiles), min(tiles), columns, vectors)
 
 
 class ElementTraffic(NamedTuple):
@@ -83,7 +104,7 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
     runs = program.halves.runs(program.halves.acc)
     return ElementTraffic(
         load_bytes=traffic.load_bytes / runs,
-        store_bytes=traffic.store_bytes / runs,
+        store_bytes=(traffic.store_bytes + traffic.transposed_bytes) / runs,
         column_reductions=traffic.column_reductions / runs,
         is_long=has_long_epilogue(program, traffic),
         arithmetic=_arithmetic(program),
@@ -132,10 +153,11 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
     operands = config.stages * (config.tile_m + config.tile_n) * ROW_BYTES
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
     store_rings = 4 * config.store_slots * 16 * config.box_n * traffic.store_bytes
+    transposed = config.store_slots * config.consumer_m * config.box_n * traffic.transposed_bytes
     # Column reductions of four warps; vectors of a tile and of the next.
     columns = config.tile_n // program.halves.runs(program.halves.acc)
     over_columns = (traffic.column_reductions * 4 + traffic.vectors_over_columns * 2) * columns * 4
-    epilogue = _round_up(load_ring + store_rings + over_columns, 1024)
+    epilogue = _round_up(transposed + load_ring + store_rings + over_columns, 1024)
     barriers = 16 * config.stages + CONSUMERS * 16 * (config.load_slots if traffic.load_bytes else 1)
     return operands + CONSUMERS * epilogue + barriers + (_group_table_bytes(groups) if groups else 0)
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_jax.epilogue.dtypes import FACTORS
+from coda_jax.epilogue.dtypes import FACTORS, is_of_8_bits
 from coda_jax.lowering.addressing import unaligned_rows
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
@@ -105,7 +105,9 @@ def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
     if reason.startswith("XLA partitions it"):
         return "Call it inside a jax.shard_map over all mesh axes, or make the mesh's axes explicit"
     a, b, _ = spec.split(avals)
-    if a.dtype.name not in FACTORS or a.dtype != b.dtype:
+    if is_of_8_bits(a.dtype) and (spec.transpose_a or not spec.transpose_b):
+        return "Store a as (M, K) and b as (N, K), transposed where they are quantised, and give transpose_b=True"
+    if a.dtype.name not in FACTORS or (a.dtype != b.dtype and not is_of_8_bits(a.dtype)):
         return "Cast both factors to bfloat16, in a layer by dtype=jnp.bfloat16; parameters may stay float32"
     if padded := _padded(avals, spec):
         return padded

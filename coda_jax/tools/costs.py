@@ -15,6 +15,7 @@ from coda_jax.epilogue import types_of
 from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.on_devices import BARE, shard_of_types
+from coda_jax.primitives.dtypes import result_dtype
 from coda_jax.primitives.gemm_primitive import xla_form
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.chips import COPIED, chip_of
@@ -83,7 +84,8 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
     chip = chip_of(device) if device else None
     if chip is None or device not in CONSTANTS:
         return Cost(flops, read, written)
-    of_compute, of_memory = flops / chip.tflops / 1e6, (read + written) / chip.tbytes / 1e6
+    of_compute = flops / chip.tflops_of(problem.shape.element_bytes) / 1e6
+    of_memory = (read + written) / chip.tbytes / 1e6
     nanoseconds = config and expected_nanoseconds(problem, config, device)
     return Cost(
         flops,
@@ -129,11 +131,10 @@ def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
     program, shape = problem.program, problem.shape
     if np.dtype(problem.dtype).name not in FACTORS or has_logsumexp(program):
         return None
-    is_bare = program == BARE
-    bare = bare_us(shape, problem.dtype, problem.out_dtypes[0] if is_bare else problem.dtype, device)
+    is_bare, acc_dtype = program == BARE, result_dtype(problem)
+    bare = bare_us(shape, problem.dtype, problem.out_dtypes[0] if is_bare else acc_dtype, device)
     if bare is None or is_bare:
         return bare
-    factors, acc = (
-        shape.element_bytes * shape.batch * size for size in (shape.k * (shape.m + shape.n), shape.m * shape.n)
-    )
+    factors = shape.element_bytes * shape.batch * shape.k * (shape.m + shape.n)
+    acc = acc_dtype.itemsize * shape.batch * shape.m * shape.n
     return bare + (pass_us(max(0, moved - factors) + acc, device) or 0.0)

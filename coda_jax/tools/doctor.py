@@ -23,6 +23,7 @@ from typing import Any
 VARIABLES = ("CACHE_DIR", "DUMP_DIR", "QUIET", "STRICT", "TILES_BY", "TUNED")  # CODA_JAX_...; docs/settings.md
 OTHERS = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "XLA_FLAGS")
 OLDEST_DRIVER = 13000  # as cuDriverGetVersion says it: what jax[cuda13] needs
+_SHAPE = (256, 128)  # of both factors of the products that are tried
 INSTALL = 'pip install "coda-jax[cuda]"'
 
 
@@ -272,16 +273,34 @@ def _bias_gelu(acc: Any, bias: Any) -> Any:
 
 
 def check_kernel(here: Machine) -> Iterator[Finding]:
-    """Compiles a product with an epilogue; runs it where a Hopper GPU is, and compares with float64."""
+    """Compiles products with an epilogue, of factors of 16 bits and of 8; runs them where a Hopper GPU is, and compares
+    with float64.
+    """
+    from coda_jax import ffi
+    from coda_jax.epilogue.dtypes import FACTORS, FLOATS_OF_8_BITS
+
+    if ffi.unavailable_reason():
+        return
+    for dtype in (FACTORS[0], FLOATS_OF_8_BITS[0]):
+        found = [*_compiled(dtype)]
+        yield from found
+        if any(finding.is_broken for finding in found):
+            return
+        if any(capability == "9.0" for _, capability in here.gpus) and _is_seen():
+            yield from _run(dtype)
+    if not any(capability == "9.0" for _, capability in here.gpus):
+        yield Finding("kernel", "not run: no Hopper GPU here")
+
+
+def _compiled(dtype: str) -> Iterator[Finding]:
+    """Of a product of factors of this dtype."""
     import jax
-    import jax.numpy as jnp
 
     import coda_jax
     from coda_jax import ffi
 
-    if ffi.unavailable_reason():
-        return
-    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 256), (256,))]
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in (_SHAPE, _SHAPE)]
+    types.append(jax.ShapeDtypeStruct(_SHAPE[:1], "float32"))
     try:
         (product,) = coda_jax.explain(_gemm, *types, platform="cuda", source=True).products
         if product.source is None:
@@ -291,47 +310,49 @@ def check_kernel(here: Machine) -> Iterator[Finding]:
         source = f"{product.source}\n// doctor {uuid.uuid4().hex}\n"
         made = ffi.compile(source, "doctor")
     except Exception as error:  # whatever stops it is the finding
-        yield broken("kernel", f"does not compile: {error}", 'pip install -U "nvidia-cuda-nvrtc>=13.0,<14"')
+        yield broken("kernel", f"{dtype} does not compile: {error}", 'pip install -U "nvidia-cuda-nvrtc>=13.0,<14"')
         return
     if ffi.cache_directory():
         for entry in pathlib.Path(ffi.cache_directory()).glob(f"{ffi.kernel_key(source)}-*.kernel"):
             entry.unlink()
     registers = re.search(r"Used (\d+) registers", made.log)
-    text = f"{product.tile} compiled for {ffi.ARCH} in {made.seconds:.1f} s, {len(made.cubin) / 1024:.0f} KiB"
+    text = (
+        f"{product.tile} of {dtype} compiled for {ffi.ARCH} in {made.seconds:.1f} s, {len(made.cubin) / 1024:.0f} KiB"
+    )
     yield Finding("kernel", text + (f", {registers[1]} registers" if registers else ""))
-    if not any(capability == "9.0" for _, capability in here.gpus):
-        yield Finding("kernel", "not run: no Hopper GPU here")
-    elif _is_seen():
-        yield from _run()
 
 
 def _gemm(a: Any, b: Any, bias: Any) -> Any:
     import coda_jax
 
-    return coda_jax.gemm(a, b, bias, epilogue=_bias_gelu, implementation="cuda")
+    return coda_jax.gemm(a, b, bias, epilogue=_bias_gelu, transpose_b=True, implementation="cuda")
 
 
-def _run() -> Iterator[Finding]:
+def _run(dtype: str) -> Iterator[Finding]:
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     generator = np.random.default_rng(0)
-    a, b, bias = (generator.standard_normal(x).astype(jnp.bfloat16) for x in ((256, 128), (128, 256), (256,)))
-    z = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
+    a, b = (np.asarray(jax.numpy.asarray(generator.standard_normal(_SHAPE), dtype)) for _ in "ab")
+    bias = generator.standard_normal(_SHAPE[0]).astype(np.float32)
+    z = a.astype(np.float64) @ b.astype(np.float64).T + bias.astype(np.float64)
     expected = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))  # jax.nn.gelu's default
     try:
         with jax.default_device(jax.devices("cuda")[0]):
             got = np.asarray(jax.jit(_gemm)(a, b, bias)).astype(np.float64)
     except Exception as error:
-        yield broken("kernel", f"does not run: {error}", "mend what is broken above; else report it with this output")
+        yield broken(
+            "kernel", f"{dtype} does not run: {error}", "mend what is broken above; else report it with this output"
+        )
         return
     worst = float(np.max(np.abs(got - expected)) / np.max(np.abs(expected)))
     if worst < 2**-8:  # half a unit in bfloat16's last place, twice
-        yield Finding("kernel", f"ran, off by {worst:.1e} of the largest value")
+        yield Finding("kernel", f"{dtype} ran, off by {worst:.1e} of the largest value")
     else:
         yield broken(
-            "kernel", f"gives wrong results, off by {worst:.1e} of the largest value", "report it with this output"
+            "kernel",
+            f"of {dtype} gives wrong results, off by {worst:.1e} of the largest value",
+            "report it with this output",
         )
 
 

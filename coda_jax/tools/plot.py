@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from coda_jax.epilogue.dtypes import FLOATS_OF_8_BITS
 from coda_jax.tiles.chips import chip_of
 from coda_jax.tools.costs import Cost
 
@@ -102,10 +103,12 @@ def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str
     intensities, rates, times = (np.array(column) for column in zip(*points, strict=True))
     chip = chip_of(device)
     if chip is not None:
-        balance = chip.tflops / chip.tbytes
+        narrow = any(product.a.startswith(FLOATS_OF_8_BITS) for product, *_ in shown)
+        tflops = chip.tflops_of(1 if narrow else 2)  # of factors of 8 bits, where there are some
+        balance = tflops / chip.tbytes
         x = np.geomspace(min(balance / 6, intensities.min() / 1.5), max(balance * 12, intensities.max() * 1.5), 200)
-        axes.plot(x, np.minimum(chip.tflops, chip.tbytes * x), color="black", linewidth=1.4)
-        axes.text(x[-1], chip.tflops * 1.03, f"{chip.tflops:.0f} TFLOP/s", ha="right", va="bottom", fontsize=8)
+        axes.plot(x, np.minimum(tflops, chip.tbytes * x), color="black", linewidth=1.4)
+        axes.text(x[-1], tflops * 1.03, f"{tflops:.0f} TFLOP/s", ha="right", va="bottom", fontsize=8)
         axes.text(x[0] * 2, chip.tbytes * x[0] * 1.6, f"{chip.tbytes} TB/s", ha="left", va="bottom", fontsize=8)
         axes.axvline(balance, color="grey", linewidth=0.8, linestyle=":")
         axes.text(
