@@ -215,6 +215,7 @@ def test_the_table_of_steps_where_no_plain_step_fits():
     assert "the unrolled plain step's" in report_tables.training_step([ran, plain | {"ms": "3", "failure": ""}])
 
 
+@pytest.mark.slow
 def test_grouped_products(tmp_path, capsys, quick_to_compile):
     """A row for each part, kind of sizes and variant; what takes groups for equal is timed where they are."""
     assert moe.main([*OPTIONS, f"--out={tmp_path}", "--products=down", "--variants=coda,coda_mlp,xla,xla_batched"]) == 0

@@ -190,6 +190,7 @@ def test_loss_adds_what_the_config_says():
     assert loss_of(model, reduction="none", auxiliary=False).shape == TOKENS.shape
 
 
+@pytest.mark.slow
 def test_padding_does_not_count():
     """The counts of a padded batch are those of the tokens before the padding."""
     model = layers.Llama(TINY, rngs=nnx.Rngs(0))
@@ -271,6 +272,7 @@ def test_layers_of_both_kinds():
         layers.Llama(config, scan_layers=True, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_generation():
     """What decoding says of each token is what the whole sequence says."""
     model = layers.Llama(TINY, rngs=nnx.Rngs(0))
@@ -304,6 +306,7 @@ def test_balance_bias_moves_the_load(scan_layers):
     assert spread(after).mean() < 1.2, (spread(before), spread(after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("of_state", [True, False])
 def test_each_bias_follows_its_own_counts(scan_layers, of_state):
@@ -360,6 +363,7 @@ def test_calls_that_are_refused():
         loss_of(layers.Llama(TINY, rngs=nnx.Rngs(0)), token_mask=TOKENS[:, 1:] > 0)
 
 
+@pytest.mark.slow
 def test_every_option():
     """A model of a config with all of it, and its layer made by hand: both add up what their parts say."""
     config = MoEConfig(

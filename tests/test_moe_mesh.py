@@ -64,7 +64,9 @@ def on_one_device(scan_layers):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [name if name in ("data", "expert") else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+)
 def test_a_step(plan, kind):
     rules, sizes, options = PLANS[plan]
     devices = jax.devices()[:4]
@@ -123,6 +125,7 @@ def test_what_a_step_sends(scan, sent):
     np.testing.assert_allclose(found[0], on_one_device(scan)[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 def test_a_capacity_factor_drops_and_counts(scan):
     """Over a mesh: with a place for half of the rows at most half are kept; with one for all, none is dropped."""
@@ -178,6 +181,7 @@ def test_checkpoints_from_and_to_a_mesh(scan_layers):
         np.testing.assert_array_equal(array, arrays[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_balance_bias_that_a_checkpoint_lacks_begins_at_zero():
     plain = dataclasses.replace(CONFIG, use_balance_bias=False)
     arrays = to_hf(layers.Llama(plain, rngs=nnx.Rngs(0)), plain)
