@@ -26,9 +26,10 @@ from flax import linen
 from flax.linen import fp8_ops
 
 import coda_jax as coda
-from benchmarks import alone, peers, programs, results, timing
+from benchmarks import alone, compare, peers, programs, results, timing
+from benchmarks.grouped import normal
 from benchmarks.train_step import use_whole_gpu
-from coda_jax.tiles.config import GemmConfig
+from coda_jax.tiles.config import UNPROMOTED_K, GemmConfig
 
 E4M3 = jnp.float8_e4m3fn
 PARTS = ("products", "results", "mlp")
@@ -51,8 +52,7 @@ TINY = {
     "results": ((32, 64, 32),),
     "mlp": ((32, 64, 96),),
 }
-COLUMNS = ("part", "name", "m", "n", "k", "variant", "ms", "tflops", "alone_ms", "alone_tflops", "joules", "error")
-_PROMOTED_ABOVE = 4096
+COLUMNS = ("part", "name", "m", "n", "k", "variant", "ms", "tflops", "alone_ms", "alone_tflops", "joules")
 
 
 class Variants:
@@ -95,7 +95,7 @@ def products(m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: floa
     """The bare products of one shape: factors in bfloat16, and the same rounded to e4m3."""
 
     def make(seed: int) -> tuple[jax.Array, ...]:
-        a, b = (_normal(2 * seed + i, *shape) for i, shape in enumerate(((m, k), (n, k))))
+        a, b = (normal(2 * seed + i, shape) for i, shape in enumerate(((m, k), (n, k))))
         return a, b, a.astype(E4M3), b.astype(E4M3)
 
     def xla(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -106,7 +106,7 @@ def products(m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: floa
     wide, narrow = (lambda x: x[:2]), (lambda x: x[2:])
     made.add("coda_bf16", ours, wide)
     made.add("coda", ours, narrow)
-    if k > _PROMOTED_ABOVE:
+    if k > UNPROMOTED_K:
         made.add("coda_unpromoted", functools.partial(ours, config=GemmConfig(promote=False)), narrow)
     made.add("xla_bf16", xla, wide)
     made.add("xla", xla, narrow)
@@ -123,7 +123,7 @@ def quantised_results(m: int, n: int, k: int, gemm: Callable[..., Any], cache_by
     """A product of e4m3 factors, bare and with results in e4m3."""
 
     def make(seed: int) -> tuple[jax.Array, ...]:
-        a, b = (_normal(2 * seed + i, *shape).astype(E4M3) for i, shape in enumerate(((m, k), (n, k))))
+        a, b = (normal(2 * seed + i, shape).astype(E4M3) for i, shape in enumerate(((m, k), (n, k))))
         return a, b, jnp.float32(1 / math.sqrt(k))
 
     def quantised(acc: jax.Array, scale: jax.Array) -> jax.Array:
@@ -180,7 +180,7 @@ def mlp(tokens: int, width: int, features: int, cache_bytes: float) -> Variants:
     kinds = {"bf16": None, "coda": coda.fp8.DotGeneral, "flax": fp8_ops.Fp8DirectDotGeneralOp}
 
     def make(seed: int) -> tuple[Any, ...]:
-        x = _normal(seed, tokens, width)
+        x = normal(seed, (tokens, width))
         variables = {name: MLP(features, kind).init(jax.random.key(1), x[:16]) for name, kind in kinds.items()}
         return x, variables
 
@@ -197,19 +197,9 @@ def mlp(tokens: int, width: int, features: int, cache_bytes: float) -> Variants:
     for name in kinds:
         made.add(name, functools.partial(step, name))
     for name in ("coda", "flax"):
-        if not (error := _distance(made.first[name], made.first["bf16"])) < 0.15:
+        if not (error := compare.distance(made.first[name], made.first["bf16"])) < 0.15:
             raise AssertionError(f"mlp, {name}: a gradient is {error:.3f} of its size away from bfloat16's")
     return made
-
-
-def _distance(found: Any, expected: Any) -> float:
-    """The largest relative distance, by norms, of an array from the one that is expected."""
-
-    def distance(x: jax.Array, y: jax.Array) -> float:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        return float(jnp.linalg.norm(jnp.ravel(x - y)) / jnp.linalg.norm(jnp.ravel(y)))
-
-    return max(jax.tree.leaves(jax.tree.map(distance, found, expected)))
 
 
 class Part(NamedTuple):
@@ -223,7 +213,7 @@ class Part(NamedTuple):
 
 
 def parts(options: Any, beside: Sequence[Any]) -> Iterator[Part]:
-    """Those that are asked for."""
+    """The parts that the options name, with the shapes of each."""
     tiny = options.tiny
     gemm = coda.gemm if tiny else functools.partial(coda.gemm, implementation="cuda")
     cache_bytes = 1e4 if tiny else timing.L2_BYTES
@@ -272,10 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {"commit": options.commit, "peers": peers.versions(beside)}
     results.write("_fp8", COLUMNS, rows, folder=options.out, **about)
     return 0
-
-
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(jnp.bfloat16)
 
 
 if __name__ == "__main__":

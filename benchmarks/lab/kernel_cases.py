@@ -74,7 +74,7 @@ def _products() -> Iterator[tuple[str, Case]]:
 
 
 def _of_8_bits() -> Iterator[tuple[str, Case]]:
-    """Of both dtypes, mixed too; the second is promoted by default."""
+    """Products of 8-bit factors of both dtypes, mixed too; the second product is promoted by default."""
     short, long = (4096, 4096, 4096), (8192, 2048, 16384)
     for name, (m, n, k), dtypes, is_small in (
         ("residual_sumsq", short, "e4m3fn e4m3fn", True),

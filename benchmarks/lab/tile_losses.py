@@ -119,7 +119,7 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
 
 
 def _of_record(row: Mapping[str, str]) -> dict[str, str]:
-    """What an older file does not say of a config."""
+    """The fields of a config that an older file lacks."""
     always = (int(row.get("tile_m", 0)), int(row.get("tile_n", 0))) in COOPERATIVE_TILES
     return {"column_passes": row.get("turns", "1"), "cooperative": str(always), "promote": "0"}
 

@@ -72,7 +72,7 @@ class _Stored(NamedTuple):
 
     @property
     def conversion(self) -> tuple[str, np.dtype, bool]:
-        """What it is, in whatever order."""
+        """The value and how it is rounded: two results that agree in it share their conversion."""
         return self.value, self.dtype, self.saturates
 
     @property

@@ -28,8 +28,8 @@ def saturate(x: jax.Array, dtype: Any) -> jax.Array:
       dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-      Of the shape of x, in `dtype`. The derivative is that of the clip: the cotangent, converted to the dtype of x,
-      where -max <= x <= max, and 0 elsewhere.
+      An array of the shape of x, in `dtype`. Its derivative is that of the clip: the cotangent, converted to the dtype
+      of x, where -max <= x <= max, and 0 elsewhere.
 
     Raises:
       TypeError: x or `dtype` is none of these.
