@@ -111,17 +111,26 @@ CODA_DEVICE float saturate_to_e5m2(float x) {
 #endif
 }
 
+/// Whether x is rounded to no finite value: beyond the middle between the largest and what would be the next. To an
+/// even next one, as e5m2 has it, the middle is rounded too.
+CODA_DEVICE bool is_beyond_e4m3(float x) {
+  return fabsf(x) > 464.f;
+}
+CODA_DEVICE bool is_beyond_e5m2(float x) {
+  return fabsf(x) >= 61440.f;
+}
+
 /// Beyond the range NaN, as in XLA.
 CODA_DEVICE float round_to_e4m3(float x) {
   if (x != x) return x;
-  if (fabsf(x) > 464.f) return copysignf(nan(), x);  // halfway from the largest, 448, to what would be the next
+  if (is_beyond_e4m3(x)) return copysignf(nan(), x);
   return saturate_to_e4m3(x);
 }
 
 /// Beyond the range an infinity, as in XLA.
 CODA_DEVICE float round_to_e5m2(float x) {
   if (x != x) return x;
-  if (fabsf(x) >= 61440.f) return copysignf(infinity(), x);  // halfway from the largest, 57344, to 65536, which is even
+  if (is_beyond_e5m2(x)) return copysignf(infinity(), x);
   return saturate_to_e5m2(x);
 }
 

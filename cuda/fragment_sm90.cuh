@@ -16,11 +16,9 @@ __device__ __forceinline__ float widened(typename Stored<dtype>::Bits bits) {
   return ptx::f16_to_float(bits);
 }
 
-/// Whether a value is rounded to none of the finite ones of a dtype of 8 bits: beyond the middle between the largest
-/// and what would be the next, to which e5m2 rounds the middle too.
 template <DType dtype>
 __device__ __forceinline__ int is_beyond(float value) {
-  return dtype == DType::e4m3 ? fabsf(value) > 464.f : fabsf(value) >= 61440.f;
+  return dtype == DType::e4m3 ? is_beyond_e4m3(value) : is_beyond_e5m2(value);
 }
 
 /// Two values in a word.
