@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 from coda_jax.lowering import cuda, kernel
+from tests.gpu import test_fp8_results
 
 
 def run(
@@ -59,7 +60,19 @@ def _biased(acc: jax.Array, bias: jax.Array, scale: jax.Array) -> tuple[jax.Arra
     return y, jnp.sum(y * y, axis=1)
 
 
+def run_fp8(name: str, dtype: str, k: int, config: coda.GemmConfig | None = None, about: str = "") -> None:
+    """A product with results of 8 bits, transposed ones and a maximum."""
+    a, b = test_fp8_results.factors(272, 416, k, dtype)
+    jax.block_until_ready(test_fp8_results.product(a, b, name, config, "cuda"))
+    print(name, f"of {dtype} {about}ran", flush=True)
+
+
 def main() -> None:
+    for name in test_fp8_results.PROGRAMS:
+        for dtype in ("float8_e4m3fn", "bfloat16"):
+            for config in test_fp8_results.CONFIGS:
+                run_fp8(name, dtype, 144, config)
+        run_fp8(name, "float8_e5m2", 1296, coda.GemmConfig(promote=512), "promoted ")
     for tile_m, tile_n, cluster_m in ((128, 128, 2), (128, 192, 2), (128, 256, 2), (64, 256, 1)):
         run_groups(coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m), f"in {tile_m} x {tile_n} ")
     for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
