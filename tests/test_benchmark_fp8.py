@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from benchmarks import fp8
+from benchmarks import fp8, fp8_tables
 
 
 def rows_of(tmp_path, *parts):
@@ -28,6 +28,27 @@ def test_products_and_results(tmp_path):
 def test_models(tmp_path):
     rows = rows_of(tmp_path, "mlp")
     assert [row["variant"] for row in rows] == ["bf16", "coda", "flax"]
+
+
+def test_the_tables():
+    """Speeds and their means beside bfloat16, what results add to a product, and alone only where that was measured."""
+
+    def row(part, variant, k, ms, tflops):
+        return {"part": part, "name": "one", "m": "64", "n": "32", "k": k, "variant": variant, "alone_ms": ""} | {
+            "ms": str(ms),
+            "tflops": str(tflops),
+            "alone_tflops": "",
+        }
+
+    shown = fp8_tables.products(
+        [row("products", name, k, 1, speed) for k in "12" for name, speed in (("coda_bf16", 700), ("coda", 1400))]
+        + [row("products", "coda_unpromoted", "2", 1, 2800)]
+        + [row("results", name, "1", ms, 1) for name, ms in (("bare", 0.5), ("maximum", 0.51))]
+    )
+    assert "| one | 64, 32, 1 | 700 | 1400 |  |" in shown and "| one | 64, 32, 2 | 700 | 1400 | 2800 |" in shown
+    assert "`coda` has in the mean, at one clock: 2.000 of `coda_bf16`" in shown and ", alone" not in shown
+    assert "`coda_unpromoted` has in the mean, at one clock: 2.828 of" in shown
+    assert "| 0.500 ms | +2.0 % |" in shown
 
 
 def test_unknown_parts():
