@@ -33,13 +33,7 @@ from coda_jax.primitives.dtypes import check_gradient, compute_dtype, kept_dtype
 from coda_jax.primitives.gemm_primitive import bind
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
-from coda_jax.primitives.mesh_types import (
-    explicit_sharding,
-    mesh_axes_of,
-    partition_spec,
-    vary,
-    varying_axes,
-)
+from coda_jax.primitives.mesh_types import explicit_sharding, mesh_axes_of, partition_spec, vary, varying_axes
 from coda_jax.primitives.product_arrays import (
     Parts,
     are_halves,
@@ -61,6 +55,7 @@ from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.ragged import RowsInGroups, offsets_of_rows
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 from coda_jax.primitives.spec import CallOptions, GemmSpec
+from coda_jax.primitives.split_prelude import BehindPrelude
 
 PREACTIVATION_NAME = "coda_preactivation"
 
@@ -138,6 +133,9 @@ def product(
             break
         varying |= varying_axes(*captured)
     check_order_of_rows(traced, options)
+    if behind := BehindPrelude.of(traced, arrays[2:], captured, operands, options):
+        outputs, inner = product(a, b, behind.operands, behind.epilogue, behind.dtypes(out_dtypes), options)
+        return outputs, behind.as_given(inner)
     if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
         found = GroupReductions.of(epilogue, traced, captured)
         dtypes = functools.partial(found.dtypes, out_dtypes(traced))
