@@ -1,0 +1,128 @@
+"""Reverse mode over a graph: cotangents are values of the same kind, products and maps.
+
+    y = a b               da = dy b^T, db = a^T dy      two products, written as the layouts of a and b have them
+    y = f(x_1, ..., x_n)  dx_i of jax.vjp of f, or f's own pullback: a map of the inputs, of y, and of dy
+    several users         their cotangents' sum: a map
+
+So a backward pass needs no rules of its own, and what runs a graph runs its derivative.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from coda_jax.graph.values import Leaf, Map, Product, Value, is_float, mapped, reachable
+
+
+def cotangents_of(
+    outputs: Sequence[Value], cotangents: Sequence[Value | None], leaves: Sequence[Leaf]
+) -> list[Value | None]:
+    """The cotangents of the leaves.
+
+    Args:
+      outputs: of the graph.
+      cotangents: theirs; None is zeros.
+
+    Returns:
+      A value for each leaf, of its shape; None where it has none, or where that is zeros.
+    """
+    found: dict[Value, list[Value]] = defaultdict(list)
+    for output, cotangent in zip(outputs, cotangents, strict=True):
+        if cotangent is not None:
+            found[output].append(cotangent)
+    order = reachable(outputs)
+    varies: set[Value] = set()
+    for value in order:
+        if (isinstance(value, Leaf) and value.has_cotangent) or not varies.isdisjoint(value.inputs):
+            varies.add(value)
+    for value in reversed(order):
+        if value not in varies or isinstance(value, Leaf) or not found[value]:
+            continue
+        cotangent = _total(found[value])
+        of_inputs = _of_product(value, cotangent) if isinstance(value, Product) else _of_map(value, cotangent, varies)
+        for x, of_x in zip(value.inputs, of_inputs, strict=True):
+            if x in varies and of_x is not None:
+                found[x].append(of_x)
+    return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
+
+
+def _total(cotangents: Sequence[Value]) -> Value:
+    """Their sum, in the order in which they were found: that of the users from the last to the first."""
+    if len(cotangents) == 1:
+        return cotangents[0]
+    total: Value = mapped(lambda *xs: functools.reduce(operator.add, xs), *cotangents)
+    return total
+
+
+def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
+    a, b, turned_a, turned_b = y.a, y.b, y.transpose_a, y.transpose_b
+    da = (
+        Product(b, dy, transpose_a=turned_b, transpose_b=True) if turned_a else Product(dy, b, transpose_b=not turned_b)
+    )
+    db = (
+        Product(dy, a, transpose_a=True, transpose_b=turned_a) if turned_b else Product(a, dy, transpose_a=not turned_a)
+    )
+    return da, db
+
+
+def _of_map(y: Value, dy: Value, varies: set[Value]) -> list[Value | None]:
+    assert isinstance(y, Map)
+    of_floats = [x in varies and is_float(x.dtype) for x in y.inputs]
+    if y.pullback is not None:
+        found = _by_its_pullback(y, dy)
+    else:
+        found = iter(mapped(functools.partial(_pulled_back, y.jaxpr, of_floats), *y.inputs, dy))
+        found = [next(found) if one else None for one in of_floats]
+    return [None if x is None or _is_zero(x) else x for x in found]
+
+
+def _by_its_pullback(y: Map, dy: Value) -> list[Value | None]:
+    pullback = y.pullback
+    assert pullback is not None
+    absent: list[bool] = []
+
+    def present(*arrays: jax.Array) -> list[jax.Array]:
+        found = pullback(*arrays)
+        if len(found) != len(y.inputs):
+            raise TypeError(
+                f"pullback: gives {len(found)} cotangents; it must give one for each of {len(y.inputs)} inputs"
+            )
+        absent[:] = [x is None for x in found]
+        return [x for x in found if x is not None]
+
+    made = iter(mapped(present, y, *y.inputs, dy))
+    return [None if is_absent else next(made) for is_absent in absent]
+
+
+def _pulled_back(jaxpr: core.ClosedJaxpr, which: Sequence[bool], *arrays: jax.Array) -> list[Any]:
+    *inputs, cotangent = arrays
+
+    def of_some(*some: jax.Array) -> jax.Array:
+        given = iter(some)
+        every = [next(given) if one else x for one, x in zip(which, inputs, strict=True)]
+        (out,) = core.jaxpr_as_fun(jaxpr)(*every)
+        result: jax.Array = out
+        return result
+
+    _, pullback = jax.vjp(of_some, *(x for one, x in zip(which, inputs, strict=True) if one))
+    return list(pullback(cotangent))
+
+
+def _is_zero(value: Value) -> bool:
+    """True if it is zeros whatever the inputs are: what JAX makes of a result that does not depend on one."""
+    if not isinstance(value, Map) or value.inputs:
+        return False
+    equations, (out,) = value.jaxpr.jaxpr.eqns, value.jaxpr.jaxpr.outvars
+    if len(equations) == 1 and equations[0].primitive.name == "broadcast_in_dim":
+        (out,) = equations[0].invars
+    elif equations:
+        return False
+    return isinstance(out, core.Literal) and not np.any(out.val)

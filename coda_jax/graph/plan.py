@@ -1,0 +1,250 @@
+"""The plan of a graph: which maps a product's epilogue makes, which XLA makes, and what lies in memory between them.
+
+Each product is a step, in the order in which the values were made. A value's `Place` says when it is known: in the
+epilogue of the last product that it depends on, or behind it. The rules are these:
+
+    a map joins the epilogue of the last product that it reads, if it is local to its tiles
+    what reads a sum along rows or columns stands behind the product whose epilogue makes the sum
+    a tile map that stands behind a product is made again where it is read, in an epilogue or a pass of XLA's
+    but as a factor it has to lie in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coda_jax.epilogue import NotTileLocalError, trace
+from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.program import Program
+from coda_jax.epilogue.values import same_size
+from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
+
+
+class Place(NamedTuple):
+    """When a value is known.
+
+    Attributes:
+      step: the number of the last product that it depends on; -1 of none.
+      behind: only when that product is done; else in its epilogue.
+    """
+
+    step: int
+    behind: bool
+
+
+@dataclasses.dataclass
+class Step:
+    """A product, and what its epilogue stores: tiles, the maps that it makes for others last, then reductions."""
+
+    product: Product
+    stores: list[Value]
+
+
+class Plan:
+    """How to make values from others.
+
+    Args:
+      wanted: to be made.
+      given: known, beside the leaves.
+
+    Attributes:
+      steps: the products, in order.
+      by_xla: the maps that XLA makes and that lie in memory, in order.
+    """
+
+    def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
+        self.wanted, self.given = list(wanted), frozenset(given)
+        order = reachable(wanted, self.given)
+        products = [value for value in order if isinstance(value, Product) and value not in self.given]
+        self.steps = [Step(product, []) for product in products]
+        self._number = {product: i for i, product in enumerate(products)}
+        self._epilogue: dict[Value, int] = {}  # whose epilogue makes it
+        self.place: dict[Value, Place] = {}
+        for value in order:
+            self.place[value] = self._placed(value)
+        self._in_memory: dict[Value, None] = {}
+        factors = [factor for product in products for factor in product.inputs]
+        for value in (*factors, *wanted):
+            self._ask(value)
+        own = dict(self._epilogue)
+        self._attach(factors)
+        for value in sorted(self._in_memory, key=lambda value: (not value.is_tile, value not in own)):
+            if value in self._epilogue:
+                self.steps[self._epilogue[value]].stores.append(value)
+        self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
+
+    # --- where values are known
+
+    def _placed(self, value: Value) -> Place:
+        if value in self.given or isinstance(value, Leaf):
+            return Place(-1, True)
+        last = max((self.place[x] for x in value.inputs), default=Place(-1, True))
+        if isinstance(value, Product):
+            step = self._number[value]
+            assert last < Place(step, False), "a product before what it reads"
+            self._epilogue[value] = step
+            return Place(step, False)
+        assert isinstance(value, Map)
+        if not last.behind and self._joins(value, last.step):
+            self._epilogue[value] = last.step
+            return Place(last.step, not value.is_tile)
+        return Place(last.step, True)
+
+    def _joins(self, value: Map, step: int) -> bool:
+        """True if the epilogue of this product may make the map."""
+        product = self.steps[step].product
+        tiles = [x for x in (*value.inputs, value) if x.is_tile]
+        return all(lies_beside(x, product) for x in tiles) and is_local(value, product.shape)
+
+    def is_inlined(self, value: Value) -> bool:
+        """True for a map of tiles that is made again where it is read."""
+        return (
+            isinstance(value, Map)
+            and value.is_tile
+            and value not in self.given
+            and value not in self._epilogue
+            and value not in self._in_memory
+            and is_local(value, value.shape)
+        )
+
+    # --- what lies in memory
+
+    def _ask(self, value: Value) -> None:
+        """The value is needed in memory."""
+        if value in self._in_memory or value in self.given or isinstance(value, Leaf):
+            return
+        self._in_memory[value] = None
+        if value in self._epilogue:
+            self._ask_inputs(value, self._epilogue[value])
+        else:
+            for x in value.inputs:
+                self._ask_for_pass(x)
+
+    def _ask_for_pass(self, value: Value) -> None:
+        """XLA reads the value in a pass."""
+        if self.is_inlined(value):
+            for x in value.inputs:
+                self._ask_for_pass(x)
+        else:
+            self._ask(value)
+
+    def _ask_inputs(self, value: Value, step: int) -> None:
+        """The epilogue of this product makes the value."""
+        for x in self.beside_acc(value, step):
+            if self.is_made_in(x, step):
+                self._ask_inputs(x, step)
+            else:
+                self._ask(x)
+
+    def beside_acc(self, value: Value, step: int) -> list[Value]:
+        """What the epilogue of this product reads to make the value, but for the product."""
+        product = self.steps[step].product
+        return [] if value is product else [x for x in value.inputs if x is not product]
+
+    def is_made_in(self, value: Value, step: int) -> bool:
+        """True for a tile that the epilogue of this product makes for itself, where it reads it."""
+        if not value.is_tile or isinstance(value, Product):
+            return False
+        is_own = self._epilogue.get(value) == step and not self.place[value].behind
+        return is_own or (self.is_inlined(value) and lies_beside(value, self.steps[step].product))
+
+    def _attach(self, factors: Sequence[Value]) -> None:
+        """Gives maps of what is in memory to earlier epilogues that read it anyway."""
+        first_use: dict[Value, int] = {}
+        for step, product in enumerate(self._number):
+            for factor in product.inputs:
+                first_use.setdefault(factor, step)
+        for value in [x for x in self._in_memory if isinstance(x, Map) and x not in self._epilogue]:
+            sources = self._sources(value)
+            if not sources:
+                continue
+            last = first_use.get(value, len(self.steps) if not value.is_tile else 0)
+            users = [self.place[x].step for x in self._in_memory if value in x.inputs]
+            last = min([last, *(step + value.is_tile for step in users)])  # of a tile the epilogue that makes it is one
+            for step in range(self.place[value].step + 1, last):
+                product, read = self.steps[step].product, self._tiles_read(step)
+                is_near = value in read or not sources.isdisjoint(read) if value.is_tile else sources <= read
+                if is_near and self._joins(value, step):
+                    self._epilogue[value] = step
+                    self.place[value] = Place(step, not value.is_tile)
+                    break
+
+    def _sources(self, value: Value) -> set[Value]:
+        """The tiles in memory that the map reads, through those that are made again."""
+        found: set[Value] = set()
+        for x in value.inputs:
+            if self.is_inlined(x):
+                found |= self._sources(x)
+            elif x.is_tile:
+                found.add(x)
+        return found
+
+    def _tiles_read(self, step: int) -> set[Value]:
+        """The tiles in memory that the epilogue of this product reads."""
+        found: set[Value] = set()
+        open_ = [value for value, of in self._epilogue.items() if of == step and value in self._in_memory]
+        while open_:
+            for x in self.beside_acc(open_.pop(), step):
+                if self.is_made_in(x, step):
+                    open_.append(x)
+                elif x.is_tile:
+                    found.add(x)
+        return found
+
+
+def lies_beside(value: Value, product: Product) -> bool:
+    """True if the epilogue of the product may read or make a tile of this shape: N columns, 2N or N/2."""
+    (m, n), shape = product.shape, value.shape
+    if len(shape) != 2 or not same_size(shape[0], m):
+        return False
+    columns = shape[1]
+    return any(same_size(*pair) for pair in ((columns, n), (columns, 2 * n), (2 * columns, n)))
+
+
+def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
+    """True if an epilogue beside a product of this shape may be this map."""
+    return _program(value, shape) is not None
+
+
+def is_of_rows(value: Value) -> bool:
+    """True for a vector (M,) with an element for each row. One that is given has an element for each column."""
+    if len(value.shape) != 1 or not isinstance(value, Map):
+        return False
+    tiles = [x for x in value.inputs if x.is_tile]
+    if tiles:
+        program = next(filter(None, (_program(value, x.shape) for x in tiles)), None)
+        return program is not None and 0 in program.finishing.row_axes[0]
+    return any(is_of_rows(x) or (len(x.shape) == 2 and same_size(x.shape[1], 1)) for x in value.inputs)
+
+
+def _program(value: Map, shape: tuple[Any, ...]) -> Program | None:
+    """What an epilogue that is this map does, beside a product of this shape; None if there is none."""
+    return _traced(value.jaxpr, tuple(x.type for x in value.inputs), tuple(map(is_of_rows, value.inputs)), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(jaxpr: Any, types: tuple[Any, ...], of_rows: tuple[bool, ...], shape: tuple[Any, ...]) -> Program | None:
+    of_acc = next((i for i, x in enumerate(types) if x.shape == shape), -1)
+
+    def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[Any]:
+        given = iter(arrays)
+        inputs = [acc if i == of_acc else next(given) for i in range(len(types))]
+        return core.jaxpr_as_fun(jaxpr)(*(jnp.reshape(x, of.shape) for x, of in zip(inputs, types, strict=True)))
+
+    others = [as_operand(x, one) for i, (x, one) in enumerate(zip(types, of_rows, strict=True)) if i != of_acc]
+    try:
+        return trace(epilogue, jax.ShapeDtypeStruct(shape, FLOAT32), others)[0].program
+    except NotTileLocalError:
+        return None
+
+
+def as_operand(type_: Any, of_rows: bool) -> Any:
+    """The type of a value as an operand, where a vector of rows is (M, 1)."""
+    return jax.ShapeDtypeStruct((*type_.shape, 1), type_.dtype) if of_rows else type_

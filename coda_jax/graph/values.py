@@ -1,0 +1,182 @@
+"""The values of a graph: arrays that are given, products of two values, and maps of values.
+
+A value is a matrix (M, N), a vector (N,), (1, N) or (M, 1), or a scalar; a product sums in float32, and a map sees
+every floating value as float32. Nothing is computed when a value is made: its function is traced, so that a mistake is
+told at the line that makes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.user_code import make_jaxpr
+from coda_jax.epilogue.values import same_size
+
+_numbers = itertools.count()
+
+# of the output, the inputs and the output's cotangent: the inputs' cotangents, None where there is none
+Pullback = Callable[..., Sequence[Any]]
+
+
+class Value:
+    """A node of a graph. Two values are the same if they are one object.
+
+    Attributes:
+      shape, dtype: of the array that it is.
+      inputs: what it is a function of; these were made before it.
+      number: in the order in which values are made.
+    """
+
+    inputs: tuple[Value, ...] = ()
+
+    def __init__(self, shape: Sequence[Any], dtype: Any):
+        self.shape, self.number = tuple(shape), next(_numbers)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+
+    @property
+    def type(self) -> jax.ShapeDtypeStruct:
+        """As a map sees it."""
+        return jax.ShapeDtypeStruct(self.shape, FLOAT32 if is_float(self.dtype) else self.dtype)
+
+    @property
+    def is_tile(self) -> bool:
+        """True if it has elements for rows and columns both."""
+        return len(self.shape) > 1 and not any(same_size(size, 1) for size in self.shape[-2:])
+
+
+class Leaf(Value):
+    """An array that is given.
+
+    Attributes:
+      has_cotangent: whether it is differentiated.
+    """
+
+    def __init__(self, shape: Sequence[Any], dtype: Any, *, has_cotangent: bool = True):
+        super().__init__(shape, dtype)
+        self.has_cotangent = has_cotangent and is_float(self.dtype)
+
+
+class Product(Value):
+    """a b, summed in float32: a (M, K), or (K, M) with transpose_a; b (K, N), or (N, K) with transpose_b.
+
+    Raises:
+      ValueError: factors that are no matrices, or do not fit.
+    """
+
+    def __init__(self, a: Value, b: Value, *, transpose_a: bool = False, transpose_b: bool = False):
+        if len(a.shape) != 2 or len(b.shape) != 2:
+            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}; both must be matrices")
+        (m, k), (of_b, n) = _turned(a.shape, transpose_a), _turned(b.shape, transpose_b)
+        if not same_size(k, of_b):
+            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
+        super().__init__((m, n), FLOAT32)
+        self.a, self.b, self.transpose_a, self.transpose_b = a, b, transpose_a, transpose_b
+        self.inputs = (a, b)
+
+
+class Map(Value):
+    """One result of a function of values.
+
+    Attributes:
+      jaxpr: the function, of `inputs` as maps see them.
+      pullback: its derivative in other terms than JAX's own; None for JAX's.
+    """
+
+    def __init__(self, jaxpr: core.ClosedJaxpr, inputs: Sequence[Value], pullback: Pullback | None = None):
+        (out,) = jaxpr.out_avals
+        super().__init__(out.shape, out.dtype)
+        self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        """Of the arrays of its inputs, as maps see them."""
+        (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
+        result: jax.Array = out
+        return result
+
+
+def mapped(f: Callable[..., Any], *inputs: Value, pullback: Pullback | None = None) -> Any:
+    """f(*inputs): a value for each array that f returns, in the structure that it has.
+
+    Args:
+      f: a JAX function of whole arrays.
+      pullback: of f's one result, its inputs and the result's cotangent: the inputs' cotangents in their order, None
+        for one that has none. It takes the place of JAX's derivative of f, for instance because it is shorter in terms
+        of the result.
+
+    Raises:
+      TypeError: f closes over an array that is traced elsewhere; a pullback of several results.
+    """
+    name = getattr(f, "__name__", type(f).__name__)
+    trees: list[Any] = []
+
+    def flat(*arrays: jax.Array) -> list[Any]:
+        leaves, tree = jax.tree.flatten((f if pullback is None else _with_pullback(f, pullback))(*arrays))
+        trees.append(tree)
+        return leaves
+
+    closed = make_jaxpr(flat, [value.type for value in inputs], name)
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+        raise TypeError(f"map '{name}' closes over an array that is traced; give it as an input of the map")
+    count = len(closed.out_avals)
+    if pullback is not None and count != 1:
+        raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
+    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, pullback) for i in range(count)])
+
+
+def _result(closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], pullback: Pullback | None) -> Value:
+    """One result, of those inputs that it depends on; an input where it is one."""
+    if pullback is not None:  # which is given all inputs
+        return Map(closed, inputs, pullback)
+    wanted = [i == index for i in range(len(closed.out_avals))]
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+    kept = list(itertools.compress(inputs, used))
+    (out,) = jaxpr.outvars
+    if out in jaxpr.invars:
+        return kept[jaxpr.invars.index(out)]
+    return Map(core.ClosedJaxpr(jaxpr, closed.consts), kept)
+
+
+def _with_pullback(f: Callable[..., Any], pullback: Pullback) -> Callable[..., Any]:
+    """f with this derivative, which what runs the graph is differentiated by once more."""
+
+    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        found = pullback(*kept, cotangent)
+        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
+
+    def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        (result,) = jax.tree.leaves(f(*inputs))
+        return f(*inputs), (result, *inputs)
+
+    with_pullback = jax.custom_vjp(lambda *inputs: f(*inputs))
+    with_pullback.defvjp(forward, backward)
+    return with_pullback
+
+
+def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:
+    """What these values are made of, and they, inputs before users; but not what those that are given are made of."""
+    stops, found = set(given), set(wanted)
+    open_ = list(found)
+    while open_:
+        value = open_.pop()
+        new = set() if value in stops else set(value.inputs) - found
+        found |= new
+        open_ += new
+    return sorted(found, key=lambda value: value.number)
+
+
+def is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _turned(shape: Sequence[Any], is_turned: bool) -> tuple[Any, Any]:
+    rows, columns = shape
+    return (columns, rows) if is_turned else (rows, columns)
