@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from coda_jax.graph.values import Leaf, Map, Product, Value, is_float, mapped, reachable
+from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, mapped, reachable, turned
 
 
 def cotangents_of(
@@ -47,8 +48,8 @@ def cotangents_of(
         if value not in varies or isinstance(value, Leaf) or not found[value]:
             continue
         cotangent = _total(found[value])
-        of_inputs = _of_product(value, cotangent) if isinstance(value, Product) else _of_map(value, cotangent, varies)
-        for x, of_x in zip(value.inputs, of_inputs, strict=True):
+        of_inputs = _of_inputs(value, cotangent, varies)
+        for x, of_x in zip(value.inputs, of_inputs, strict=False):  # groups have none
             if x in varies and of_x is not None:
                 found[x].append(of_x)
     return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
@@ -62,8 +63,40 @@ def _total(cotangents: Sequence[Value]) -> Value:
     return total
 
 
+def _of_inputs(y: Value, dy: Value, varies: set[Value]) -> Sequence[Value | None]:
+    """The cotangents of its inputs."""
+    match y:
+        case Product():
+            return _of_product_of_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _of_product(y, dy)
+        case Turned():
+            return [turned(dy)]
+        case Map():
+            return _of_map(y, dy, varies)
+    raise TypeError(f"no derivative of {type(y).__name__}")
+
+
+def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
+    """Products whose factors are along k both: (M, K) and (N, K), as the kernel multiplies 8 bits."""
+    if not is_of_8_bits(dy.dtype):
+        raise TypeError(
+            f"product of {y.a.dtype} and {y.b.dtype}: its cotangent is {dy.dtype}; a map of the product, whose "
+            "pullback rounds to 8 bits, has to give it"
+        )
+    a = turned(y.a) if y.transpose_a else y.a
+    b = y.b if y.transpose_b else turned(y.b)
+    of_a = (turned(b), dy) if y.transpose_a else (dy, turned(b))
+    of_b = (turned(dy), turned(a)) if y.transpose_b else (turned(a), turned(dy))
+    da, db = (Product(*factors, transpose_b=True) for factors in (of_a, of_b))
+    return da, db
+
+
 def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
-    a, b, turned_a, turned_b = y.a, y.b, y.transpose_a, y.transpose_b
+    a, b, turned_a, turned_b, groups = y.a, y.b, y.transpose_a, y.transpose_b, y.groups
+    if groups is not None:
+        if turned_a or turned_b:
+            raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
+        da = Product(dy, b, transpose_b=True, groups=groups)
+        return da, Product(a, dy, transpose_a=True, groups=groups)
     da = (
         Product(b, dy, transpose_a=turned_b, transpose_b=True) if turned_a else Product(dy, b, transpose_b=not turned_b)
     )
@@ -73,8 +106,7 @@ def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
     return da, db
 
 
-def _of_map(y: Value, dy: Value, varies: set[Value]) -> list[Value | None]:
-    assert isinstance(y, Map)
+def _of_map(y: Map, dy: Value, varies: set[Value]) -> list[Value | None]:
     of_floats = [x in varies and is_float(x.dtype) for x in y.inputs]
     if y.pullback is not None:
         found = _by_its_pullback(y, dy)

@@ -10,7 +10,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
-from coda_jax.graph.values import Leaf, Map, Product, Value, is_float, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
 
 
 def evaluate(
@@ -32,13 +32,32 @@ def evaluate(
 
 def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
     if isinstance(value, Product):
-        a, b = (_as_factor(known[x], dtype) for x in value.inputs)
+        a, b = (_as_factor(known[x], dtype) for x in (value.a, value.b))
+        if value.groups is not None:
+            return _of_groups(value, a, b, known[value.groups])
         axes = ((int(not value.transpose_a),), (int(value.transpose_b),))
         return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=FLOAT32)
-    if isinstance(value, Map):
-        return value(*(as_seen(known[x]) for x in value.inputs))
-    assert isinstance(value, Leaf)
-    raise KeyError(f"no array of a leaf of shape {value.shape}")
+    if isinstance(value, Leaf):
+        raise KeyError(f"no array of a leaf of shape {value.shape}")
+    return applied(value, [known[x] for x in value.inputs])
+
+
+def applied(value: Value, inputs: Sequence[jax.Array]) -> jax.Array:
+    """A map or a transpose, from the arrays of its inputs."""
+    if isinstance(value, Turned):
+        return inputs[0].T
+    assert isinstance(value, Map), f"{type(value).__name__} is not known yet"
+    return value(*map(as_seen, inputs))
+
+
+def _of_groups(value: Product, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Each group's rows alone, the others as zeros."""
+    ends = jnp.cumsum(sizes)
+    of_group = jnp.searchsorted(ends, jnp.arange(a.shape[0]), side="right")
+    own = (of_group == jnp.arange(sizes.shape[0])[:, None]).astype(a.dtype)  # (G, rows)
+    b = jnp.swapaxes(b, 1, 2) if value.transpose_b else b
+    which = "gr,rm,rn->gmn" if value.transpose_a else "gr,rk,gkn->rn"
+    return jnp.einsum(which, own, a, b, preferred_element_type=FLOAT32)
 
 
 def _as_factor(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

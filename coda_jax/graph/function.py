@@ -14,7 +14,7 @@ from jax import lax
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.plan import Plan
 from coda_jax.graph.run import run
-from coda_jax.graph.values import Leaf, Map, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Turned, Value, reachable
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 
 
@@ -134,7 +134,7 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
     open_, seen = list(wanted), set(wanted)
     while open_:
         value = open_.pop()
-        if value in forward:
+        if value in forward or (isinstance(value, Turned) and value.inputs[0] in forward):  # a copy made beside it
             if not isinstance(value, Leaf):
                 found[value] = None
             continue
@@ -161,6 +161,8 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
                 kept.add(x)
 
     for value in sorted(found, key=lambda value: value.number):
+        if isinstance(value, Turned) and _is_of_leaves(value):
+            kept.remove(value)
         if not isinstance(value, Map):
             continue
         if not value.is_tile:
@@ -168,13 +170,16 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
                 kept.remove(value)
             continue
         kept.remove(value)
-        of_leaves = all(isinstance(x, Leaf | Map) for x in reachable([value]))
         of = sources(value)
-        if of_leaves or (len(of) == 1 and None not in of):
+        if _is_of_leaves(value) or (len(of) == 1 and None not in of):
             keep_vectors(value)
         else:
             kept.add(value)
     return sorted(kept, key=lambda value: value.number)
+
+
+def _is_of_leaves(value: Value) -> bool:
+    return all(isinstance(x, Leaf | Map | Turned) for x in reachable([value]))
 
 
 def _is_of_vectors(value: Value) -> bool:

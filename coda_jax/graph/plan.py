@@ -24,7 +24,7 @@ from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_size
-from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, reachable
 
 
 class Place(NamedTuple):
@@ -70,7 +70,7 @@ class Plan:
         for value in order:
             self.place[value] = self._placed(value)
         self._in_memory: dict[Value, None] = {}
-        factors = [factor for product in products for factor in product.inputs]
+        factors = [x for product in products for x in product.inputs]
         for value in (*factors, *wanted):
             self._ask(value)
         own = dict(self._epilogue)
@@ -91,15 +91,19 @@ class Plan:
             assert last < Place(step, False), "a product before what it reads"
             self._epilogue[value] = step
             return Place(step, False)
-        assert isinstance(value, Map)
         if not last.behind and self._joins(value, last.step):
             self._epilogue[value] = last.step
             return Place(last.step, not value.is_tile)
         return Place(last.step, True)
 
-    def _joins(self, value: Map, step: int) -> bool:
-        """True if the epilogue of this product may make the map."""
+    def _joins(self, value: Value, step: int) -> bool:
+        """True if the epilogue of this product may make the value."""
         product = self.steps[step].product
+        if len(product.shape) != 2 or (product.groups is not None and _reduces_rows(value)):
+            return False  # by group it has no epilogue, and its sums over rows would be those of each group
+        if isinstance(value, Turned):
+            return lies_beside(value.inputs[0], product)
+        assert isinstance(value, Map)
         tiles = [x for x in (*value.inputs, value) if x.is_tile]
         return all(lies_beside(x, product) for x in tiles) and is_local(value, product.shape)
 
@@ -161,7 +165,7 @@ class Plan:
         for step, product in enumerate(self._number):
             for factor in product.inputs:
                 first_use.setdefault(factor, step)
-        for value in [x for x in self._in_memory if isinstance(x, Map) and x not in self._epilogue]:
+        for value in [x for x in self._in_memory if isinstance(x, Map | Turned) and x not in self._epilogue]:
             sources = self._sources(value)
             if not sources:
                 continue
@@ -213,6 +217,15 @@ def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
     return _program(value, shape) is not None
 
 
+def _reduces_rows(value: Value) -> bool:
+    """True for what has no row of its own for each of a tile that it reads."""
+    return not value.is_tile and any(x.is_tile for x in value.inputs) and not (is_of_rows(value) or is_column(value))
+
+
+def is_column(value: Value) -> bool:
+    return len(value.shape) == 2 and same_size(value.shape[1], 1)
+
+
 def is_of_rows(value: Value) -> bool:
     """True for a vector (M,) with an element for each row. One that is given has an element for each column."""
     if len(value.shape) != 1 or not isinstance(value, Map):
@@ -221,7 +234,7 @@ def is_of_rows(value: Value) -> bool:
     if tiles:
         program = next(filter(None, (_program(value, x.shape) for x in tiles)), None)
         return program is not None and 0 in program.finishing.row_axes[0]
-    return any(is_of_rows(x) or (len(x.shape) == 2 and same_size(x.shape[1], 1)) for x in value.inputs)
+    return any(is_of_rows(x) or is_column(x) for x in value.inputs)
 
 
 def _program(value: Map, shape: tuple[Any, ...]) -> Program | None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
-from coda_jax.graph.evaluate import as_seen
+from coda_jax.graph.evaluate import applied
 from coda_jax.graph.plan import Plan, is_of_rows
-from coda_jax.graph.values import Map, Value, is_float
+from coda_jax.graph.values import Value, is_float
+from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
 
 
@@ -70,9 +71,8 @@ class _Run:
         """The value, which XLA makes if it is not known."""
         if value in self.arrays:
             return self.arrays[value]
-        assert isinstance(value, Map), f"{type(value).__name__} is not known yet"
         with default_types():
-            x = value(*(as_seen(self.known(of)) for of in value.inputs))
+            x = applied(value, [self.known(of) for of in value.inputs])
         if value in self.by_xla:
             x = self.arrays[value] = x.astype(self.dtype_of(value))
         return x
@@ -92,7 +92,8 @@ class _Run:
             return [_made(value, values) for value in stores]
 
         epilogue.__name__ = name
-        a, b = (self._factor(x) for x in of.inputs)
+        a, b = self._factor(of.a), self._factor(of.b)
+        ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         given = [x[:, None] if value in vectors else x for value, x in operands.items()]
         is_bare = stores == [of]
         outputs, _ = product(
@@ -101,7 +102,8 @@ class _Run:
             given,
             None if is_bare else epilogue,
             lambda _: [self.dtype_of(value) for value in stores],
-            Options(of.transpose_a, of.transpose_b, implementation=self.implementation),
+            Options(of.transpose_a, of.transpose_b, implementation=self.implementation, ragged=ragged),
+            None if of.groups is None else self.known(of.groups),
         )
         self.arrays.update(zip(stores, outputs, strict=True))
 
@@ -121,6 +123,5 @@ class _Run:
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:
     """The value from those that are known, in an epilogue."""
     if value not in values:
-        assert isinstance(value, Map)
-        values[value] = value(*(_made(x, values) for x in value.inputs))
+        values[value] = applied(value, [_made(x, values) for x in value.inputs])
     return values[value]

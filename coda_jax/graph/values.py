@@ -34,9 +34,11 @@ class Value:
       shape, dtype: of the array that it is.
       inputs: what it is a function of; these were made before it.
       number: in the order in which values are made.
+      transpose: as `turned` made it.
     """
 
     inputs: tuple[Value, ...] = ()
+    transpose: Turned | None = None
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)
@@ -68,19 +70,30 @@ class Leaf(Value):
 class Product(Value):
     """a b, summed in float32: a (M, K), or (K, M) with transpose_a; b (K, N), or (N, K) with transpose_b.
 
+    With groups, rows of a are sorted by group, and the result is as of `coda.ragged_gemm`: b has an axis of groups in
+    front. With groups and transpose_a it is as of `coda.ragged_contraction`, (G, M, N): the rows that are summed over
+    are those of each group.
+
+    Attributes:
+      groups: (G,) int32, how many rows each has; None for a plain product.
+
     Raises:
-      ValueError: factors that are no matrices, or do not fit.
+      ValueError: factors of other ranks, or that do not fit.
     """
 
-    def __init__(self, a: Value, b: Value, *, transpose_a: bool = False, transpose_b: bool = False):
-        if len(a.shape) != 2 or len(b.shape) != 2:
-            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}; both must be matrices")
-        (m, k), (of_b, n) = _turned(a.shape, transpose_a), _turned(b.shape, transpose_b)
+    def __init__(
+        self, a: Value, b: Value, *, transpose_a: bool = False, transpose_b: bool = False, groups: Value | None = None
+    ):
+        has_groups = groups is not None and not transpose_a
+        if len(a.shape) != 2 or len(b.shape) != 2 + has_groups:
+            kinds = "a matrix and one for each group" if has_groups else "both matrices"
+            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}; they must be {kinds}")
+        (m, k), (of_b, n) = _turned(a.shape, transpose_a), _turned(b.shape[-2:], transpose_b)
         if not same_size(k, of_b):
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
-        super().__init__((m, n), FLOAT32)
-        self.a, self.b, self.transpose_a, self.transpose_b = a, b, transpose_a, transpose_b
-        self.inputs = (a, b)
+        super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
+        self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
+        self.inputs = (a, b) if groups is None else (a, b, groups)
 
 
 class Map(Value):
@@ -101,6 +114,24 @@ class Map(Value):
         (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
         result: jax.Array = out
         return result
+
+
+class Turned(Value):
+    """The transpose of a matrix, as a product that reads its other axis along k takes it."""
+
+    def __init__(self, x: Value):
+        rows, columns = x.shape
+        super().__init__((columns, rows), x.dtype)
+        self.inputs = (x,)
+
+
+def turned(x: Value) -> Value:
+    """The transpose of x, the same value each time."""
+    if isinstance(x, Turned):
+        return x.inputs[0]
+    if x.transpose is None:
+        x.transpose = Turned(x)
+    return x.transpose
 
 
 def mapped(f: Callable[..., Any], *inputs: Value, pullback: Pullback | None = None) -> Any:
