@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax
 import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.derivative import cotangents_of
-from coda_jax.graph.plan import Plan
+from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
 from coda_jax.graph.values import Leaf, Map, Turned, Value, reachable
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
@@ -27,6 +29,7 @@ class Graph:
       leaves, outputs: its arguments and results.
       dtype: of the products' factors, and of tiles between products.
       out_dtypes: of the outputs.
+      rows: the axes that arrays have in the place of the rows; none where these are one axis.
       implementation: as in `gemm`.
     """
 
@@ -35,6 +38,7 @@ class Graph:
     outputs: Sequence[Value]
     dtype: Any
     out_dtypes: Sequence[Any]
+    rows: Sequence[Any] = ()
     implementation: str = "auto"
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
@@ -54,7 +58,7 @@ class Graph:
         return dict(zip(self.leaves, arrays, strict=True))
 
     def _made(self, plan: Plan, arrays: dict[Value, jax.Array], dtypes: dict[Value, Any]) -> list[jax.Array]:
-        options: dict[str, Any] = {"name": self.name, "implementation": self.implementation}
+        options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
         return run(plan, arrays, dtype=self.dtype, dtypes=dtypes, **options)
 
     @functools.cached_property
@@ -93,7 +97,7 @@ class BackwardPass:
     @classmethod
     def of(cls, graph: Graph, absent: frozenset[int]) -> BackwardPass:
         each = enumerate(zip(graph.outputs, graph.out_dtypes, strict=True))
-        cotangents = [None if i in absent else Leaf(x.shape, dtype) for i, (x, dtype) in each]
+        cotangents = [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
         of_leaves = cotangents_of(graph.outputs, cotangents, list(graph.leaves))
         return cls(cotangents, of_leaves, Plan([x for x in of_leaves if x is not None]))
 
@@ -194,10 +198,20 @@ def graph_of(
     dtype: Any,
     out_dtypes: Sequence[Any] | None = None,
     name: str = "graph",
+    rows: Sequence[Any] = (),
     implementation: str = "auto",
 ) -> Graph:
-    """The graph of f, a function of values, at these arrays or types; the rest as `Graph` has it."""
-    leaves = [Leaf(x.shape, x.dtype) for x in arrays]
+    """The graph of f, a function of values, at these arrays or types; the rest as `Graph` has it.
+
+    Args:
+      rows: arrays that begin with these axes have them in the place of the rows of their values.
+    """
+    leaves = [_leaf(x, tuple(rows)) for x in arrays]
     outputs = jax.tree.leaves(f(*leaves))
     given = [np.dtype(dtype)] * len(outputs) if out_dtypes is None else list(out_dtypes)
-    return Graph(name, leaves, outputs, np.dtype(dtype), given, implementation)
+    return Graph(name, leaves, outputs, np.dtype(dtype), given, rows, implementation)
+
+
+def _leaf(x: Any, rows: tuple[Any, ...]) -> Leaf:
+    has_rows = bool(rows) and len(x.shape) > len(rows) and same_shape(x.shape[: len(rows)], rows)
+    return Leaf((math.prod(rows), *x.shape[len(rows) :]) if has_rows else x.shape, x.dtype, has_rows=has_rows)

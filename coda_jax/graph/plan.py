@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,31 +127,30 @@ class Plan:
             return
         self._in_memory[value] = None
         if value in self._epilogue:
-            self._ask_inputs(value, self._epilogue[value])
+            for x in self._read([value], self._epilogue[value]):
+                self._ask(x)
         else:
             for x in value.inputs:
                 self._ask_for_pass(x)
 
     def _ask_for_pass(self, value: Value) -> None:
         """XLA reads the value in a pass."""
-        if self.is_inlined(value):
-            for x in value.inputs:
-                self._ask_for_pass(x)
-        else:
-            self._ask(value)
+        for x in _leaves([value], lambda x: x.inputs if self.is_inlined(x) else None):
+            self._ask(x)
 
-    def _ask_inputs(self, value: Value, step: int) -> None:
-        """The epilogue of this product makes the value."""
-        for x in self.beside_acc(value, step):
-            if self.is_made_in(x, step):
-                self._ask_inputs(x, step)
-            else:
-                self._ask(x)
+    def operands(self, step: int) -> list[Value]:
+        """What the epilogue of this product reads beside it, in the order in which its stores need it."""
+        return self._read(self.steps[step].stores, step)
 
-    def beside_acc(self, value: Value, step: int) -> list[Value]:
-        """What the epilogue of this product reads to make the value, but for the product."""
+    def _read(self, values: Iterable[Value], step: int) -> list[Value]:
+        """What the epilogue of this product reads to make these values."""
         product = self.steps[step].product
-        return [] if value is product else [x for x in value.inputs if x is not product]
+        wanted = [x for value in values if value is not product for x in value.inputs if x is not product]
+
+        def behind(x: Value) -> list[Value] | None:
+            return [of for of in x.inputs if of is not product] if self.is_made_in(x, step) else None
+
+        return _leaves(wanted, behind)
 
     def is_made_in(self, value: Value, step: int) -> bool:
         """True for a tile that the epilogue of this product makes for itself, where it reads it."""
@@ -182,25 +182,31 @@ class Plan:
 
     def _sources(self, value: Value) -> set[Value]:
         """The tiles in memory that the map reads, through those that are made again."""
-        found: set[Value] = set()
-        for x in value.inputs:
-            if self.is_inlined(x):
-                found |= self._sources(x)
-            elif x.is_tile:
-                found.add(x)
-        return found
+        found = _leaves(value.inputs, lambda x: x.inputs if self.is_inlined(x) else None)
+        return {x for x in found if x.is_tile}
 
     def _tiles_read(self, step: int) -> set[Value]:
         """The tiles in memory that the epilogue of this product reads."""
-        found: set[Value] = set()
-        open_ = [value for value, of in self._epilogue.items() if of == step and value in self._in_memory]
-        while open_:
-            for x in self.beside_acc(open_.pop(), step):
-                if self.is_made_in(x, step):
-                    open_.append(x)
-                elif x.is_tile:
-                    found.add(x)
-        return found
+        made = [value for value, of in self._epilogue.items() if of == step and value in self._in_memory]
+        return {x for x in self._read(made, step) if x.is_tile}
+
+
+def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] | None]) -> list[Value]:
+    """Each value once, with what is behind it in its place, and behind that; None where nothing is."""
+    found: dict[Value, None] = {}
+    seen: set[Value] = set()
+    open_ = list(values)[::-1]
+    while open_:
+        value = open_.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        inputs = behind(value)
+        if inputs is None:
+            found[value] = None
+        else:
+            open_ += list(inputs)[::-1]
+    return list(found)
 
 
 def lies_beside(value: Value, product: Product) -> bool:
@@ -217,6 +223,30 @@ def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
     return _program(value, shape) is not None
 
 
+def _remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
+    """f, asked once of each value."""
+    answers: weakref.WeakKeyDictionary[Value, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(f)
+    def ask(value: Value) -> bool:
+        if value not in answers:
+            answers[value] = f(value)
+        return answers[value]
+
+    return ask
+
+
+@_remembered
+def has_rows(value: Value) -> bool:
+    """True if the value's first axis is the rows of the block's arrays."""
+    if isinstance(value, Leaf):
+        return value.has_rows
+    if isinstance(value, Product):
+        return not value.transpose_a and has_rows(value.a)
+    lies_along = is_of_rows(value) if len(value.shape) == 1 else isinstance(value, Map) and len(value.shape) == 2
+    return lies_along and any(has_rows(x) and same_size(x.shape[0], value.shape[0]) for x in value.inputs)
+
+
 def _reduces_rows(value: Value) -> bool:
     """True for what has no row of its own for each of a tile that it reads."""
     return not value.is_tile and any(x.is_tile for x in value.inputs) and not (is_of_rows(value) or is_column(value))
@@ -226,6 +256,7 @@ def is_column(value: Value) -> bool:
     return len(value.shape) == 2 and same_size(value.shape[1], 1)
 
 
+@_remembered
 def is_of_rows(value: Value) -> bool:
     """True for a vector (M,) with an element for each row. One that is given has an element for each column."""
     if len(value.shape) != 1 or not isinstance(value, Map):

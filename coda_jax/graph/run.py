@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import numpy as np
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph.evaluate import applied
-from coda_jax.graph.plan import Plan, is_of_rows
-from coda_jax.graph.values import Value, is_float
+from coda_jax.graph.plan import Plan, has_rows, is_of_rows
+from coda_jax.graph.values import Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
 
@@ -24,6 +25,7 @@ def run(
     dtype: Any,
     dtypes: Mapping[Value, Any],
     name: str,
+    rows: Sequence[Any] = (),
     implementation: str = "auto",
 ) -> list[jax.Array]:
     """The arrays of what the plan makes.
@@ -33,28 +35,30 @@ def run(
       dtype: of the products' factors, and of tiles that lie in memory between them.
       dtypes: of values that are wanted in another.
       name: of the graph, in messages and in the kernels' names.
+      rows: the axes that arrays have in the place of a block's rows; none where these are one axis.
       implementation: as in `gemm`.
     """
-    running = _Run(plan, dict(arrays), np.dtype(dtype), dict(dtypes), implementation)
+    running = _Run(plan, dict(arrays), np.dtype(dtype), dict(dtypes), tuple(rows), implementation)
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
     return [running.stored(value) for value in plan.wanted]
 
 
+@dataclasses.dataclass
 class _Run:
-    def __init__(
-        self,
-        plan: Plan,
-        arrays: dict[Value, jax.Array],
-        dtype: np.dtype,
-        dtypes: dict[Value, Any],
-        implementation: str,
-    ):
-        self.plan, self.arrays, self.dtype, self.dtypes = plan, arrays, dtype, dtypes
-        self.implementation = implementation
-        self.by_xla = frozenset(plan.by_xla)
+    """What is known of a plan while it runs: arrays, with all axes of the rows."""
 
-    def dtype_of(self, value: Value) -> np.dtype:
+    plan: Plan
+    arrays: dict[Value, jax.Array]
+    dtype: np.dtype[Any]
+    dtypes: dict[Value, Any]
+    rows: tuple[Any, ...]
+    implementation: str
+
+    def __post_init__(self) -> None:
+        self._by_xla = frozenset(self.plan.by_xla)
+
+    def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
         if value in self.dtypes:
             return np.dtype(self.dtypes[value])
@@ -69,20 +73,17 @@ class _Run:
 
     def known(self, value: Value) -> jax.Array:
         """The value, which XLA makes if it is not known."""
-        if value in self.arrays:
-            return self.arrays[value]
-        with default_types():
-            x = applied(value, [self.known(of) for of in value.inputs])
-        if value in self.by_xla:
-            x = self.arrays[value] = x.astype(self.dtype_of(value))
-        return x
+        if value not in self.arrays:
+            with default_types():
+                x = applied(value, [self._as_matrix(of, self.known(of)) for of in value.inputs])
+            x = x.astype(self.dtype_of(value)) if value in self._by_xla else x
+            self.arrays[value] = self._with_rows(value, x)
+        return self.arrays[value]
 
     def multiply(self, step: int, name: str) -> None:
         """Runs a product; what its epilogue stores is known then."""
         of, stores = self.plan.steps[step].product, self.plan.steps[step].stores
-        operands: dict[Value, jax.Array] = {}
-        for value in stores:
-            self._gather(value, step, operands)
+        operands = {x: self.known(x) for x in self.plan.operands(step)}
         vectors = [x for x in operands if is_of_rows(x)]
 
         def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -92,32 +93,39 @@ class _Run:
             return [_made(value, values) for value in stores]
 
         epilogue.__name__ = name
-        a, b = self._factor(of.a), self._factor(of.b)
-        ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
-        given = [x[:, None] if value in vectors else x for value, x in operands.items()]
-        is_bare = stores == [of]
+        a, b = self._factors(of)
         outputs, _ = product(
             a,
             b,
-            given,
-            None if is_bare else epilogue,
+            [x[..., None] if value in vectors else x for value, x in operands.items()],
+            None if stores == [of] else epilogue,
             lambda _: [self.dtype_of(value) for value in stores],
-            Options(of.transpose_a, of.transpose_b, implementation=self.implementation, ragged=ragged),
+            self._options(of),
             None if of.groups is None else self.known(of.groups),
         )
-        self.arrays.update(zip(stores, outputs, strict=True))
+        for value, x in zip(stores, outputs, strict=True):
+            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else x
 
-    def _factor(self, value: Value) -> jax.Array:
-        x = self.known(value)
-        return x if is_of_8_bits(x.dtype) else x.astype(self.dtype)
+    def _options(self, of: Product) -> Options:
+        ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
+        k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
+        return Options(of.transpose_a, of.transpose_b, implementation=self.implementation, ragged=ragged, k_axes=k_axes)
 
-    def _gather(self, value: Value, step: int, operands: dict[Value, jax.Array]) -> None:
-        """The operands that the epilogue of this product reads to make the value."""
-        for x in self.plan.beside_acc(value, step):
-            if self.plan.is_made_in(x, step):
-                self._gather(x, step, operands)
-            elif x not in operands:
-                operands[x] = self.known(x)
+    def _factors(self, of: Product) -> list[jax.Array]:
+        factors = [self.known(x) for x in (of.a, of.b)]
+        if of.transpose_a and not self._sums_rows(of):
+            factors = [self._as_matrix(x, array) for x, array in zip(of.inputs, factors, strict=False)]
+        return [x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in factors]
+
+    def _sums_rows(self, of: Product) -> bool:
+        """True if it sums over the rows, with all their axes."""
+        return of.transpose_a and not of.transpose_b and has_rows(of.a) and has_rows(of.b)
+
+    def _as_matrix(self, value: Value, x: jax.Array) -> jax.Array:
+        return x.reshape(value.shape) if self.rows and has_rows(value) else x
+
+    def _with_rows(self, value: Value, x: jax.Array) -> jax.Array:
+        return x.reshape(*self.rows, *value.shape[1:]) if self.rows and has_rows(value) else x
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

@@ -60,11 +60,12 @@ class Leaf(Value):
 
     Attributes:
       has_cotangent: whether it is differentiated.
+      has_rows: whether its rows are those of the block's arrays, which may be several axes of these.
     """
 
-    def __init__(self, shape: Sequence[Any], dtype: Any, *, has_cotangent: bool = True):
+    def __init__(self, shape: Sequence[Any], dtype: Any, *, has_cotangent: bool = True, has_rows: bool = False):
         super().__init__(shape, dtype)
-        self.has_cotangent = has_cotangent and is_float(self.dtype)
+        self.has_cotangent, self.has_rows = has_cotangent and is_float(self.dtype), has_rows
 
 
 class Product(Value):
