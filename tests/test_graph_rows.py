@@ -64,11 +64,16 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_automatic_meshes(plan):
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [*((AxisType.Auto, plan) for plan in PLANS), (AxisType.Explicit, "data"), (AxisType.Explicit, "fsdp")],
+    ids=str,
+)
+def test_meshes(kind, plan):
+    """Over explicit axes cotangents are sharded as what they are of."""
     args = gated_arguments(jnp.float32)
     given = of_rows(args, ROWS, 64)
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
     graph = graph_of(gated, given, dtype=jnp.float32, rows=ROWS)
     want = jax.grad(total(plain), DIFFERENTIATED)(*args)
     with jax.set_mesh(mesh):

@@ -86,24 +86,20 @@ def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
     b = y.b if y.transpose_b else turned(y.b)
     of_a = (turned(b), dy) if y.transpose_a else (dy, turned(b))
     of_b = (turned(dy), turned(a)) if y.transpose_b else (turned(a), turned(dy))
-    da, db = (Product(*factors, transpose_b=True) for factors in (of_a, of_b))
-    return da, db
+    return Product(*of_a, transpose_b=True, like=y.a), Product(*of_b, transpose_b=True, like=y.b)
 
 
 def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
-    a, b, turned_a, turned_b, groups = y.a, y.b, y.transpose_a, y.transpose_b, y.groups
-    if groups is not None:
-        if turned_a or turned_b:
-            raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
-        da = Product(dy, b, transpose_b=True, groups=groups)
-        return da, Product(a, dy, transpose_a=True, groups=groups)
-    da = (
-        Product(b, dy, transpose_a=turned_b, transpose_b=True) if turned_a else Product(dy, b, transpose_b=not turned_b)
-    )
-    db = (
-        Product(dy, a, transpose_a=True, transpose_b=turned_a) if turned_b else Product(a, dy, transpose_a=not turned_a)
-    )
-    return da, db
+    a, b, product = y.a, y.b, functools.partial(Product, groups=y.groups)
+    if y.groups is not None and (y.transpose_a or y.transpose_b):
+        raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
+    if y.transpose_a:
+        da = product(b, dy, transpose_a=y.transpose_b, transpose_b=True, like=a)
+    else:
+        da = product(dy, b, transpose_b=not y.transpose_b, like=a)
+    if y.transpose_b:
+        return da, product(dy, a, transpose_a=True, transpose_b=y.transpose_a, like=b)
+    return da, product(a, dy, transpose_a=not y.transpose_a, like=b)
 
 
 def _of_map(y: Map, dy: Value, varies: set[Value]) -> list[Value | None]:

@@ -16,6 +16,7 @@ from coda_jax.graph.plan import Plan, has_rows, is_of_rows
 from coda_jax.graph.values import Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
+from coda_jax.primitives.mesh_types import explicit_sharding
 
 
 def run(
@@ -109,7 +110,15 @@ class _Run:
     def _options(self, of: Product) -> Options:
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
-        return Options(of.transpose_a, of.transpose_b, implementation=self.implementation, ragged=ragged, k_axes=k_axes)
+        like = None if of.like is None else self.arrays.get(of.like)
+        return Options(
+            of.transpose_a,
+            of.transpose_b,
+            implementation=self.implementation,
+            ragged=ragged,
+            k_axes=k_axes,
+            out_sharding=None if like is None else explicit_sharding(like),
+        )
 
     def _factors(self, of: Product) -> list[jax.Array]:
         factors = [self.known(x) for x in (of.a, of.b)]

@@ -77,13 +77,21 @@ class Product(Value):
 
     Attributes:
       groups: (G,) int32, how many rows each has; None for a plain product.
+      like: what the result is a cotangent of: it is sharded alike over explicit mesh axes. None for nothing.
 
     Raises:
       ValueError: factors of other ranks, or that do not fit.
     """
 
     def __init__(
-        self, a: Value, b: Value, *, transpose_a: bool = False, transpose_b: bool = False, groups: Value | None = None
+        self,
+        a: Value,
+        b: Value,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        groups: Value | None = None,
+        like: Value | None = None,
     ):
         has_groups = groups is not None and not transpose_a
         if len(a.shape) != 2 or len(b.shape) != 2 + has_groups:
@@ -94,7 +102,7 @@ class Product(Value):
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
-        self.inputs = (a, b) if groups is None else (a, b, groups)
+        self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
 
 
 class Map(Value):
