@@ -13,6 +13,7 @@ from coda_jax.graph.evaluate import evaluate
 from coda_jax.graph.values import Leaf, Map, Product, mapped, reachable
 from tests.gemm_cases import assert_close
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 M, D, F = 12, 8, 16
 E4M3 = jnp.float8_e4m3fn
 

@@ -11,6 +11,7 @@ from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 M, D, F = 48, 32, 64
 E4M3 = jnp.float8_e4m3fn
 SCALES = (2.0, 8.0, 2.0, 8.0, 16.0, 32.0)  # of x, up, hidden, down, and the cotangents of both products

@@ -19,6 +19,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
 from tests.test_graph_derivative import swiglu
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 ROWS, GROUPS, D, F = 48, 4, 16, 24
 DIFFERENTIATED = (0, 1, 2, 4)
 

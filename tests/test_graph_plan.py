@@ -11,6 +11,7 @@ from jax import lax
 
 import coda_jax as coda
 from coda_jax.epilogue.code_size import instructions
+from coda_jax.graph import plan as plans
 from coda_jax.graph.function import graph_of
 from coda_jax.graph.plan import Plan, is_of_rows
 from coda_jax.graph.run import run
@@ -20,6 +21,7 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
 from tests.test_graph_derivative import CASES, InGraph, InJax, arrays, feed_forward, swiglu
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 M, D, F = 12, 8, 16
 
 
@@ -174,6 +176,28 @@ def test_cotangents_that_are_zeros():
     found = jax.jit(jax.grad(lambda *args: jnp.sum(graph(*args)[0]), (0, 1)))(*args)
     assert_close(found, jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1))(*args), 1e-5)
     assert graph.backward(frozenset({1})).cotangents[1] is None
+
+
+def test_work_is_linear_in_layers(monkeypatch):
+    """Epilogues are traced as often for each layer more."""
+    counts = collections.Counter()
+    trace = plans.trace
+    monkeypatch.setattr(plans, "trace", lambda *args: counts.update(["trace"]) or trace(*args))
+
+    def traced(layers):
+        def block(x, up, down):
+            for _ in range(layers):
+                x = feed_forward(InGraph, x, up, down)
+            return x
+
+        counts.clear()
+        graph = graph_of(block, arrays("feed-forward"), dtype=jnp.float32)
+        plan = graph.backward(frozenset()).plan_from(graph.kept)
+        assert len(plan.steps) == 4 * layers and not plan.by_xla
+        return counts["trace"]
+
+    few, more, most = (traced(layers) for layers in (2, 4, 8))
+    assert most - more == 2 * (more - few) > 0
 
 
 # --- beside the products by hand

@@ -16,6 +16,7 @@ from tests.test_graph_fp8 import block as fp8_block
 from tests.test_graph_fp8 import in_jax as fp8_in_jax
 from tests.test_graph_plan import DIFFERENTIATED, gated, gated_arguments, plain, total
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 P = PartitionSpec
 ROWS = (4, 16)
 
@@ -41,6 +42,7 @@ def test_values_and_gradients(case):
     assert_close([x.reshape(of.shape) for x, of in zip(found, gradients, strict=True)], list(gradients), 1e-4)
 
 
+@pytest.mark.slow
 def test_copies_along_k():
     """Transposed ones have the rows as one axis."""
     args = fp8_arguments()

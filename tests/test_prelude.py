@@ -14,6 +14,7 @@ from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 M, N, K = 24, 16, 32
 P = PartitionSpec
 CAPTURED = jnp.linspace(-1, 1, N, dtype=jnp.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -161,21 +162,30 @@ class Plan:
 
     def _attach(self, factors: Sequence[Value]) -> None:
         """Gives maps of what is in memory to earlier epilogues that read it anyway."""
-        first_use: dict[Value, int] = {}
+        first_use: dict[Value, int] = {}  # as a factor
         for step, product in enumerate(self._number):
             for factor in product.inputs:
                 first_use.setdefault(factor, step)
+        users, stores = defaultdict(list), defaultdict(list)
+        for value in self._in_memory:
+            for x in value.inputs:
+                users[x].append(self.place[value].step)
+            if value in self._epilogue:
+                stores[self._epilogue[value]].append(value)
+        readers = defaultdict(set)  # of a tile in memory: the products whose epilogues read it
+        for step, of in stores.items():
+            for x in self._read(of, step):
+                readers[x].add(step)
         for value in [x for x in self._in_memory if isinstance(x, Map | Turned) and x not in self._epilogue]:
             sources = self._sources(value)
-            if not sources:
-                continue
-            last = first_use.get(value, len(self.steps) if not value.is_tile else 0)
-            users = [self.place[x].step for x in self._in_memory if value in x.inputs]
-            last = min([last, *(step + value.is_tile for step in users)])  # of a tile the epilogue that makes it is one
-            for step in range(self.place[value].step + 1, last):
-                product, read = self.steps[step].product, self._tiles_read(step)
-                is_near = value in read or not sources.isdisjoint(read) if value.is_tile else sources <= read
-                if is_near and self._joins(value, step):
+            # Of a tile the epilogue that makes it may read it; a sum is known behind it.
+            last = min([len(self.steps), *(step + value.is_tile for step in users[value])])
+            if value.is_tile:
+                last = min(last, first_use.get(value, 0))
+            read = [readers[x] for x in sources]
+            near = set[int]().union(readers[value], *read) if value.is_tile else set(*read[:1]).intersection(*read)
+            for step in sorted(near):
+                if self.place[value].step < step < last and self._joins(value, step):
                     self._epilogue[value] = step
                     self.place[value] = Place(step, not value.is_tile)
                     break
@@ -184,11 +194,6 @@ class Plan:
         """The tiles in memory that the map reads, through those that are made again."""
         found = _leaves(value.inputs, lambda x: x.inputs if self.is_inlined(x) else None)
         return {x for x in found if x.is_tile}
-
-    def _tiles_read(self, step: int) -> set[Value]:
-        """The tiles in memory that the epilogue of this product reads."""
-        made = [value for value, of in self._epilogue.items() if of == step and value in self._in_memory]
-        return {x for x in self._read(made, step) if x.is_tile}
 
 
 def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] | None]) -> list[Value]:
