@@ -28,6 +28,17 @@ def doubled_derivative(x):
 doubled_derivative.defjvp(lambda x, dx: (jnp.exp(x[0]), 2 * jnp.exp(x[0]) * dx[0]))
 
 
+@jax.custom_vjp
+def scaled_exponential(x, scale):
+    return jnp.exp(x) * scale
+
+
+scaled_exponential.defvjp(
+    lambda x, scale: (jnp.exp(x) * scale, (x, scale)),
+    lambda kept, dy: (2 * dy * jnp.exp(kept[0]) * kept[1], jnp.sum(dy * jnp.exp(kept[0]))),
+)
+
+
 def on_halves(acc, row, half):
     left, right = jnp.split(acc * jnp.exp(row), 2, axis=1)
     return left * jax.nn.sigmoid(half) + right
@@ -63,6 +74,19 @@ CASES = {
     "after a reduction": (flat_column, [COLUMN], ["column_vector"] * 2, {"rsqrt"}),
     "captured": (lambda acc: acc * jnp.exp(CAPTURED), [], ["row_vector"], {"exp"}),
     "its own derivative": (lambda acc, s: acc * doubled_derivative(s), [ROW], ["row_vector"], {"exp"}),
+    "softplus": (lambda acc, s: acc * jax.nn.softplus(s), [ROW], ["row_vector"], {"exp", "log1p"}),
+    "beside a scalar": (
+        lambda acc, s, t: acc * jnp.logaddexp(s, t) + jnp.logaddexp(t, 2.0),
+        [COLUMN, SCALAR],
+        ["column_vector", "scalar"],
+        {"exp", "log1p"},
+    ),
+    "its own derivative beside a scalar": (
+        lambda acc, s, t: acc * scaled_exponential(s, t),
+        [ROW, SCALAR],
+        ["row_vector"],
+        {"exp"},
+    ),
     "in 16 bits": (lambda acc, s: acc * jnp.exp(s.astype(jnp.bfloat16)), [ROW], ["row_vector"], {"exp"}),
     "broadcast first": (
         lambda acc, s, t: acc * jnp.exp(jnp.broadcast_to(s, acc.shape) * t),

@@ -196,6 +196,8 @@ class _Vectors:
         vector = along[0] if along else inputs[0] if inputs else None
         if vector is not None and equation.name in CUSTOM_DERIVATIVES:  # which runs as it was traced
             avals = [self.flat.aval(x) for x in (*equation.inputs, *equation.outputs)]
+            if vector.axis is None:
+                vector = replace(vector, shape=())
             if not all(same_shape(aval.shape, vector.shape) for aval in avals if aval.shape):
                 return None
         return vector
@@ -267,16 +269,12 @@ class _Vectors:
 
     def _computed(self, equation: Equation, inputs: list[Any]) -> jax.Array:
         vector = self.vectors[equation.outputs[0]]
-        if vector.axis is not None:
-            each = zip(inputs, equation.inputs, strict=True)
-            inputs = [x if self._has_axis(atom) else jnp.broadcast_to(x.reshape(()), vector.shape) for x, atom in each]
-        else:
-            inputs = [jnp.reshape(x, vector.shape) for x in inputs]
-        (out,) = bind_equation(equation, inputs)
+        shapes = [vector.shape] * len(inputs)
+        if equation.name in CUSTOM_DERIVATIVES:  # whose function was traced with scalars of its own
+            shapes = [self.flat.aval(atom).shape for atom in equation.inputs]
+        each = zip(inputs, shapes, strict=True)
+        (out,) = bind_equation(equation, [_broadcast(jnp.asarray(x), shape) for x, shape in each])
         return out
-
-    def _has_axis(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and self.vectors[atom].axis is not None
 
     def in_epilogue(self, variable: int, x: jax.Array) -> jax.Array:
         """The variable in the shape that it has in the epilogue, from its array as that is seen there."""
@@ -286,6 +284,11 @@ class _Vectors:
             return jnp.broadcast_to(x.reshape(()), aval.shape)
         x = lax.squeeze(x, [1] if vector.of_rows else range(x.ndim - 1))
         return lax.broadcast_in_dim(x, aval.shape, (vector.axis,))
+
+
+def _broadcast(x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
+    """A scalar in a shape; a vector has it."""
+    return x if same_shape(x.shape, shape) else jnp.broadcast_to(x.reshape(()), shape)
 
 
 def _cost(equation: Equation) -> int | None:
