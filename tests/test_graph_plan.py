@@ -93,7 +93,7 @@ def test_maps_join_the_product_that_they_read():
     graph, *_ = graph_and_jax("feed-forward")
     assert stores(Plan(graph.outputs)) == [[(M, F)], [(M, D)]]
     assert [x.shape for x in graph.kept] == [(M, 2 * F)]  # z; the activation is made again
-    backward = graph.backward(frozenset()).plan_from(graph.kept)
+    backward = graph.backward().plan
     # dz, and beside it the activation, which the product after it reads; dw_down, dx with the residual's term, dw_up
     assert stores(backward) == [[(M, 2 * F), (M, F)], [(F, D)], [(M, D)], [(D, 2 * F)]]
     assert not backward.by_xla
@@ -118,7 +118,7 @@ def test_what_no_epilogue_can_do_is_a_pass():
     assert stores(plan) == [[(M, F)], [(M, D)]] and plan.by_xla == [soft]
     args = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate((x, w, v))]
     known = dict(zip((x, w, v), args, strict=True))
-    (out,) = run(plan, known, dtype=jnp.float32, dtypes={}, name="attention")
+    (out,) = run(plan, known, dtype=jnp.float32, out_dtypes=[jnp.float32], name="attention")
     assert_close(out, jax.nn.softmax(args[0] @ args[1], axis=1) @ args[2], 1e-5)
 
 
@@ -145,7 +145,9 @@ def test_a_vector_lies_along_rows_or_columns(n):
     y = mapped(lambda z, rows, columns: z * rows[:, None] + columns, again, of_rows, of_columns)
     args = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate((x, w))]
     product = args[0] @ args[1]
-    (out,) = run(Plan([y]), dict(zip((x, w), args, strict=True)), dtype=jnp.float32, dtypes={}, name="vectors")
+    (out,) = run(
+        Plan([y]), dict(zip((x, w), args, strict=True)), dtype=jnp.float32, out_dtypes=[jnp.float32], name="vectors"
+    )
     assert_close(out, product * product.sum(axis=1)[:, None] + product.sum(axis=0), 1e-5)
 
 
@@ -192,7 +194,7 @@ def test_work_is_linear_in_layers(monkeypatch):
 
         counts.clear()
         graph = graph_of(block, arrays("feed-forward"), dtype=jnp.float32)
-        plan = graph.backward(frozenset()).plan_from(graph.kept)
+        plan = graph.backward().plan
         assert len(plan.steps) == 4 * layers and not plan.by_xla
         return counts["trace"]
 

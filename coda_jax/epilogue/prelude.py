@@ -64,23 +64,19 @@ class _Vector:
     shape: tuple[Any, ...]
 
 
-def hoisted(
-    epilogue: Epilogue, operands: Sequence[Any], captured: Sequence[Any], *, least: int = LEAST
-) -> Hoisted | None:
+def hoisted(epilogue: Epilogue, operands: Sequence[Any], captured: Sequence[Any]) -> Hoisted | None:
     """The same epilogue without its arithmetic on vectors and scalars; None where there is none to speak of.
 
     Args:
       epilogue: traced.
       operands: its arrays; None in the place of what may not be looked at, as several arrays for one operand.
       captured: those that the function closed over.
-      least: what takes fewer instructions stays.
-
     """
     flat = epilogue.flat
     if any(same_size(size, 1) for size in flat.avals[0].shape):
         return None
     found = _Vectors(flat, _leaves(epilogue, operands, captured))
-    wanted = found.worth_making(least)
+    wanted = found.worth_making()
     if not wanted:
         return None
     values = _arrays(flat, operands, captured)
@@ -241,8 +237,8 @@ class _Vectors:
                 open_ += [x for x in self.makers[one].inputs if isinstance(x, int)]
         return found
 
-    def worth_making(self, least: int) -> list[int]:
-        """The vectors that take so many instructions, and that something else than a vector reads."""
+    def worth_making(self) -> list[int]:
+        """The vectors that take `LEAST` instructions, and that something else than a vector reads."""
         found: dict[int, None] = {}
         for equation in self.flat.equations:
             if equation.outputs and equation.outputs[0] in self.makers:
@@ -253,7 +249,7 @@ class _Vectors:
         return [
             x
             for x in found
-            if self.flat.avals[x].dtype.name in FLOATS and sum(self.costs[one] for one in self._behind(x)) >= least
+            if self.flat.avals[x].dtype.name in FLOATS and sum(self.costs[one] for one in self._behind(x)) >= LEAST
         ]
 
     def made(self, wanted: Sequence[int], values: dict[int, jax.Array]) -> list[jax.Array]:

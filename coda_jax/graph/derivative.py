@@ -141,7 +141,12 @@ def _pulled_back(jaxpr: core.ClosedJaxpr, which: Sequence[bool], *arrays: jax.Ar
         return result
 
     _, pullback = jax.vjp(of_some, *(x for one, x in zip(which, inputs, strict=True) if one))
-    return list(pullback(cotangent))
+    (out,) = jaxpr.out_avals
+    if is_of_8_bits(out.dtype):
+        raise TypeError(
+            f"map: its result is {out.dtype}; state a pullback, since JAX has no derivative of what rounds to 8 bits"
+        )
+    return list(pullback(cotangent.astype(out.dtype)))
 
 
 def _is_zero(value: Value) -> bool:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.derivative import cotangents_of
-from coda_jax.graph.plan import Plan, has_rows
+from coda_jax.graph.plan import Plan, has_rows, remembered
 from coda_jax.graph.run import run
-from coda_jax.graph.values import Leaf, Map, Turned, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Turned, Value, is_float, reachable
+from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 
 
@@ -43,41 +45,57 @@ class Graph:
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
-        outputs: list[jax.Array] = differentiable(self.name, self._run, self._forward, _Backward(self))(*arrays)
+        function = differentiable(self.name, self._run, self._forward, _Backward(self))
+        outputs: list[jax.Array] = function(*vary(varying_axes(*arrays), *arrays))
         return outputs
 
     def _run(self, *arrays: jax.Array) -> list[jax.Array]:
-        return self._made(self._plan, self._of_leaves(arrays), dict(zip(self.outputs, self.out_dtypes, strict=True)))
+        return self.made(self._plan, self._known(arrays), self.out_dtypes)
 
-    def _forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
-        dtypes = dict(zip(self.outputs, self.out_dtypes, strict=True))
-        made = self._made(self._forward_plan, self._of_leaves(arrays), dtypes)
-        return made[: len(self.outputs)], (arrays, made[len(self.outputs) :])
-
-    def _of_leaves(self, arrays: Sequence[jax.Array]) -> dict[Value, jax.Array]:
+    def _known(self, arrays: Sequence[jax.Array]) -> dict[Value, jax.Array]:
         return dict(zip(self.leaves, arrays, strict=True))
 
-    def _made(self, plan: Plan, arrays: dict[Value, jax.Array], dtypes: dict[Value, Any]) -> list[jax.Array]:
+    def _forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+        dtypes = [*self.out_dtypes, *(stored_dtype(x, self.dtype) for x in self.kept)]
+        made, count = self.made(self.forward_plan, self._known(arrays), dtypes), len(self.outputs)
+        return made[:count], (arrays, made[count:])
+
+    def made(self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any]) -> list[jax.Array]:
+        """What the plan makes, in these dtypes."""
         options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
-        return run(plan, arrays, dtype=self.dtype, dtypes=dtypes, **options)
+        return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
 
     @functools.cached_property
     def _plan(self) -> Plan:
         return Plan(self.outputs)
 
     @functools.cached_property
-    def _forward_plan(self) -> Plan:
+    def forward_plan(self) -> Plan:
+        """Of the outputs, and of what is kept."""
         return Plan([*self.outputs, *self.kept])
 
     @functools.cached_property
     def kept(self) -> list[Value]:
         """What the backward pass reads of the forward pass, beside the leaves."""
-        return kept_values(self.outputs, self.backward(frozenset()).plan.wanted)
+        of_leaves = cotangents_of(self.outputs, self._cotangents(frozenset()), list(self.leaves))
+        return kept_values(self.outputs, [x for x in of_leaves if x is not None])
 
-    @functools.lru_cache  # noqa: B019  the graph lives as long as what was traced
-    def backward(self, absent: frozenset[int]) -> BackwardPass:
+    @functools.cached_property
+    def _passes(self) -> dict[frozenset[int], BackwardPass]:
+        return {}
+
+    def backward(self, absent: frozenset[int] = frozenset()) -> BackwardPass:
         """The backward pass where the cotangents of these outputs are zeros."""
-        return BackwardPass.of(self, absent)
+        if absent not in self._passes:
+            cotangents = self._cotangents(absent)
+            of_leaves = cotangents_of(self.outputs, cotangents, list(self.leaves))
+            plan = Plan([x for x in of_leaves if x is not None], self.kept)
+            self._passes[absent] = BackwardPass(cotangents, of_leaves, plan)
+        return self._passes[absent]
+
+    def _cotangents(self, absent: frozenset[int]) -> list[Leaf | None]:
+        each = enumerate(zip(self.outputs, self.out_dtypes, strict=True))
+        return [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,22 +105,12 @@ class BackwardPass:
     Attributes:
       cotangents: of the outputs; None where they are zeros.
       of_leaves: None where there is none.
-      plan: makes the others, from nothing but leaves.
+      plan: makes the others.
     """
 
     cotangents: list[Leaf | None]
     of_leaves: list[Value | None]
     plan: Plan
-
-    @classmethod
-    def of(cls, graph: Graph, absent: frozenset[int]) -> BackwardPass:
-        each = enumerate(zip(graph.outputs, graph.out_dtypes, strict=True))
-        cotangents = [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
-        of_leaves = cotangents_of(graph.outputs, cotangents, list(graph.leaves))
-        return cls(cotangents, of_leaves, Plan([x for x in of_leaves if x is not None]))
-
-    def plan_from(self, kept: Sequence[Value]) -> Plan:
-        return Plan(self.plan.wanted, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +120,17 @@ class _Backward(Backward):
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         (arrays, values), graph = kept, self.graph
         backward = graph.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        plan = backward.plan_from(graph.kept)
-        known = dict(zip(graph.kept, values, strict=True)) | graph._of_leaves(arrays)
-        again = [x for x in reachable(plan.by_xla, graph.kept) if isinstance(x, Leaf) and x in graph.leaves]
+        known: dict[Value, jax.Array] = dict(zip(graph.kept, values, strict=True))
+        known |= dict(zip(graph.leaves, arrays, strict=True))
+        made_again = reachable(backward.plan.by_xla, graph.kept)
+        again = [x for x in made_again if isinstance(x, Leaf) and x in graph.leaves]
         # Without a barrier XLA would keep what the forward pass made of these leaves.
         known |= dict(zip(again, lax.optimization_barrier([known[x] for x in again]), strict=True))
         given = zip(backward.cotangents, cotangents, strict=True)
         known |= {leaf: x for leaf, x in given if leaf is not None}
-        dtypes = {x: leaf.dtype for x, leaf in zip(backward.of_leaves, graph.leaves, strict=True) if x is not None}
-        made = iter(graph._made(plan, known, dtypes))
-        return tuple(None if x is None else next(made) for x in backward.of_leaves)
+        each = list(zip(backward.of_leaves, arrays, strict=True))
+        made = iter(graph.made(backward.plan, known, [x.dtype for of, x in each if of is not None]))
+        return tuple(None if of is None else next(made).reshape(x.shape) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         return None
@@ -146,6 +155,7 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
         seen |= new
         open_ += new
     kept = set(found)
+    behind: dict[Value, set[Value | None]] = {}
 
     def sources(value: Value) -> set[Value | None]:
         """The tiles in memory that a tile is or is made again of; None beside them if it cannot be made again."""
@@ -153,18 +163,23 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
             return {value}
         if not isinstance(value, Map):
             return {None}
-        return set().union(*(sources(x) for x in value.inputs if x.is_tile))
+        if value not in behind:
+            behind[value] = set().union(*(sources(x) for x in value.inputs if x.is_tile))
+        return behind[value]
 
     def keep_vectors(value: Value) -> None:
-        for x in value.inputs:
-            if isinstance(x, Leaf) or x in kept or _is_of_vectors(x):
-                continue
-            if x.is_tile:
-                keep_vectors(x)
-            else:
-                kept.add(x)
+        open_, seen = [value], set[Value]()
+        while open_:
+            for x in open_.pop().inputs:
+                if isinstance(x, Leaf) or x in kept or x in seen or _is_of_vectors(x):
+                    continue
+                seen.add(x)
+                if x.is_tile:
+                    open_.append(x)
+                else:
+                    kept.add(x)
 
-    for value in sorted(found, key=lambda value: value.number):
+    for value in sorted(found, key=lambda value: value.number):  # what a value is made of has been decided before it
         if isinstance(value, Turned) and _is_of_leaves(value):
             kept.remove(value)
         if not isinstance(value, Map):
@@ -179,16 +194,26 @@ def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value
             keep_vectors(value)
         else:
             kept.add(value)
+            behind.pop(value, None)
     return sorted(kept, key=lambda value: value.number)
 
 
+@remembered
 def _is_of_leaves(value: Value) -> bool:
-    return all(isinstance(x, Leaf | Map | Turned) for x in reachable([value]))
+    return isinstance(value, Leaf) or (isinstance(value, Map | Turned) and all(map(_is_of_leaves, value.inputs)))
 
 
+@remembered
 def _is_of_vectors(value: Value) -> bool:
     """True for what is computed from vectors and scalars among the leaves alone."""
-    return all(isinstance(x, Leaf | Map) and not x.is_tile for x in reachable([value]))
+    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, value.inputs))
+
+
+def stored_dtype(value: Value, dtype: Any) -> Any:
+    """As which a value is kept or returned: a float tile in this dtype, other floats float32, all else as it is."""
+    if not is_float(value.dtype) or is_of_8_bits(value.dtype):
+        return value.dtype
+    return np.dtype(dtype) if value.is_tile else FLOAT32
 
 
 def graph_of(
@@ -204,14 +229,20 @@ def graph_of(
     """The graph of f, a function of values, at these arrays or types; the rest as `Graph` has it.
 
     Args:
+      out_dtypes: of the outputs; default `dtype` for float tiles, float32 for other floats.
       rows: arrays that begin with these axes have them in the place of the rows of their values.
+
+    Raises:
+      TypeError: an array of a dtype that a map does not see.
     """
     leaves = [_leaf(x, tuple(rows)) for x in arrays]
     outputs = jax.tree.leaves(f(*leaves))
-    given = [np.dtype(dtype)] * len(outputs) if out_dtypes is None else list(out_dtypes)
+    given = [stored_dtype(x, dtype) for x in outputs] if out_dtypes is None else list(out_dtypes)
     return Graph(name, leaves, outputs, np.dtype(dtype), given, rows, implementation)
 
 
 def _leaf(x: Any, rows: tuple[Any, ...]) -> Leaf:
-    has_rows = bool(rows) and len(x.shape) > len(rows) and same_shape(x.shape[: len(rows)], rows)
-    return Leaf((math.prod(rows), *x.shape[len(rows) :]) if has_rows else x.shape, x.dtype, has_rows=has_rows)
+    if not isinstance(x.dtype, np.dtype) or x.dtype.name not in TABLE:
+        raise TypeError(f"graph: an array of shape {x.shape} has dtype {x.dtype}; it must be {listed(list(TABLE))}")
+    of_rows = bool(rows) and len(x.shape) > len(rows) and same_shape(x.shape[: len(rows)], rows)
+    return Leaf((math.prod(rows), *x.shape[len(rows) :]) if of_rows else x.shape, x.dtype, has_rows=of_rows)

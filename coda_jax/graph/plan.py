@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
-from coda_jax.epilogue.values import same_size
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, reachable
 
 
@@ -70,6 +69,7 @@ class Plan:
         self._epilogue: dict[Value, int] = {}  # whose epilogue makes it
         self.place: dict[Value, Place] = {}
         for value in order:
+            has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
             self.place[value] = self._placed(value)
         self._in_memory: dict[Value, None] = {}
         factors = [x for product in products for x in product.inputs]
@@ -157,8 +157,10 @@ class Plan:
         """True for a tile that the epilogue of this product makes for itself, where it reads it."""
         if not value.is_tile or isinstance(value, Product):
             return False
-        is_own = self._epilogue.get(value) == step and not self.place[value].behind
-        return is_own or (self.is_inlined(value) and lies_beside(value, self.steps[step].product))
+        if self._epilogue.get(value) == step:
+            return not self.place[value].behind
+        tiles = [x for x in (*value.inputs, value) if x.is_tile]
+        return self.is_inlined(value) and all(lies_beside(x, self.steps[step].product) for x in tiles)
 
     def _attach(self, factors: Sequence[Value]) -> None:
         """Gives maps of what is in memory to earlier epilogues that read it anyway."""
@@ -224,11 +226,14 @@ def lies_beside(value: Value, product: Product) -> bool:
 
 
 def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
-    """True if an epilogue beside a product of this shape may be this map."""
-    return _program(value, shape) is not None
+    """True if an epilogue beside a product of this shape may make this map, and a tile for maps that read it there."""
+    program = _program(value, shape)
+    if program is None or not value.is_tile:
+        return program is not None
+    return not program.reductions and not any(store.transposed for store in program.stores)
 
 
-def _remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
+def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
     """f, asked once of each value."""
     answers: weakref.WeakKeyDictionary[Value, bool] = weakref.WeakKeyDictionary()
 
@@ -241,7 +246,7 @@ def _remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
     return ask
 
 
-@_remembered
+@remembered
 def has_rows(value: Value) -> bool:
     """True if the value's first axis is the rows of the block's arrays."""
     if isinstance(value, Leaf):
@@ -249,7 +254,11 @@ def has_rows(value: Value) -> bool:
     if isinstance(value, Product):
         return not value.transpose_a and has_rows(value.a)
     lies_along = is_of_rows(value) if len(value.shape) == 1 else isinstance(value, Map) and len(value.shape) == 2
-    return lies_along and any(has_rows(x) and same_size(x.shape[0], value.shape[0]) for x in value.inputs)
+    alike = [x for x in value.inputs if same_shape(x.shape, value.shape)]
+    beside = alike or [
+        x for x in value.inputs if same_size(x.shape[0] if x.shape else 1, value.shape[0] if value.shape else 1)
+    ]
+    return lies_along and any(map(has_rows, beside))
 
 
 def _reduces_rows(value: Value) -> bool:
@@ -261,7 +270,7 @@ def is_column(value: Value) -> bool:
     return len(value.shape) == 2 and same_size(value.shape[1], 1)
 
 
-@_remembered
+@remembered
 def is_of_rows(value: Value) -> bool:
     """True for a vector (M,) with an element for each row. One that is given has an element for each column."""
     if len(value.shape) != 1 or not isinstance(value, Map):
@@ -275,17 +284,20 @@ def is_of_rows(value: Value) -> bool:
 
 def _program(value: Map, shape: tuple[Any, ...]) -> Program | None:
     """What an epilogue that is this map does, beside a product of this shape; None if there is none."""
-    return _traced(value.jaxpr, tuple(x.type for x in value.inputs), tuple(map(is_of_rows, value.inputs)), shape)
+    if shape not in value.programs:
+        value.programs[shape] = _traced(value, shape)
+    program: Program | None = value.programs[shape]
+    return program
 
 
-@functools.lru_cache(maxsize=4096)
-def _traced(jaxpr: Any, types: tuple[Any, ...], of_rows: tuple[bool, ...], shape: tuple[Any, ...]) -> Program | None:
+def _traced(value: Map, shape: tuple[Any, ...]) -> Program | None:
+    types, of_rows = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
     of_acc = next((i for i, x in enumerate(types) if x.shape == shape), -1)
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[Any]:
         given = iter(arrays)
         inputs = [acc if i == of_acc else next(given) for i in range(len(types))]
-        return core.jaxpr_as_fun(jaxpr)(*(jnp.reshape(x, of.shape) for x, of in zip(inputs, types, strict=True)))
+        return [value(*(jnp.reshape(x, of.shape) for x, of in zip(inputs, types, strict=True)))]
 
     others = [as_operand(x, one) for i, (x, one) in enumerate(zip(types, of_rows, strict=True)) if i != of_acc]
     try:

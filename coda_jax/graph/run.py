@@ -24,7 +24,7 @@ def run(
     arrays: Mapping[Value, jax.Array],
     *,
     dtype: Any,
-    dtypes: Mapping[Value, Any],
+    out_dtypes: Sequence[Any],
     name: str,
     rows: Sequence[Any] = (),
     implementation: str = "auto",
@@ -34,15 +34,18 @@ def run(
     Args:
       arrays: of leaves and of values that are given.
       dtype: of the products' factors, and of tiles that lie in memory between them.
-      dtypes: of values that are wanted in another.
+      out_dtypes: of what is wanted.
       name: of the graph, in messages and in the kernels' names.
       rows: the axes that arrays have in the place of a block's rows; none where these are one axis.
       implementation: as in `gemm`.
     """
-    running = _Run(plan, dict(arrays), np.dtype(dtype), dict(dtypes), tuple(rows), implementation)
+    stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
+    for value, of in zip(plan.wanted, out_dtypes, strict=True):
+        stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
+    running = _Run(plan, dict(arrays), np.dtype(dtype), stored, tuple(rows), implementation)
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
-    return [running.stored(value) for value in plan.wanted]
+    return [running.known(value).astype(of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
 
 
 @dataclasses.dataclass
@@ -52,7 +55,7 @@ class _Run:
     plan: Plan
     arrays: dict[Value, jax.Array]
     dtype: np.dtype[Any]
-    dtypes: dict[Value, Any]
+    dtypes: dict[Value, np.dtype[Any]]
     rows: tuple[Any, ...]
     implementation: str
 
@@ -61,16 +64,9 @@ class _Run:
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
-        if value in self.dtypes:
-            return np.dtype(self.dtypes[value])
         if not is_float(value.dtype) or is_of_8_bits(value.dtype):
             return np.dtype(value.dtype)
-        return self.dtype if value.is_tile else np.dtype(FLOAT32)
-
-    def stored(self, value: Value) -> jax.Array:
-        """The value as it lies in memory."""
-        x = self.known(value)
-        return x.astype(self.dtypes[value]) if value in self.dtypes else x
+        return self.dtypes.get(value, self.dtype) if value.is_tile else np.dtype(FLOAT32)
 
     def known(self, value: Value) -> jax.Array:
         """The value, which XLA makes if it is not known."""
@@ -122,8 +118,10 @@ class _Run:
 
     def _factors(self, of: Product) -> list[jax.Array]:
         factors = [self.known(x) for x in (of.a, of.b)]
-        if of.transpose_a and not self._sums_rows(of):
-            factors = [self._as_matrix(x, array) for x, array in zip(of.inputs, factors, strict=False)]
+        if not self._sums_rows(of):
+            factors[1] = self._as_matrix(of.b, factors[1])
+            if of.transpose_a:
+                factors[0] = self._as_matrix(of.a, factors[0])
         return [x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in factors]
 
     def _sums_rows(self, of: Product) -> bool:

@@ -1,6 +1,7 @@
 """The values of a graph: arrays that are given, products of two values, and maps of values.
 
-A value is a matrix (M, N), a vector (N,), (1, N) or (M, 1), or a scalar; a product sums in float32, and a map sees
+A value is a matrix (M, N), or one for each group, a vector of columns (N,) or (1, N) or of rows (M,) or (M, 1), or a
+scalar; those of rows that are given are (M, 1). A product sums in float32, and a map sees
 every floating value as float32. Nothing is computed when a value is made: its function is traced, so that a mistake is
 told at the line that makes it.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import make_jaxpr
 from coda_jax.epilogue.values import same_size
 
@@ -97,9 +98,13 @@ class Product(Value):
         if len(a.shape) != 2 or len(b.shape) != 2 + has_groups:
             kinds = "a matrix and one for each group" if has_groups else "both matrices"
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}; they must be {kinds}")
-        (m, k), (of_b, n) = _turned(a.shape, transpose_a), _turned(b.shape[-2:], transpose_b)
+        (m, k), (of_b, n) = _sizes(a.shape, transpose_a), _sizes(b.shape[-2:], transpose_b)
         if not same_size(k, of_b):
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
+        if is_of_8_bits(a.dtype) != is_of_8_bits(b.dtype):
+            raise ValueError(
+                f"product: factors have dtypes {a.dtype} and {b.dtype}; both must be of 8 bits, or neither"
+            )
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
@@ -111,12 +116,14 @@ class Map(Value):
     Attributes:
       jaxpr: the function, of `inputs` as maps see them.
       pullback: its derivative in other terms than JAX's own; None for JAX's.
+      programs: what it is as an epilogue, by the product's shape; of a plan.
     """
 
     def __init__(self, jaxpr: core.ClosedJaxpr, inputs: Sequence[Value], pullback: Pullback | None = None):
         (out,) = jaxpr.out_avals
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
+        self.programs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Of the arrays of its inputs, as maps see them."""
@@ -217,6 +224,6 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _turned(shape: Sequence[Any], is_turned: bool) -> tuple[Any, Any]:
+def _sizes(shape: Sequence[Any], is_transposed: bool) -> tuple[Any, Any]:
     rows, columns = shape
-    return (columns, rows) if is_turned else (rows, columns)
+    return (columns, rows) if is_transposed else (rows, columns)
