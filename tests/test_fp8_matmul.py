@@ -160,6 +160,7 @@ class MLP(linen.Module):
         return dense(x.shape[-1])(jax.nn.gelu(dense(4 * x.shape[-1])(x)))
 
 
+@pytest.mark.slow
 def test_a_linen_model_beside_flax_and_float32():
     """Gradients err no more than those of Flax's own fp8, whose scales are of steps before, once these have settled."""
     x = normal(0, 64, 32)

@@ -62,6 +62,7 @@ def test_greedy_is_the_rollout_by_whole_forward_passes(options, wrap):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.slow
 def test_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     model = nnx.clone(llama())

@@ -48,6 +48,7 @@ def test_values_and_gradients(case):
 
 
 @pytest.mark.parametrize("case", ["feed-forward", "norm"])
+@pytest.mark.slow
 def test_second_derivatives(case):
     graph, f, args = graph_and_jax(case)
 

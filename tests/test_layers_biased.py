@@ -148,6 +148,7 @@ def test_attention(options, call, dtype):
     check_module(randomised(NormThen(norm, then)), call, plain, normal(0, 2, 19, 48, dtype=dtype))
 
 
+@pytest.mark.slow
 def test_gpt2(dtype=jnp.bfloat16):
     """A vocabulary that is no multiple of 8, as GPT-2's 50257."""
     config = layers.GPT2Config(vocab_size=71, n_positions=32, n_embd=32, n_layer=1, n_head=4, initializer_range=0.2)

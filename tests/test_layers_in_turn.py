@@ -139,6 +139,7 @@ def test_remat_pins_what_is_no_weight():
     assert pinned == [(False, False, True, True)] * COUNT
 
 
+@pytest.mark.slow
 def test_values_are_the_same():
     function, params = step_of(llama())
     want = jax.jit(function)(params)

@@ -70,6 +70,7 @@ def of_every_device(counts, receive_rows):
 
 @settings(max_examples=200, deadline=None)
 @given(counts(), st.one_of(st.none(), st.integers(1, 60)))
+@pytest.mark.slow
 def test_offsets_and_sizes(counts, receive_rows):
     """Each receiver finds its rows in the order of experts and senders, and each sender finds them there again."""
     made = jax.device_get(of_every_device(jnp.asarray(counts), receive_rows))
@@ -194,6 +195,7 @@ def by_documentation(operand, output, input_offsets, send_sizes, output_offsets,
 
 @pytest.mark.parametrize("receive_rows", [None, 10])
 @pytest.mark.parametrize("routing", ["random", "one", "few"])
+@pytest.mark.slow
 def test_both_ways_of_sending_give_the_same_bits(monkeypatch, routing, receive_rows):
     given, options = arrays(32, 2, 8, routing=routing), {} if receive_rows is None else {"receive_rows": receive_rows}
     dropping = (lambda *x: of_devices(mesh_of(4), **options)(*x)[0]) if options else of_devices(mesh_of(4))

@@ -78,6 +78,7 @@ def test_values_and_gradients(case, dtype):
     check_module(module, lambda m, x: m(x), functools.partial(textbook, **{"k": 2, **plain}), x)
 
 
+@pytest.mark.slow
 def test_experts_without_rows():
     """Their gradients are 0, and nothing else changes."""
     module = made(experts=8, k=2)
@@ -97,6 +98,7 @@ def test_shapes(shape):
     np.testing.assert_allclose(module(x, residual=2 * x), want + 2 * x, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_the_place_of_a_feed_forward_layer():
     """x1 + moe(norm(x1)) with the sums that the next norm wants; an array in gives an array out."""
     module, norm = made(), layers.RMSNorm(16, rngs=nnx.Rngs(1))
@@ -173,6 +175,7 @@ def loss_of(model, *, auxiliary=True, token_mask=None, tokens_per_expert=False, 
     )
 
 
+@pytest.mark.slow
 def test_loss_adds_what_the_config_says():
     model = layers.Llama(dataclasses.replace(TINY, router_aux_loss_coef=0.25, router_z_loss_coef=0.5), rngs=nnx.Rngs(0))
     plain, total = loss_of(model, auxiliary=False, weight_sum=True)
@@ -211,6 +214,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_ways_to_run_the_layers(way):
     @nnx.jit
     def run(model):
@@ -530,6 +534,7 @@ def test_checkpoint_of_the_state():
     np.testing.assert_array_equal(loss_of(other), loss_of(model))
 
 
+@pytest.mark.slow
 def test_any_number_of_tokens():
     """Exported with a symbolic number, and under vmap."""
     module = made()

@@ -36,6 +36,7 @@ def loop(x, ids, weights, expert):
 
 @settings(max_examples=30, deadline=None)
 @given(tokens=st.integers(0, 40), experts=st.integers(1, 20), k=st.integers(1, 4), seed=st.integers(0, 9))
+@pytest.mark.slow
 def test_order(tokens, experts, k, seed):
     k = min(k, experts)
     ids = ids_of(tokens, k, experts, seed)

@@ -279,6 +279,7 @@ def test_scan_and_remat():
 
 
 @pytest.mark.filterwarnings("ignore::coda_jax.FallbackWarning")  # a contraction over a symbolic size, in the gradient
+@pytest.mark.slow
 def test_symbolic_rows_and_export():
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
     (m,) = export.symbolic_shape("m")

@@ -262,6 +262,7 @@ def test_gradients_of_contractions(rows, groups, dtype):
     of_sizes()
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     m, groups, sizes = 24, 4, np.array([5, 0, 9, 7], np.int32)
     group = groups_of(m, sizes)
@@ -306,6 +307,7 @@ def test_second_derivatives():
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
+@pytest.mark.slow
 def test_gradients_under_vmap(residuals):
     """The vmap of a gradient and the gradient of a vmap, with b shared and not."""
     m, groups, count = 24, 4, 3

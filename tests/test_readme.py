@@ -54,6 +54,7 @@ def test_flax_model_trains():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_parallel_training_is_the_same():
     """Four steps with parameters cut over all devices, and on one."""
     one, several = {}, {}

@@ -116,6 +116,7 @@ def cases(*fast):
 
 
 @pytest.mark.parametrize(("name", "plan"), cases(("llama", "fsdp and sequence")))
+@pytest.mark.slow
 def test_values_and_nothing_odd(name, plan, capfd):
     """Loss and every gradient are those of one device, and gradients lie as their parameters do."""
     want = jax.device_get(step_of(model_of(name, 2), TOKENS)[0](*(nnx.state(model_of(name, 2)), TOKENS)))
