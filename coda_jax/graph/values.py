@@ -21,6 +21,9 @@ from jax.interpreters import partial_eval
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import make_jaxpr
 from coda_jax.epilogue.values import same_size
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import CALLS, callee, opened
+from coda_jax.primitives.mesh_types import vary, varying_axes
 
 _numbers = itertools.count()
 
@@ -127,9 +130,30 @@ class Map(Value):
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Of the arrays of its inputs, as maps see them."""
-        (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
+        axes = varying_axes(*arrays)
+        if not axes:
+            (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
+        else:  # what the map makes of constants varies with them
+            (out,) = _evaluated(self.jaxpr.jaxpr, self.jaxpr.consts, vary(axes, *arrays), axes)
         result: jax.Array = out
         return result
+
+
+def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arrays: Sequence[Any], axes: frozenset[str]) -> list[Any]:
+    """The results, of equations whose inputs all vary over the manual mesh axes."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = vary(axes, *(jnp.asarray(read(x), jax.typeof(read(x)).dtype) for x in equation.invars))
+        if equation.primitive.name in CALLS:
+            outputs: Sequence[Any] = _evaluated(*opened(callee(equation)), inputs, axes)
+        else:
+            outputs = bind(equation.primitive, inputs, equation.params)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return vary(axes, *map(read, jaxpr.outvars))
 
 
 class Turned(Value):
