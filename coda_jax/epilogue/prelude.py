@@ -36,7 +36,7 @@ _MOVES_AXES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
 
 class Hoisted(NamedTuple):
-    """What is behind a prelude.
+    """An epilogue and its operands, with the prelude taken out.
 
     Attributes:
       epilogue: a function of acc, the operands that it still reads, and those that are made.
@@ -117,7 +117,7 @@ def _arrays(flat: Flat, operands: Sequence[Any], captured: Sequence[Any]) -> dic
 
 
 def _index(flat: Flat, variable: int, count: int) -> int:
-    """Of the variable's operand."""
+    """The number of the operand that the variable is."""
     captured = {of: index for index, of in flat.constants.items()}
     return count + captured[variable] if variable in captured else variable - 1
 
@@ -182,7 +182,7 @@ class _Vectors:
         return self.equals.get(root, root)
 
     def _one(self, equation: Equation) -> _Vector | None:
-        """What an operation on elements makes of vectors; None if they lie along different axes or differ in form."""
+        """The vector that an operation on elements makes; None if its inputs differ in their axes or forms."""
         inputs = [self.vectors[x] for x in equation.inputs if isinstance(x, int)]
         along = list(dict.fromkeys(x for x in inputs if x.axis is not None))
         if len(along) > 1 and any(x.axis != along[0].axis or not same_shape(x.shape, along[0].shape) for x in along):

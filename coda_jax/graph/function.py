@@ -61,7 +61,7 @@ class Graph:
         return made[:count], (arrays, made[count:])
 
     def made(self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any]) -> list[jax.Array]:
-        """What the plan makes, in these dtypes."""
+        """Runs the plan and returns its values in these dtypes."""
         options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
         return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
 
@@ -71,13 +71,13 @@ class Graph:
 
     @functools.cached_property
     def forward_plan(self) -> Plan:
-        """Of the outputs, and of what is kept."""
+        """The plan that makes the outputs and the kept values."""
         return Plan([*self.outputs, *self.kept])
 
     @functools.cached_property
     def kept(self) -> list[Value]:
-        """What the backward pass reads of the forward pass, beside the leaves."""
-        of_leaves = cotangents_of(self.outputs, self._cotangents(frozenset()), list(self.leaves))
+        """The values of the forward pass that the backward pass reads, beside the leaves."""
+        _, of_leaves = self._differentiated(frozenset())
         return kept_values(self.outputs, [x for x in of_leaves if x is not None])
 
     @functools.cached_property
@@ -87,15 +87,22 @@ class Graph:
     def backward(self, absent: frozenset[int] = frozenset()) -> BackwardPass:
         """The backward pass where the cotangents of these outputs are zeros."""
         if absent not in self._passes:
-            cotangents = self._cotangents(absent)
-            of_leaves = cotangents_of(self.outputs, cotangents, list(self.leaves))
+            cotangents, of_leaves = self._differentiated(absent)
             plan = Plan([x for x in of_leaves if x is not None], self.kept)
             self._passes[absent] = BackwardPass(cotangents, of_leaves, plan)
         return self._passes[absent]
 
-    def _cotangents(self, absent: frozenset[int]) -> list[Leaf | None]:
-        each = enumerate(zip(self.outputs, self.out_dtypes, strict=True))
-        return [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
+    @functools.cached_property
+    def _derivatives(self) -> dict[frozenset[int], tuple[list[Leaf | None], list[Value | None]]]:
+        return {}
+
+    def _differentiated(self, absent: frozenset[int]) -> tuple[list[Leaf | None], list[Value | None]]:
+        """The outputs' cotangents and the leaves', derived once."""
+        if absent not in self._derivatives:
+            each = enumerate(zip(self.outputs, self.out_dtypes, strict=True))
+            given = [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
+            self._derivatives[absent] = given, cotangents_of(self.outputs, given, list(self.leaves))
+        return self._derivatives[absent]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,10 +144,10 @@ class _Backward(Backward):
 
 
 def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value]:
-    """What is kept of a forward pass for what is wanted of the backward pass.
+    """The values of a forward pass that are kept, for those that a backward pass is to make.
 
-    Kept is what the backward pass reads, but for what is as short to make again: maps of leaves alone that are tiles or
-    read none, and maps of one tile that lies in memory. Of these the vectors that they read are kept.
+    A value is kept if the backward pass reads it, unless it is as short to make again: maps of leaves alone that are
+    tiles or read none, and maps of one tile that lies in memory. Of these the vectors that they read are kept.
     """
     forward = set(reachable(outputs))
     found: dict[Value, None] = {}

@@ -140,7 +140,7 @@ class Plan:
             self._ask(x)
 
     def operands(self, step: int) -> list[Value]:
-        """What the epilogue of this product reads beside it, in the order in which its stores need it."""
+        """The values that its epilogue reads beside this product, as its stores need them."""
         return self._read(self.steps[step].stores, step)
 
     def _read(self, values: Iterable[Value], step: int) -> list[Value]:
