@@ -19,6 +19,9 @@ from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import contraction_order as contraction_order
 from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.epilogue import saturate as saturate
+from coda_jax.graph import Value as Value
+from coda_jax.graph import block as block
+from coda_jax.graph import opaque as opaque
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
@@ -63,7 +66,9 @@ __all__ = [
     "PlanCosts",
     "Stream",
     "Tuning",
+    "Value",
     "__version__",
+    "block",
     "contraction_order",
     "expert_mlp",
     "explain",
@@ -76,6 +81,7 @@ __all__ = [
     "logsumexp",
     "mlp",
     "norm_projection",
+    "opaque",
     "plan_costs",
     "project",
     "qkv_projection",

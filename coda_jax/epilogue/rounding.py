@@ -5,13 +5,14 @@ explicit astype has to round on every platform, so the rounding is written out i
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -49,6 +50,12 @@ def stored(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if is_of_8_bits(dtype) and x.dtype != dtype:
         return round_to(lax.convert_element_type(x, jnp.float32), np.dtype(dtype))
     return lax.convert_element_type(x, dtype)
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Float32 values rounded to `dtype`, still float32; XLA may drop a pair of conversions, but not this."""
+    dtype = np.dtype(dtype)
+    return round_to(x, dtype).astype(jnp.float32) if is_rounded(dtype) else x
 
 
 @round_to.defjvp

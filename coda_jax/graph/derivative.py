@@ -2,6 +2,7 @@
 
     y = a b               da = dy b^T, db = a^T dy      two products, written as the layouts of a and b have them
     y = f(x_1, ..., x_n)  dx_i of jax.vjp of f, or f's own pullback: a map of the inputs, of y, and of dy
+    results of a call     jax.vjp of its function: a call of what that keeps, and of the results' cotangents
     several users         their cotangents' sum: a map
 
 So a backward pass needs no rules of its own, and what runs a graph runs its derivative.
@@ -10,9 +11,10 @@ So a backward pass needs no rules of its own, and what runs a graph runs its der
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.graph.calls import Result, pulled_back
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, mapped, reachable, turned
 
 
@@ -44,14 +47,15 @@ def cotangents_of(
     for value in order:
         if (isinstance(value, Leaf) and value.has_cotangent) or not varies.isdisjoint(value.inputs):
             varies.add(value)
-    for value in reversed(order):
-        if value not in varies or isinstance(value, Leaf) or not found[value]:
-            continue
-        cotangent = _total(found[value])
-        of_inputs = _of_inputs(value, cotangent, varies)
-        for x, of_x in zip(value.inputs, of_inputs, strict=False):  # groups have none
-            if x in varies and of_x is not None:
-                found[x].append(of_x)
+    for group in reversed(_together(order)):
+        ys = [y for y in group if y in varies and is_float(y.dtype) and found[y] and not isinstance(y, Leaf)]
+        if ys:
+            dys = [_total(found[y]) for y in ys]
+            for y, dy in zip(ys, dys, strict=True):
+                dy.spec = y.spec if dy.spec is None else dy.spec
+            for x, of_x in _of_inputs(ys, dys, varies):
+                if x in varies and of_x is not None:
+                    found[x].append(of_x)
     return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
 
 
@@ -63,16 +67,34 @@ def _total(cotangents: Sequence[Value]) -> Value:
     return total
 
 
-def _of_inputs(y: Value, dy: Value, varies: set[Value]) -> Sequence[Value | None]:
-    """The cotangents of its inputs."""
-    match y:
-        case Product():
-            return _of_product_of_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _of_product(y, dy)
-        case Turned():
-            return [turned(dy)]
-        case Map():
-            return _of_map(y, dy, varies)
-    raise TypeError(f"no derivative of {type(y).__name__}")
+def _together(order: Sequence[Value]) -> list[list[Value]]:
+    """The values, those of one call or of one function together: all their users are behind all of them."""
+    found: dict[Any, list[Value]] = {}
+    for value in order:
+        together = value.call if isinstance(value, Result) else value.origin if isinstance(value, Map) else value
+        found.setdefault(together, []).append(value)
+    return list(found.values())
+
+
+def _of_inputs(ys: Sequence[Value], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
+    """The inputs of one product, transpose, function or call, with their cotangents."""
+    match ys[0]:
+        case Result(call=call):
+            flags = tuple(x in varies and is_float(x.dtype) for x in call.inputs)
+            indices = [y.index for y in ys if isinstance(y, Result)]
+            found = pulled_back(call, dict(zip(indices, dys, strict=True)), flags) if any(flags) else []
+            return zip(call.inputs, found, strict=False)
+        case Product() as y:
+            (dy,) = dys
+            of_factors = _of_product_of_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _of_product(y, dy)
+            return zip((y.a, y.b), of_factors, strict=True)
+        case Turned(inputs=(x,)):
+            return [(x, turned(dys[0]))]
+        case Map(pullback=None):
+            return _of_maps([y for y in ys if isinstance(y, Map)], dys, varies)
+        case Map() as y:
+            return zip(y.inputs, _without_zeros(_by_its_pullback(y, dys[0])), strict=True)
+    raise TypeError(f"no derivative of {type(ys[0]).__name__}")
 
 
 def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
@@ -90,7 +112,7 @@ def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
 
 
 def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
-    a, b, product = y.a, y.b, functools.partial(Product, groups=y.groups)
+    a, b, product = recovered(y.a), recovered(y.b), functools.partial(Product, groups=y.groups)
     if y.groups is not None and (y.transpose_a or y.transpose_b):
         raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
     if y.transpose_a:
@@ -102,14 +124,20 @@ def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
     return da, product(a, dy, transpose_a=not y.transpose_a, like=b)
 
 
-def _of_map(y: Map, dy: Value, varies: set[Value]) -> list[Value | None]:
-    of_floats = [x in varies and is_float(x.dtype) for x in y.inputs]
-    if y.pullback is not None:
-        found = _by_its_pullback(y, dy)
-    else:
-        found = iter(mapped(functools.partial(_pulled_back, y.jaxpr, of_floats), *y.inputs, dy))
-        found = [next(found) if one else None for one in of_floats]
-    return [None if x is None or _is_zero(x) else x for x in found]
+def recovered(x: Value) -> Value:
+    """What a backward pass reads in the place of x."""
+    return x if x.recovered is None else x.recovered
+
+
+def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
+    """Of results of one function, together."""
+    inputs = list(dict.fromkeys(x for y in ys for x in y.inputs))
+    differentiated = [x in varies and is_float(x.dtype) for x in inputs]
+    positions = [[inputs.index(x) for x in y.inputs] for y in ys]
+    functions = [y.jaxpr for y in ys]
+    pulled_back = functools.partial(_pulled_back, functions, positions, differentiated)
+    found = mapped(pulled_back, *map(recovered, inputs), *dys)
+    return zip(itertools.compress(inputs, differentiated), _without_zeros(found), strict=True)
 
 
 def _by_its_pullback(y: Map, dy: Value) -> list[Value | None]:
@@ -126,27 +154,41 @@ def _by_its_pullback(y: Map, dy: Value) -> list[Value | None]:
         absent[:] = [x is None for x in found]
         return [x for x in found if x is not None]
 
-    made = iter(mapped(present, y, *y.inputs, dy))
+    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy))
     return [None if is_absent else next(made) for is_absent in absent]
 
 
-def _pulled_back(jaxpr: core.ClosedJaxpr, which: Sequence[bool], *arrays: jax.Array) -> list[Any]:
-    *inputs, cotangent = arrays
+def _pulled_back(
+    functions: Sequence[core.ClosedJaxpr],
+    positions: Sequence[Sequence[int]],
+    differentiated: Sequence[bool],
+    *arrays: jax.Array,
+) -> list[Any]:
+    """The cotangents of the inputs that are differentiated, of the inputs and of each function's cotangent.
 
-    def of_some(*some: jax.Array) -> jax.Array:
+    Args:
+      positions: for each function which inputs it has.
+    """
+    inputs, cotangents = arrays[: len(differentiated)], arrays[len(differentiated) :]
+
+    def of_some(*some: jax.Array) -> list[jax.Array]:
         given = iter(some)
-        every = [next(given) if one else x for one, x in zip(which, inputs, strict=True)]
-        (out,) = core.jaxpr_as_fun(jaxpr)(*every)
-        result: jax.Array = out
-        return result
+        every = [next(given) if flag else x for flag, x in zip(differentiated, inputs, strict=True)]
+        each = zip(functions, positions, strict=True)
+        return [core.jaxpr_as_fun(jaxpr)(*(every[i] for i in of))[0] for jaxpr, of in each]
 
-    _, pullback = jax.vjp(of_some, *(x for one, x in zip(which, inputs, strict=True) if one))
-    (out,) = jaxpr.out_avals
-    if is_of_8_bits(out.dtype):
-        raise TypeError(
-            f"map: its result is {out.dtype}; state a pullback, since JAX has no derivative of what rounds to 8 bits"
-        )
-    return list(pullback(cotangent.astype(out.dtype)))
+    outputs, pullback = jax.vjp(of_some, *itertools.compress(inputs, differentiated))
+    for out in outputs:
+        if is_of_8_bits(out.dtype):
+            raise TypeError(
+                f"map: its result is {out.dtype}; state a pullback, since JAX has no derivative of what rounds to 8 "
+                "bits"
+            )
+    return list(pullback([dy.astype(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]))
+
+
+def _without_zeros(cotangents: Sequence[Value | None]) -> list[Value | None]:
+    return [None if x is None or _is_zero(x) else x for x in cotangents]
 
 
 def _is_zero(value: Value) -> bool:

@@ -10,6 +10,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
+from coda_jax.graph.calls import Result, called
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
 
 
@@ -39,6 +40,8 @@ def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing
         return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=FLOAT32)
     if isinstance(value, Leaf):
         raise KeyError(f"no array of a leaf of shape {value.shape}")
+    if isinstance(value, Result):
+        return called([value], [known[x] for x in value.inputs])[value].reshape(value.shape)
     return applied(value, [known[x] for x in value.inputs])
 
 

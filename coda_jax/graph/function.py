@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
+from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.derivative import cotangents_of
-from coda_jax.graph.plan import Plan, has_rows, remembered
+from coda_jax.graph.kept import kept_values
+from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
-from coda_jax.graph.values import Leaf, Map, Turned, Value, is_float, reachable
+from coda_jax.graph.values import Leaf, Map, Value, reachable
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
 
@@ -56,9 +58,10 @@ class Graph:
         return dict(zip(self.leaves, arrays, strict=True))
 
     def _forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
-        dtypes = [*self.out_dtypes, *(stored_dtype(x, self.dtype) for x in self.kept)]
+        dtypes = [*self.out_dtypes, *(x.stored_as(self.dtype) for x in self.kept)]
         made, count = self.made(self.forward_plan, self._known(arrays), dtypes), len(self.outputs)
-        return made[:count], (arrays, made[count:])
+        kept = [x if of is None else checkpoint_name(x, of) for of, x in zip(self._names, made[count:], strict=True)]
+        return made[:count], (arrays, kept)
 
     def made(self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any]) -> list[jax.Array]:
         """Runs the plan and returns its values in these dtypes."""
@@ -79,6 +82,21 @@ class Graph:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
         _, of_leaves = self._differentiated(frozenset())
         return kept_values(self.outputs, [x for x in of_leaves if x is not None])
+
+    @functools.cached_property
+    def _names(self) -> list[str | None]:
+        """Of the kept values: a value's name is that of the tiles that it is made again of."""
+        kept, names = frozenset(self.kept), dict[Value, str]()
+        for value in reachable(self.outputs):
+            if value.name is not None:
+                open_ = [value]
+                while open_:
+                    x = open_.pop()
+                    if x in kept:
+                        names.setdefault(x, value.name)
+                    elif isinstance(x, Map):
+                        open_ += [of for of in x.inputs if of.is_tile]
+        return [names.get(x) for x in self.kept]
 
     @functools.cached_property
     def _passes(self) -> dict[frozenset[int], BackwardPass]:
@@ -143,86 +161,6 @@ class _Backward(Backward):
         return None
 
 
-def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value]:
-    """The values of a forward pass that are kept, for those that a backward pass is to make.
-
-    A value is kept if the backward pass reads it, unless it is as short to make again: maps of leaves alone that are
-    tiles or read none, and maps of one tile that lies in memory. Of these the vectors that they read are kept.
-    """
-    forward = set(reachable(outputs))
-    found: dict[Value, None] = {}
-    open_, seen = list(wanted), set(wanted)
-    while open_:
-        value = open_.pop()
-        if value in forward or (isinstance(value, Turned) and value.inputs[0] in forward):  # a copy made beside it
-            if not isinstance(value, Leaf):
-                found[value] = None
-            continue
-        new = set(value.inputs) - seen
-        seen |= new
-        open_ += new
-    kept = set(found)
-    behind: dict[Value, set[Value | None]] = {}
-
-    def sources(value: Value) -> set[Value | None]:
-        """The tiles in memory that a tile is or is made again of; None beside them if it cannot be made again."""
-        if isinstance(value, Leaf) or value in kept:
-            return {value}
-        if not isinstance(value, Map):
-            return {None}
-        if value not in behind:
-            behind[value] = set().union(*(sources(x) for x in value.inputs if x.is_tile))
-        return behind[value]
-
-    def keep_vectors(value: Value) -> None:
-        open_, seen = [value], set[Value]()
-        while open_:
-            for x in open_.pop().inputs:
-                if isinstance(x, Leaf) or x in kept or x in seen or _is_of_vectors(x):
-                    continue
-                seen.add(x)
-                if x.is_tile:
-                    open_.append(x)
-                else:
-                    kept.add(x)
-
-    for value in sorted(found, key=lambda value: value.number):  # what a value is made of has been decided before it
-        if isinstance(value, Turned) and _is_of_leaves(value):
-            kept.remove(value)
-        if not isinstance(value, Map):
-            continue
-        if not value.is_tile:
-            if _is_of_vectors(value):
-                kept.remove(value)
-            continue
-        kept.remove(value)
-        of = sources(value)
-        if _is_of_leaves(value) or (len(of) == 1 and None not in of):
-            keep_vectors(value)
-        else:
-            kept.add(value)
-            behind.pop(value, None)
-    return sorted(kept, key=lambda value: value.number)
-
-
-@remembered
-def _is_of_leaves(value: Value) -> bool:
-    return isinstance(value, Leaf) or (isinstance(value, Map | Turned) and all(map(_is_of_leaves, value.inputs)))
-
-
-@remembered
-def _is_of_vectors(value: Value) -> bool:
-    """True for what is computed from vectors and scalars among the leaves alone."""
-    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, value.inputs))
-
-
-def stored_dtype(value: Value, dtype: Any) -> Any:
-    """As which a value is kept or returned: a float tile in this dtype, other floats float32, all else as it is."""
-    if not is_float(value.dtype) or is_of_8_bits(value.dtype):
-        return value.dtype
-    return np.dtype(dtype) if value.is_tile else FLOAT32
-
-
 def graph_of(
     f: Callable[..., Any],
     arrays: Sequence[Any],
@@ -236,7 +174,7 @@ def graph_of(
     """The graph of f, a function of values, at these arrays or types; the rest as `Graph` has it.
 
     Args:
-      out_dtypes: of the outputs; default `dtype` for float tiles, float32 for other floats.
+      out_dtypes: of the outputs; default `Value.stored_as`.
       rows: arrays that begin with these axes have them in the place of the rows of their values.
 
     Raises:
@@ -244,7 +182,7 @@ def graph_of(
     """
     leaves = [_leaf(x, tuple(rows)) for x in arrays]
     outputs = jax.tree.leaves(f(*leaves))
-    given = [stored_dtype(x, dtype) for x in outputs] if out_dtypes is None else list(out_dtypes)
+    given = [x.stored_as(dtype) for x in outputs] if out_dtypes is None else list(out_dtypes)
     return Graph(name, leaves, outputs, np.dtype(dtype), given, rows, implementation)
 
 

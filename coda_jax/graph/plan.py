@@ -25,6 +25,7 @@ from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph.calls import Result
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, reachable
 
 
@@ -58,6 +59,7 @@ class Plan:
     Attributes:
       steps: the products, in order.
       by_xla: the maps that XLA makes and that lie in memory, in order.
+      factors_alone: the tiles in memory that products alone read, as factors.
     """
 
     def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
@@ -81,6 +83,9 @@ class Plan:
             if value in self._epilogue:
                 self.steps[self._epilogue[value]].stores.append(value)
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
+        read = [x for step in range(len(products)) for x in self.operands(step)]
+        read += _leaves([x for of in self.by_xla for x in of.inputs], self._behind_pass)
+        self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
 
     # --- where values are known
 
@@ -95,7 +100,7 @@ class Plan:
             return Place(step, False)
         if not last.behind and self._joins(value, last.step):
             self._epilogue[value] = last.step
-            return Place(last.step, not value.is_tile)
+            return Place(last.step, not value.is_tile or not self._lies_beside(value, last.step))
         return Place(last.step, True)
 
     def _joins(self, value: Value, step: int) -> bool:
@@ -105,9 +110,15 @@ class Plan:
             return False  # by group it has no epilogue, and its sums over rows would be those of each group
         if isinstance(value, Turned):
             return lies_beside(value.inputs[0], product)
+        if isinstance(value, Result):
+            return False
         assert isinstance(value, Map)
-        tiles = [x for x in (*value.inputs, value) if x.is_tile]
+        tiles = [x for x in value.inputs if x.is_tile and not isinstance(x, Leaf)]  # a leaf may be a table of heads
         return all(lies_beside(x, product) for x in tiles) and is_local(value, product.shape)
+
+    def _lies_beside(self, value: Value, step: int) -> bool:
+        """False for a slice of the columns: it is stored, and what reads it stands behind the product."""
+        return lies_beside(value, self.steps[step].product)
 
     def is_inlined(self, value: Value) -> bool:
         """True for a map of tiles that is made again where it is read."""
@@ -136,8 +147,13 @@ class Plan:
 
     def _ask_for_pass(self, value: Value) -> None:
         """XLA reads the value in a pass."""
-        for x in _leaves([value], lambda x: x.inputs if self.is_inlined(x) else None):
+        for x in _leaves([value], self._behind_pass):
             self._ask(x)
+
+    def _behind_pass(self, value: Value) -> Sequence[Value] | None:
+        """What a pass reads to make for itself what it reads; None for what it reads in memory."""
+        by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
+        return value.inputs if by_xla and value not in self._in_memory else None
 
     def operands(self, step: int) -> list[Value]:
         """The values that its epilogue reads beside this product, as its stores need them."""
@@ -194,7 +210,7 @@ class Plan:
 
     def _sources(self, value: Value) -> set[Value]:
         """The tiles in memory that the map reads, through those that are made again."""
-        found = _leaves(value.inputs, lambda x: x.inputs if self.is_inlined(x) else None)
+        found = _leaves(value.inputs, self._behind_pass)
         return {x for x in found if x.is_tile}
 
 
@@ -249,7 +265,7 @@ def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
 @remembered
 def has_rows(value: Value) -> bool:
     """True if the value's first axis is the rows of the block's arrays."""
-    if isinstance(value, Leaf):
+    if isinstance(value, Leaf | Result):
         return value.has_rows
     if isinstance(value, Product):
         return not value.transpose_a and has_rows(value.a)

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
+from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
+from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.plan import Plan, has_rows, is_of_rows
 from coda_jax.graph.values import Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.mesh_types import explicit_sharding
+from coda_jax.primitives.mesh_types import constrained, explicit_sharding
 
 
 def run(
@@ -64,18 +65,27 @@ class _Run:
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
-        if not is_float(value.dtype) or is_of_8_bits(value.dtype):
-            return np.dtype(value.dtype)
-        return self.dtypes.get(value, self.dtype) if value.is_tile else np.dtype(FLOAT32)
+        if value in self.plan.factors_alone and is_float(value.dtype) and not is_of_8_bits(value.dtype):
+            return self.dtype
+        own = value.stored_as(self.dtype)
+        return self.dtypes.get(value, own) if value.is_tile and is_float(value.dtype) else own
 
     def known(self, value: Value) -> jax.Array:
         """The value, which XLA makes if it is not known."""
+        if value not in self.arrays and isinstance(value, Result):
+            self.arrays.update(self._called(value))
         if value not in self.arrays:
             with default_types():
                 x = applied(value, [self._as_matrix(of, self.known(of)) for of in value.inputs])
             x = x.astype(self.dtype_of(value)) if value in self._by_xla else x
-            self.arrays[value] = self._with_rows(value, x)
+            self.arrays[value] = self._constrained(value, self._with_rows(value, x))
         return self.arrays[value]
+
+    def _called(self, value: Result) -> dict[Value, jax.Array]:
+        """The results of a value's call, and what its derivative keeps where the plan asks for that."""
+        of = [x for x in (value, *self.plan.by_xla) if isinstance(x, Result) and x.call is value.call]
+        made = called(of, [self.known(x) for x in value.inputs])
+        return {x: array.reshape(self._shape_of(x)) for x, array in made.items()}
 
     def multiply(self, step: int, name: str) -> None:
         """Runs a product; what its epilogue stores is known then."""
@@ -101,7 +111,14 @@ class _Run:
             None if of.groups is None else self.known(of.groups),
         )
         for value, x in zip(stores, outputs, strict=True):
-            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else x
+            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else self._constrained(value, x)
+
+    def _constrained(self, value: Value, x: jax.Array) -> jax.Array:
+        """x, lying as the author says; where columns are several axes of the author's, as its rows do."""
+        if value.spec is None:
+            return x
+        rows = max(len(self.rows), 1)
+        return constrained(x, value.spec if len(value.spec) <= rows + 1 else jax.P(*value.spec[:rows]))
 
     def _options(self, of: Product) -> Options:
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
@@ -132,7 +149,11 @@ class _Run:
         return x.reshape(value.shape) if self.rows and has_rows(value) else x
 
     def _with_rows(self, value: Value, x: jax.Array) -> jax.Array:
-        return x.reshape(*self.rows, *value.shape[1:]) if self.rows and has_rows(value) else x
+        return x.reshape(self._shape_of(value)) if self.rows and has_rows(value) else x
+
+    def _shape_of(self, value: Value) -> tuple[Any, ...]:
+        """Of its array, with all axes of the rows."""
+        return (*self.rows, *value.shape[1:]) if self.rows and has_rows(value) else value.shape
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

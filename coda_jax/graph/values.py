@@ -39,14 +39,34 @@ class Value:
       inputs: what it is a function of; these were made before it.
       number: in the order in which values are made.
       transpose: as `turned` made it.
+      name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
+      spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
+      recovered: the same, made of values behind it; backward passes read that.
+      made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
 
     inputs: tuple[Value, ...] = ()
     transpose: Turned | None = None
+    name: str | None = None
+    spec: jax.P | None = None
+    recovered: Value | None = None
+    made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
+
+    def stored_as(self, dtype: Any) -> np.dtype[Any]:
+        """The dtype in which it lies in memory, where products are of this dtype.
+
+        A tile has the widest of the floating tiles that it is made of, those with most columns, as a sum of a float32
+        stream and a product is float32; other floats are float32, and all else is as it is.
+        """
+        if not is_float(self.dtype) or is_of_8_bits(self.dtype):
+            return self.dtype
+        if not self.is_tile:
+            return np.dtype(FLOAT32)
+        return np.dtype(jnp.result_type(*(dtype if x is None else x for x in self.made_of)))
 
     @property
     def type(self) -> jax.ShapeDtypeStruct:
@@ -70,6 +90,7 @@ class Leaf(Value):
     def __init__(self, shape: Sequence[Any], dtype: Any, *, has_cotangent: bool = True, has_rows: bool = False):
         super().__init__(shape, dtype)
         self.has_cotangent, self.has_rows = has_cotangent and is_float(self.dtype), has_rows
+        self.made_of = frozenset({self.dtype})
 
 
 class Product(Value):
@@ -119,13 +140,24 @@ class Map(Value):
     Attributes:
       jaxpr: the function, of `inputs` as maps see them.
       pullback: its derivative in other terms than JAX's own; None for JAX's.
+      origin: the function's, the same object for all its results: they are differentiated together.
       programs: what it is as an epilogue, by the product's shape; of a plan.
     """
 
-    def __init__(self, jaxpr: core.ClosedJaxpr, inputs: Sequence[Value], pullback: Pullback | None = None):
+    def __init__(
+        self,
+        jaxpr: core.ClosedJaxpr,
+        inputs: Sequence[Value],
+        pullback: Pullback | None = None,
+        origin: object | None = None,
+    ):
         (out,) = jaxpr.out_avals
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
+        self.origin = object() if origin is None else origin
+        tiles = [x for x in inputs if x.is_tile and is_float(x.dtype) and not is_of_8_bits(x.dtype)]
+        widest = max((x.shape[-1] for x in tiles), default=0)  # others are tables of heads, or halves
+        self.made_of = frozenset().union(*(x.made_of for x in tiles if x.shape[-1] == widest)) or self.made_of
         self.programs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
@@ -162,7 +194,7 @@ class Turned(Value):
     def __init__(self, x: Value):
         rows, columns = x.shape
         super().__init__((columns, rows), x.dtype)
-        self.inputs = (x,)
+        self.inputs, self.made_of = (x,), x.made_of
 
 
 def turned(x: Value) -> Value:
@@ -174,7 +206,12 @@ def turned(x: Value) -> Value:
     return x.transpose
 
 
-def mapped(f: Callable[..., Any], *inputs: Value, pullback: Pullback | None = None) -> Any:
+def mapped(
+    f: Callable[..., Any],
+    *inputs: Value,
+    pullback: Pullback | None = None,
+    captured: Callable[[jax.Array], Value] | None = None,
+) -> Any:
     """f(*inputs): a value for each array that f returns, in the structure that it has.
 
     Args:
@@ -182,6 +219,7 @@ def mapped(f: Callable[..., Any], *inputs: Value, pullback: Pullback | None = No
       pullback: of f's one result, its inputs and the result's cotangent: the inputs' cotangents in their order, None
         for one that has none. It takes the place of JAX's derivative of f, for instance because it is shorter in terms
         of the result.
+      captured: makes an input of a traced array that f closes over.
 
     Raises:
       TypeError: f closes over an array that is traced elsewhere; a pullback of several results.
@@ -196,24 +234,35 @@ def mapped(f: Callable[..., Any], *inputs: Value, pullback: Pullback | None = No
 
     closed = make_jaxpr(flat, [value.type for value in inputs], name)
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-        raise TypeError(f"map '{name}' closes over an array that is traced; give it as an input of the map")
+        if captured is None or pullback is not None:
+            raise TypeError(f"map '{name}' closes over an array that is traced; give it as an operand of the map")
+        inputs = (*map(captured, closed.consts), *inputs)
+        closed = without_constants(closed)
     count = len(closed.out_avals)
     if pullback is not None and count != 1:
         raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
-    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, pullback) for i in range(count)])
+    origin = object()
+    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, pullback, origin) for i in range(count)])
 
 
-def _result(closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], pullback: Pullback | None) -> Value:
+def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The jaxpr whose constants are its first inputs."""
+    return core.ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ())
+
+
+def _result(
+    closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], pullback: Pullback | None, origin: object
+) -> Value:
     """One result, of those inputs that it depends on; an input where it is one."""
     if pullback is not None:  # which is given all inputs
-        return Map(closed, inputs, pullback)
+        return Map(closed, inputs, pullback, origin)
     wanted = [i == index for i in range(len(closed.out_avals))]
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
     kept = list(itertools.compress(inputs, used))
     (out,) = jaxpr.outvars
     if out in jaxpr.invars:
         return kept[jaxpr.invars.index(out)]
-    return Map(core.ClosedJaxpr(jaxpr, closed.consts), kept)
+    return Map(core.ClosedJaxpr(jaxpr, closed.consts), kept, origin=origin)
 
 
 def _with_pullback(f: Callable[..., Any], pullback: Pullback) -> Callable[..., Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from coda_jax.graph import normed
+from coda_jax.graph.author import Value
 from coda_jax.operators import pytree
 from coda_jax.operators.stream import NotAnArray, Stream
 from coda_jax.primitives.dtypes import check_floats
@@ -108,11 +110,20 @@ def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
-def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = 1e-6) -> DeferredNorm:
+@overload
+def rms_norm(x: Value, scale: Any, *, epsilon: float = ...) -> Value: ...
+
+
+@overload
+def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = ...) -> DeferredNorm: ...
+
+
+def rms_norm(x: jax.Array | Stream | Value, scale: Any, *, epsilon: float = 1e-6) -> Any:
     """x * rsqrt(mean(x * x, -1) + epsilon) * scale, left to the product behind it.
 
     Args:
-      x: (..., D); a Stream brings its statistic, that of an array is computed.
+      x: (..., D); a Stream brings its statistic, that of an array is computed. In a block a value, or a Stream of one;
+        then the norm is a value too, which is applied where something else than a product reads it.
       scale: (D,).
       epsilon: added to the mean of squares.
 
@@ -120,20 +131,33 @@ def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = 1e-6) 
       TypeError: an array that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit.
     """
-    stream = Stream.of(x).with_statistic()
+    given: Any = x
+    stream: Any = Stream.of(given)
+    if isinstance(stream.x, Value):
+        return normed.rms_norm(stream.x, stream.sumsq, scale, epsilon)
+    stream = stream.with_statistic()
     assert stream.sumsq is not None
     norm = DeferredNorm(stream.x, stream.sumsq, scale, epsilon=epsilon)
     check_arrays("rms_norm", norm)
     return norm
 
 
+@overload
+def layer_norm(x: Value, scale: Any, bias: Any = None, *, epsilon: float = ...) -> Value: ...
+
+
+@overload
 def layer_norm(
-    x: jax.Array | Stream, scale: jax.Array, bias: jax.Array | None = None, *, epsilon: float = 1e-6
-) -> DeferredNorm:
+    x: jax.Array | Stream, scale: jax.Array, bias: jax.Array | None = None, *, epsilon: float = ...
+) -> DeferredNorm: ...
+
+
+def layer_norm(x: jax.Array | Stream | Value, scale: Any, bias: Any = None, *, epsilon: float = 1e-6) -> Any:
     """(x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias, left to the product behind it.
 
     Args:
-      x: (..., D). The statistics are one pass over it; the variance is that of centred values.
+      x: (..., D). The statistics are one pass over it; the variance is that of centred values. In a block as for
+        `rms_norm`.
       scale, bias: (D,).
       epsilon: added to the variance.
 
@@ -141,12 +165,15 @@ def layer_norm(
       TypeError: an array that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit.
     """
-    x = Stream.of(x).x
-    check_floats("layer_norm", x=x)
-    wide = lax.stop_gradient(x).astype(jnp.float32)
+    given: Any = x
+    array: Any = Stream.of(given).x
+    if isinstance(array, Value):
+        return normed.layer_norm(array, scale, bias, epsilon)
+    check_floats("layer_norm", x=array)
+    wide = lax.stop_gradient(array).astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1)
     sumsq = jnp.sum(jnp.square(wide - mean[..., None]), axis=-1)
-    norm = DeferredNorm(x, sumsq, scale, mean, bias, epsilon)
+    norm = DeferredNorm(array, sumsq, scale, mean, bias, epsilon)
     check_arrays("layer_norm", norm)
     return norm
 

@@ -39,9 +39,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue.dtypes import has_narrow_range, is_rounded
+from coda_jax.epilogue.dtypes import has_narrow_range
 from coda_jax.epilogue.groups import GroupOffsets
-from coda_jax.epilogue.rounding import round_to
+from coda_jax.epilogue.rounding import rounded
 from coda_jax.operators.deferred_norm import DeferredNorm, in_row, mean_and_rstd
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
@@ -197,12 +197,6 @@ def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool
 def _beside(vector: jax.Array, w: jax.Array) -> jax.Array:
     """A vector (D,) float32 beside w (D, ...)."""
     return jnp.expand_dims(vector.astype(jnp.float32), range(1, w.ndim))
-
-
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Float32 values rounded to `dtype`, still float32; XLA may drop a pair of conversions, but not this."""
-    dtype = np.dtype(dtype)
-    return round_to(x, dtype).astype(jnp.float32) if is_rounded(dtype) else x
 
 
 class Sums(NamedTuple):

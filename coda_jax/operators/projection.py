@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from coda_jax.epilogue.rounding import rounded
 from coda_jax.operators import norm_products
 from coda_jax.operators.chain import Chain, row_spec, run_chain
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, in_row, row_flags, width_of
@@ -25,7 +26,6 @@ from coda_jax.operators.norm_products import (
     of_norm,
     one_or_parts,
     parts_of,
-    rounded,
     with_rows_of,
 )
 from coda_jax.operators.stream import Stream, array

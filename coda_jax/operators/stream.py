@@ -11,6 +11,8 @@ from jax import lax
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
+from coda_jax.graph.author import Value
+from coda_jax.graph.normed import sum_of_squares
 from coda_jax.operators import pytree
 from coda_jax.primitives.fallbacks import noted
 
@@ -130,6 +132,10 @@ class Stream(NotAnArray):
         """The Stream with its statistic, computed if it is missing: what `scan` needs of a carry."""
         if self.sumsq is not None and self.sumsq.dtype == jnp.float32:  # else a map of the leaves has cast it
             return self
+        x: Any = self.x
+        if isinstance(x, Value):  # in a block
+            of_value: Any = (x, sum_of_squares(x))
+            return Stream(*of_value)
         return Stream(self.x, jnp.sum(jnp.square(lax.stop_gradient(self.x).astype(jnp.float32)), axis=-1))
 
 

@@ -1,0 +1,393 @@
+"""The values that the author of a block writes with: arrays with all their axes, lazy, and the operations on them.
+
+An `AuthorsValue` is a value of the graph with the shape and the dtype that the array has, and where a block runs as
+plain JAX the array itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
+from coda_jax.epilogue.user_code import default_types
+from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph import values as nodes
+from coda_jax.graph.calls import as_matrix, begins_with
+from coda_jax.graph.plan import has_rows
+from coda_jax.graph.values import Leaf, Product, Pullback, Turned, is_float, mapped, turned
+from coda_jax.primitives.mesh_types import constrained
+
+
+class NotAnArrayError(ValueError):
+    """A value of a block was given to what takes arrays. (Of a TypeError jit would tell its own message alone.)"""
+
+
+class BlockTrace:
+    """A block while its author's function runs.
+
+    Attributes:
+      name: of the block, in messages.
+      dtype: of the products' factors.
+      rows: the axes of the first argument's array but its last.
+      is_plain: the author's lines are run as plain JAX, on arrays.
+      leaves: what the graph reads of them, by the argument's number and the shape as a value.
+    """
+
+    def __init__(self, name: str, dtype: Any, rows: Sequence[Any], *, is_plain: bool):
+        self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
+        self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
+        self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
+        self._numbers = itertools.count()
+        self._of_captured: dict[int, Argument] = {}
+
+    def argument(self, x: Any) -> Argument:
+        """The value of one more array, or of `data_of` one of keys."""
+        data = data_of(x)
+        return Argument(
+            self,
+            next(self._numbers),
+            data.shape,
+            data.dtype,
+            data if self.is_plain else None,
+            None if data is x else jax.random.key_impl(x),
+        )
+
+    def value(self, x: Any) -> Value:
+        """x as a value: an array that the function captures is one more argument, which has a gradient."""
+        if isinstance(x, Value):
+            if x._trace is not self:
+                raise ValueError(f"block '{self.name}': a value of block '{x._trace.name}' is used in it")
+            return x
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"block '{self.name}': got {type(x).__name__} for an array or a value of the block")
+        if id(x) not in self._of_captured:
+            self._of_captured[id(x)] = self.argument(x)
+            self.captured.append(x)  # whose id is not another's as long as it is here
+        return self._of_captured[id(x)]
+
+    def shape_of(self, node: nodes.Value) -> tuple[Any, ...]:
+        """The shape of a value's array."""
+        return (*self.rows, *node.shape[1:]) if len(self.rows) > 1 and has_rows(node) else node.shape
+
+
+def data_of(x: Any) -> Any:
+    """The data of an array of keys of `jax.random`; another array as it is."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+class Value:
+    """An array of a block, of which nothing is computed before the block ends.
+
+    Values are multiplied, `x @ w`, and go through functions of whole arrays, `x.map(f)`. What the library can make in
+    the epilogue of a product it makes there, in the backward pass too.
+
+    Attributes:
+      shape: of the array, with all axes.
+      dtype: as which the array would lie in memory.
+    """
+
+    shape: tuple[Any, ...]
+    dtype: np.dtype[Any]
+    _trace: BlockTrace
+    _plain: jax.Array | None  # the array itself, where the author's lines are run as plain JAX
+    __array_ufunc__ = None  # numpy_array @ value comes to __rmatmul__
+
+    @property
+    def _node(self) -> nodes.Value:
+        """It as a value of the graph."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def T(self) -> Value:
+        """The transpose of a matrix (M, N). As a factor it costs nothing."""
+        if self.ndim != 2:
+            raise ValueError(f"block '{self._trace.name}': .T of a value of shape {self.shape}; it must be a matrix")
+        plain = None if self._plain is None else self._plain.T
+        return Computed(self._trace, turned(self._node), plain, self.shape[::-1])
+
+    def map(
+        self,
+        f: Callable[..., Any],
+        *operands: Any,
+        pullback: Pullback | None = None,
+        inverse: Callable[..., Any] | None = None,
+    ) -> Any:
+        """f(self, *operands), a function of whole arrays; where it is local to tiles, in a product's epilogue.
+
+        As an epilogue of `coda.gemm` f sees matrices (M, N), M all rows; (N,) of columns, (M, 1) of rows, (); floats
+        as float32. It may return a pytree of arrays. What no epilogue can do is a pass of XLA's, as `coda.explain`
+        says.
+
+        Args:
+          operands: values of the block, or arrays.
+          pullback: pullback(y, x, *operands, dy), of the one result y: the cotangents of x and of the operands, None
+            for one that has none. In the place of JAX's derivative of f, for instance since it is shorter in y.
+          inverse: inverse(*results, *operands) is x, so that the backward pass makes x of the results.
+
+        Raises:
+          TypeError: f captures a traced array beside a pullback; a pullback of several results.
+        """
+        return _mapped(self._trace, f, [self, *map(self._trace.value, operands)], pullback, inverse)
+
+    def named(self, name: str) -> Value:
+        """The value; what is kept of it has this name for the policies of `jax.checkpoint`."""
+        self._node.name = name
+        return self
+
+    def constrained(self, spec: jax.P | None) -> Value:
+        """The value, which lies so over the mesh of `jax.set_mesh` where it is in memory; and so does its cotangent."""
+        if spec is not None and len(spec) > self.ndim:
+            raise ValueError(
+                f"block '{self._trace.name}': constrained({spec}) has {len(spec)} entries; the value has shape "
+                f"{self.shape}"
+            )
+        self._node.spec = spec
+        if self._plain is not None:
+            self._plain = constrained(self._plain, spec)
+        return self
+
+    def ragged_dot(self, w: Any, group_sizes: Any) -> Value:
+        """As `jax.lax.ragged_dot`: the rows, sorted by group, each times its group's matrix.
+
+        Args:
+          w: (G, K, N).
+          group_sizes: (G,) int32, how many rows each group has.
+        """
+        w, sizes = self._trace.value(w), self._trace.value(group_sizes)
+        if w.ndim != 3 or self.ndim != 2:
+            raise ValueError(
+                f"block '{self._trace.name}': ragged_dot of shapes {self.shape} and {w.shape}; they must be (M, K) and "
+                "(G, K, N)"
+            )
+        node, plain = Product(self._node, w._viewed(w.shape), groups=sizes._node), None
+        if self._trace.is_plain:
+            plain = lax.ragged_dot(
+                self._as_factor(), w._as_factor(), sizes._array(), preferred_element_type=np.dtype(FLOAT32)
+            )
+        return Computed(self._trace, node, plain)
+
+    @property
+    def _opaque_node(self) -> nodes.Value:
+        """As any JAX function takes it: its dtype may be one that no map sees."""
+        return self._node
+
+    def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
+        """It as a value of the graph of this shape, or as it is."""
+        return self._node
+
+    # --- as plain JAX
+
+    def _array(self) -> jax.Array:
+        """The array where the author's lines are run as plain JAX."""
+        assert self._plain is not None
+        return self._plain
+
+    def _as_factor(self) -> jax.Array:
+        x = self._array()
+        return x.astype(jnp.bfloat16 if is_of_8_bits(x.dtype) else self._trace.dtype)
+
+    def _as_seen(self) -> jax.Array:
+        """By a map: a matrix, float32."""
+        x = self._array().reshape(self._node.shape)
+        return x.astype(FLOAT32) if is_float(x.dtype) else x
+
+    # --- operators
+
+    def __matmul__(self, other: Any) -> Value:
+        return self._times(self._trace.value(other))
+
+    def __rmatmul__(self, other: Any) -> Value:
+        return self._trace.value(other) @ self
+
+    def _times(self, w: Value) -> Value:
+        if self.ndim < 2 or w.ndim < 2 or not same_size(self.shape[-1], w.shape[0]):
+            raise ValueError(
+                f"block '{self._trace.name}': {self.shape} @ {w.shape}; they must be (..., K) and (K, ...), each of "
+                "two axes or more"
+            )
+        return Computed(self._trace, self._product(w), self._plain_product(w), (*self.shape[:-1], *w.shape[1:]))
+
+    def _product(self, w: Value) -> nodes.Value:
+        a, b = self._node, w._viewed((w.shape[0], math.prod(w.shape[1:])))
+        options: dict[str, Any] = {}
+        if isinstance(a, Turned) and not is_of_8_bits(a.dtype):
+            a, options["transpose_a"] = a.inputs[0], True
+        if isinstance(b, Turned):
+            b, options["transpose_b"] = b.inputs[0], True
+        return Product(a, b, **options)
+
+    def _plain_product(self, w: Value) -> jax.Array | None:
+        if not self._trace.is_plain:
+            return None
+        axes = (((self.ndim - 1,), (0,)), ((), ()))
+        return lax.dot_general(self._as_factor(), w._as_factor(), axes, preferred_element_type=np.dtype(FLOAT32))
+
+    def _with(self, operation: Callable[[Any, Any], Any], other: Any, *, swapped: bool = False) -> Any:
+        if isinstance(other, numbers.Number):
+            f = (lambda x: operation(other, x)) if swapped else (lambda x: operation(x, other))
+            return _mapped(self._trace, f, [self])
+        if not isinstance(other, Value | jax.Array | np.ndarray | np.generic):
+            return NotImplemented
+        pair = [self, self._trace.value(other)]
+        return _mapped(self._trace, operation, pair[::-1] if swapped else pair)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(operator.add, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._with(operator.add, other, swapped=True)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(operator.sub, other, swapped=True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(operator.mul, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._with(operator.mul, other, swapped=True)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(operator.truediv, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._with(operator.truediv, other, swapped=True)
+
+    def __neg__(self) -> Any:
+        return _mapped(self._trace, operator.neg, [self])
+
+    # --- what it is not
+
+    def __repr__(self) -> str:
+        return f"Value({self.dtype}{list(self.shape)} of block '{self._trace.name}')"
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        """What all functions of JAX ask for."""
+        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("nothing of it is computed yet: branch inside of .map, with jnp.where")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("take it apart in .map, which may return several arrays: .map(lambda x: jnp.split(x, 2, axis=1))")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        self.__iter__()
+
+    def _refuse(self, remedy: str) -> NoReturn:
+        raise NotAnArrayError(f"block '{self._trace.name}': {self!r} is no array; {remedy}")
+
+
+class Computed(Value):
+    """What a block computes."""
+
+    def __init__(
+        self,
+        trace: BlockTrace,
+        node: nodes.Value,
+        plain: jax.Array | None = None,
+        shape: Sequence[Any] | None = None,
+    ):
+        self._trace, self._made = trace, node
+        self.shape = trace.shape_of(node) if shape is None else tuple(shape)
+        self.dtype = node.stored_as(trace.dtype)
+        self._plain = None if plain is None else plain.reshape(self.shape)
+
+    @property
+    def _node(self) -> nodes.Value:
+        return self._made
+
+
+class Argument(Value):
+    """An array that the block is given; it is a value of the graph when something reads it."""
+
+    def __init__(
+        self,
+        trace: BlockTrace,
+        number: int,
+        shape: Sequence[Any],
+        dtype: Any,
+        plain: jax.Array | None,
+        key_impl: Any,
+    ):
+        self._trace, self.shape, self._number, self._plain = trace, tuple(shape), number, plain
+        self.dtype, self.key_impl = np.dtype(dtype), key_impl
+
+    @property
+    def _node(self) -> nodes.Value:
+        if self.dtype.name not in TABLE:
+            raise TypeError(
+                f"block '{self._trace.name}': an array of shape {self.shape} has dtype {self.dtype}; it must be "
+                f"{listed(list(TABLE))}"
+            )
+        return self._opaque_node
+
+    @property
+    def _opaque_node(self) -> nodes.Value:
+        rows = self._trace.rows
+        of_each_row = len(rows) > 1 and same_shape(self.shape, rows)
+        return self._viewed((math.prod(rows), 1) if of_each_row else as_matrix(self.shape, rows))
+
+    def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
+        leaves, key = self._trace.leaves, (self._number, tuple(shape))
+        if key not in leaves:
+            rows = self._trace.rows
+            of_rows = len(rows) > 1 and (begins_with(self.shape, rows) or same_shape(self.shape, rows))
+            of_rows = of_rows and same_size(shape[0], math.prod(rows))
+            leaves[key] = Leaf(shape, self.dtype, has_rows=of_rows)
+        return leaves[key]
+
+
+def _mapped(
+    trace: BlockTrace,
+    f: Callable[..., Any],
+    inputs: Sequence[Value],
+    pullback: Pullback | None = None,
+    inverse: Callable[..., Any] | None = None,
+) -> Any:
+    given = [x._node for x in inputs]
+    made = mapped(f, *given, pullback=pullback, captured=lambda x: trace.value(x)._node)
+    found, tree = jax.tree.flatten(made)
+    if inverse is not None:
+        given[0].recovered = mapped(_one(inverse, given[0]), *found, *given[1:])
+    plain: Sequence[Any] = [None] * len(found)
+    if trace.is_plain:
+        with default_types():
+            plain = jax.tree.leaves(f(*(x._as_seen() for x in inputs)))
+    each = zip(found, plain, strict=True)
+    return jax.tree.unflatten(tree, [Computed(trace, node, array) for node, array in each])
+
+
+def _one(inverse: Callable[..., Any], of: nodes.Value) -> Callable[..., Any]:
+    """The inverse of a map, checked to give what the map is of."""
+
+    def recovered(*arrays: jax.Array) -> jax.Array:
+        result: jax.Array = inverse(*arrays)
+        if getattr(result, "shape", None) != of.shape:
+            raise ValueError(
+                f"inverse: gives {getattr(result, 'shape', type(result).__name__)}; the map is of an array of shape "
+                f"{of.shape}"
+            )
+        return result
+
+    return recovered

@@ -1,0 +1,203 @@
+"""A block: a function of arrays, written with values, of which both passes are planned together."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from coda_jax.epilogue.dtypes import FLOATS, listed
+from coda_jax.graph.author import BlockTrace, Value, data_of
+from coda_jax.graph.function import Graph
+from coda_jax.graph.values import Leaf
+from coda_jax.primitives.call_arguments import check_implementation
+
+_SIGNATURES = 64  # of a block, whose graphs are kept
+
+
+@overload
+def block(f: Callable[..., Any], /) -> Block: ...
+
+
+@overload
+def block(
+    *, dtype: Any = None, rows: str | None = None, name: str | None = None, implementation: str = "auto"
+) -> Callable[[Callable[..., Any]], Block]: ...
+
+
+def block(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    dtype: Any = None,
+    rows: str | None = None,
+    name: str | None = None,
+    implementation: str = "auto",
+) -> Any:
+    """A function of arrays that is written with values: products, functions of tiles, norms, and any other JAX code.
+
+        @coda.block
+        def feed_forward(x, scale, up, down):
+            h = coda.rms_norm(x, scale)
+            return x + (h @ up).map(swiglu) @ down
+
+    When it is called with arrays f runs once, on `coda.Value`s. Its backward pass is derived, both passes are planned
+    together, and what is local to tiles runs in the epilogues of the products. A block that is called with the values
+    of another becomes a part of it. It works under jit, grad, vmap, scan, remat and shard_map.
+
+    f runs again for other shapes, dtypes or arguments that are no arrays, as under jax.jit; and each time where it
+    captures arrays, which then have gradients.
+
+    Args:
+      f: the function. Its arguments are pytrees of arrays, and anything hashable.
+      dtype: of the products' factors, and of tiles that are made of products; default that of the rows' array.
+      rows: the name of the argument whose array (..., D) has the block's rows; default the first. Other arrays that
+        begin with the same axes have these rows too.
+      name: in messages and in the kernels' names; default that of f.
+      implementation: "auto" and "cuda" are as in `coda.gemm`, for its products. "xla" runs f's lines as
+        they are, on arrays, with JAX's own derivative, to compare with and to debug.
+
+    Raises:
+      TypeError: an argument that is neither array nor hashable; the rows' array is no floating array.
+      ValueError: the rows' array has no rows.
+    """
+    if f is None:
+        return functools.partial(block, dtype=dtype, rows=rows, name=name, implementation=implementation)
+    return Block(f, dtype, rows, name or str(getattr(f, "__name__", type(f).__name__)), implementation)
+
+
+class Block:
+    """What `block` makes of a function; called as that is."""
+
+    def __init__(self, f: Callable[..., Any], dtype: Any, rows: str | None, name: str, implementation: str):
+        if not callable(f):
+            raise TypeError(f"block: f = {f!r}; it must be a function")
+        check_implementation("block", implementation)
+        if rows is not None and rows not in inspect.signature(f).parameters:
+            raise ValueError(f"block '{name}': rows = {rows!r}; it must be the name of an argument of the function")
+        functools.update_wrapper(self, f)
+        self._f, self._dtype, self._rows, self._name, self._implementation = f, dtype, rows, name, implementation
+        self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """f(*args, **kwargs)."""
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
+        if any(map(_is_value, leaves)):  # a part of the block that these are of
+            return self._f(*args, **kwargs)
+        given = [data_of(x) for x in leaves if _is_array(x)]
+        rows, dtype = self._rows_of(args, kwargs)
+        if self._implementation == "xla":
+            return self._plain(leaves, tree, BlockTrace(self._name, dtype, rows, is_plain=True))
+        key = (tree, dtype, rows, tuple(map(self._signature, leaves)))
+        traced = self._graphs.get(key)
+        if traced is None:
+            traced, captured = self._traced(leaves, tree, BlockTrace(self._name, dtype, rows, is_plain=False))
+            if captured:  # others the next time
+                return traced(*given, *map(data_of, captured))
+            self._graphs[key] = traced
+            if len(self._graphs) > _SIGNATURES:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return traced(*given)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], np.dtype[Any]]:
+        """The rows of the block, and the dtype of its products."""
+        if self._rows is None:
+            arrays = (jax.tree.leaves(x) for x in args if _is_array(getattr(x, "x", x)))
+            (x, *_) = next(arrays, (None,))
+            which = "the first argument that is an array"
+        else:
+            bound = inspect.signature(self._f).bind(*args, **kwargs)
+            x = next(iter(jax.tree.leaves(bound.arguments.get(self._rows))), None)
+            which = f"the argument '{self._rows}'"
+        if x is None or not _is_array(x):
+            raise TypeError(
+                f"block '{self._name}': {which} is missing, which has the block's rows. Give rows= the name of another"
+            )
+        if x.ndim < 2:
+            raise ValueError(f"block '{self._name}': {which} has shape {x.shape}; it must be (..., D) with rows")
+        dtype = x.dtype if self._dtype is None else np.dtype(self._dtype)
+        if getattr(dtype, "name", None) not in FLOATS:
+            raise TypeError(f"block '{self._name}': dtype = {dtype}; it must be {listed(FLOATS)}")
+        return tuple(x.shape[:-1]), np.dtype(dtype)
+
+    def _signature(self, x: Any) -> Hashable:
+        if _is_array(x):
+            return tuple(x.shape), x.dtype
+        try:
+            hash(x)
+        except TypeError:
+            raise TypeError(
+                f"block '{self._name}': an argument is {type(x).__name__}, which is neither an array nor hashable"
+            ) from None
+        return type(x), x
+
+    def _values(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> tuple[list[Value], Any]:
+        """The values that f returns, and their structure."""
+        inputs = [trace.argument(x) if _is_array(x) else x for x in leaves]
+        args, kwargs = jax.tree.unflatten(tree, inputs)
+        outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs), is_leaf=_is_value)
+        return [trace.value(x) for x in outputs], out_tree
+
+    def _plain(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> Any:
+        outputs, out_tree = self._values(leaves, tree, trace)
+        return jax.tree.unflatten(out_tree, [x._array().astype(x.dtype) for x in outputs])
+
+    def _traced(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> tuple[_Traced, list[Any]]:
+        outputs, out_tree = self._values(leaves, tree, trace)
+        nodes, out_dtypes = [x._node for x in outputs], [x.dtype for x in outputs]
+        rows = trace.rows if len(trace.rows) > 1 else ()
+        graph = Graph(
+            self._name,
+            list(trace.leaves.values()),
+            nodes,
+            trace.dtype,
+            out_dtypes,
+            rows,
+            self._implementation,
+        )
+        sources = [(number, leaf) for (number, _), leaf in trace.leaves.items()]
+        return _Traced(graph, sources, rows, [x.shape for x in outputs], out_tree), trace.captured
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """A block at a signature.
+
+    Attributes:
+      graph: what it is.
+      sources: for each leaf the number of the array that it is of.
+      rows: as `Graph` has them.
+      shapes, tree: of the results.
+    """
+
+    graph: Graph
+    sources: Sequence[tuple[int, Leaf]]
+    rows: tuple[Any, ...]
+    shapes: Sequence[tuple[Any, ...]]
+    tree: Any
+
+    def __call__(self, *arrays: Any) -> Any:
+        outputs = self.graph(*(self._as_leaf(arrays[number], leaf) for number, leaf in self.sources))
+        each = zip(outputs, self.shapes, strict=True)
+        return jax.tree.unflatten(self.tree, [x.reshape(shape) for x, shape in each])
+
+    def _as_leaf(self, x: Any, leaf: Leaf) -> Any:
+        return x.reshape((*self.rows, *leaf.shape[1:]) if leaf.has_rows else leaf.shape)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, Value)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)

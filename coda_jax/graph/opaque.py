@@ -1,0 +1,61 @@
+"""Any JAX function inside of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from coda_jax.graph.author import Argument, Computed, Value
+from coda_jax.graph.calls import Call
+from coda_jax.graph.values import without_constants
+
+
+def opaque(f: Callable[..., Any], *values: Any) -> Any:
+    """f(*values) in a block, any JAX function of the whole arrays, with JAX's own derivative: attention, a router.
+
+    It is called as it is, on arrays with all their axes in the dtypes that the values have; nothing of it is fused. The
+    arrays that f captures have their gradients too.
+
+    Args:
+      values: values of the block, of which one at least is there, or arrays.
+
+    Returns:
+      Values, in the structure of what f returns.
+
+    Raises:
+      TypeError: no argument is a value of a block.
+    """
+    trace = next((x._trace for x in values if isinstance(x, Value)), None)
+    name = getattr(f, "__name__", type(f).__name__)
+    if trace is None:
+        raise TypeError(f"opaque: no argument of '{name}' is a value of a block; call it as it is")
+    given = [trace.value(x) for x in values]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    function = _of_data(f, given)
+    closed, out_types = jax.make_jaxpr(function, return_shape=True)(*types)
+    outs, tree = jax.tree.flatten(out_types)
+    plain = [None] * len(outs)
+    if trace.is_plain:
+        plain = jax.tree.leaves(function(*(x._array().astype(x.dtype) for x in given)))
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+        captured = [trace.value(x) for x in closed.consts]
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured] + types
+        given = captured + given
+        closed = jax.make_jaxpr(_of_data(core.jaxpr_as_fun(without_constants(closed)), given))(*types)
+    results = Call(f"'{name}'", closed, [x._opaque_node for x in given], trace.rows).results
+    each = zip(results, plain, outs, strict=True)
+    return jax.tree.unflatten(tree, [Computed(trace, node, array, of.shape) for node, array, of in each])
+
+
+def _of_data(f: Callable[..., Any], given: Sequence[Value]) -> Callable[..., Any]:
+    """f of arrays, where these are arrays of keys of their data."""
+    implementations = [x.key_impl if isinstance(x, Argument) else None for x in given]
+
+    def function(*arrays: jax.Array) -> Any:
+        each = zip(arrays, implementations, strict=True)
+        return f(*(x if of is None else jax.random.wrap_key_data(x, impl=of) for x, of in each))
+
+    return function
