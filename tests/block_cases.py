@@ -139,26 +139,26 @@ FORMS = {
 }
 
 
-def arguments(dtype=jnp.float32):
+def arguments(dtype=jnp.float32, batch=BATCH, length=LENGTH, width=WIDTH, hidden=HIDDEN, rank=RANK):
     """x and the weights; cos and sin have the rows of x."""
     shapes = {
-        "s1": (WIDTH,),
-        "s2": (WIDTH,),
-        "bias": (WIDTH,),
-        "up_bias": (2 * HIDDEN,),
-        "qkv": (WIDTH, 3 * WIDTH),
-        "out": (WIDTH, WIDTH),
-        "up": (WIDTH, 2 * HIDDEN),
-        "down": (HIDDEN, WIDTH),
-        "a": (WIDTH, RANK),
-        "b": (RANK, 2 * HIDDEN),
+        "s1": (width,),
+        "s2": (width,),
+        "bias": (width,),
+        "up_bias": (2 * hidden,),
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 2 * hidden),
+        "down": (hidden, width),
+        "a": (width, rank),
+        "b": (rank, 2 * hidden),
     }
     keys = iter(jax.random.split(jax.random.key(0), 1 + len(shapes)))
-    x = jax.random.normal(next(keys), (BATCH, LENGTH, WIDTH)).astype(dtype)
+    x = jax.random.normal(next(keys), (batch, length, width)).astype(dtype)
     p = {name: jax.random.normal(next(keys), shape) / (len(shape) * shape[0] ** 0.5) for name, shape in shapes.items()}
-    half = WIDTH // HEADS // 2
-    angles = jnp.arange(LENGTH)[None, :, None] * 0.1 * jnp.arange(1, 1 + half)
-    angles = jnp.broadcast_to(angles, (BATCH, LENGTH, half))
+    half = width // HEADS // 2
+    angles = jnp.arange(length)[None, :, None] * 0.1 * jnp.arange(1, 1 + half)
+    angles = jnp.broadcast_to(angles, (batch, length, half))
     return x, {**p, "cos": jnp.cos(angles), "sin": jnp.sin(angles)}
 
 

@@ -39,7 +39,7 @@ def test_forms(name):
     found, want = (jax.jit(jax.grad(loss(one), (0, 1)))(x, p) for one in (block, plain))
     assert_close(found, want, 1e-4)
     graph = graph_of(block)
-    plans = graph.forward_plan, graph.backward().plan
+    plans = graph.derivative().forward_plan, graph.derivative().backward().plan
     _, products, passes = FORMS[name]
     assert tuple(len(plan.steps) for plan in plans) == products
     rows = x.shape[0] * x.shape[1]
@@ -137,7 +137,7 @@ def test_a_block_in_a_block():
     args = random(0, 2, 3, D), random(1, D, 2 * F) / 3, random(2, F, D) / 4, random(3, D, F)
     plain = lambda x, up, down: x + swiglu((x @ up).reshape(-1, 2 * F)).reshape(2, 3, F) @ down  # noqa: E731
     compared(outer, lambda x, up, down, w: plain(plain(x, up, down), up, down) @ w, *args)
-    assert len(graph_of(outer).forward_plan.steps) == 5
+    assert len(graph_of(outer).derivative().forward_plan.steps) == 5
 
 
 def test_arguments_of_all_kinds():
@@ -244,7 +244,9 @@ def test_streams():
     assert_close(found.sumsq, jnp.sum(jnp.square(plain(x, p)), axis=-1), 1e-5)
     of = [jax.grad(loss(f), (0, 1)) for f in (lambda x, p: two(x, p).x, plain)]
     assert_close(*(g(x, p) for g in of), 1e-4)
-    assert not [v for v in graph_of(layer).forward_plan.by_xla if v.is_tile and v.shape[0] == LENGTH * BATCH]
+    assert not [
+        v for v in graph_of(layer).derivative().forward_plan.by_xla if v.is_tile and v.shape[0] == LENGTH * BATCH
+    ]
 
 
 def test_a_float32_stream_stays_one():
@@ -336,7 +338,7 @@ def test_stated_pullbacks():
     block = coda.block(f)
     args = random(0, M, D), random(1, D, F)
     compared(block, lambda x, w: jnp.tanh(x @ w), *args)
-    assert [type(v) for v in graph_of(block).kept] == [Map]
+    assert [type(v) for v in graph_of(block).derivative().kept] == [Map]
 
 
 # --- refusals

@@ -99,6 +99,6 @@ def test_forms(name):
     every = range(len(args))
     found, want = (jax.jit(jax.grad(total(one), every))(*args) for one in (graph, in_jax))
     assert_close(found, want, 1e-5)
-    plans = graph.forward_plan, graph.backward().plan
+    plans = graph.derivative().forward_plan, graph.derivative().backward().plan
     assert tuple(len(plan.steps) for plan in plans) == products
     assert tuple(sum(x.is_tile and x.shape[0] == M for x in plan.by_xla) for plan in plans) == passes

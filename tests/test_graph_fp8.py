@@ -111,12 +111,14 @@ def test_copies_are_stored_by_the_epilogue_that_makes_the_tile(graph):
         assert spec.transpose_b and not spec.transpose_a
         assert {x.aval.dtype for x in one.invars[:2]} == {jnp.dtype(E4M3)}
     (hidden,) = (
-        step for step in graph.forward_plan.steps if step.product.b.shape == (F, D) and step.product.shape[1] == F
+        step
+        for step in graph.derivative().forward_plan.steps
+        if step.product.b.shape == (F, D) and step.product.shape[1] == F
     )
     copies = [value for value in hidden.stores if value.dtype == jnp.dtype(E4M3)]
     assert [(type(value) is Turned, value.shape) for value in copies] == [(False, (M, F)), (True, (F, M))]
     assert any(value.shape == () for value in hidden.stores)  # the largest
-    backward = graph.backward(frozenset({1})).plan
+    backward = graph.derivative().backward(frozenset({1})).plan
     of_dz = backward.steps[0].stores
     assert sorted(value.shape for value in of_dz) == sorted([(), (M, F), (F, M)])
     transposes = [

@@ -86,7 +86,7 @@ def test_its_products_are_as_by_hand(graph):
     (up, down, *backward), (up_by_hand, down_by_hand, *backward_by_hand) = described(graph), described(by_hand)
     assert backward == backward_by_hand and len(backward) == 4
     assert up[0] + down[0] == up_by_hand[0] + down_by_hand[0]  # the weight is multiplied a product earlier
-    assert [x.shape for x in graph.kept] == [(ROWS, 2 * F)]
+    assert [x.shape for x in graph.derivative().kept] == [(ROWS, 2 * F)]
 
 
 def test_sums_over_rows_are_of_all_groups():

@@ -93,8 +93,8 @@ def stores(plan):
 def test_maps_join_the_product_that_they_read():
     graph, *_ = graph_and_jax("feed-forward")
     assert stores(Plan(graph.outputs)) == [[(M, F)], [(M, D)]]
-    assert [x.shape for x in graph.kept] == [(M, 2 * F)]  # z; the activation is made again
-    backward = graph.backward().plan
+    assert [x.shape for x in graph.derivative().kept] == [(M, 2 * F)]  # z; the activation is made again
+    backward = graph.derivative().backward().plan
     # dz, and beside it the activation, which the product after it reads; dw_down, dx with the residual's term, dw_up
     assert stores(backward) == [[(M, 2 * F), (M, F)], [(F, D)], [(M, D)], [(D, 2 * F)]]
     assert not backward.by_xla
@@ -178,7 +178,7 @@ def test_cotangents_that_are_zeros():
     graph = graph_of(two, args, dtype=jnp.float32)
     found = jax.jit(jax.grad(lambda *args: jnp.sum(graph(*args)[0]), (0, 1)))(*args)
     assert_close(found, jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1))(*args), 1e-5)
-    assert graph.backward(frozenset({1})).cotangents[1] is None
+    assert graph.derivative().backward(frozenset({1})).cotangents[1] is None
 
 
 def test_work_is_linear_in_layers(monkeypatch):
@@ -195,7 +195,7 @@ def test_work_is_linear_in_layers(monkeypatch):
 
         counts.clear()
         graph = graph_of(block, arrays("feed-forward"), dtype=jnp.float32)
-        plan = graph.backward().plan
+        plan = graph.derivative().backward().plan
         assert len(plan.steps) == 4 * layers and not plan.by_xla
         return counts["trace"]
 
@@ -271,7 +271,7 @@ def test_a_gated_feed_forward_is_as_by_hand(dtype):
     found, want = ([described(program) for program in programs(f)] for f in (graph, by_hand))
     del found[1], want[1]  # the block by hand sums the squares of its result for a norm that follows
     assert found == want and [count for count, *_ in found] == [12, 28, 1, 7, 7]
-    assert [x.shape for x in graph.kept] == [(64, 1), (64, 160)]  # rstd and u
+    assert [x.shape for x in graph.derivative().kept] == [(64, 1), (64, 160)]  # rstd and u
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)

@@ -29,7 +29,7 @@ from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, m
 def cotangents_of(
     outputs: Sequence[Value], cotangents: Sequence[Value | None], leaves: Sequence[Leaf]
 ) -> list[Value | None]:
-    """The cotangents of the leaves.
+    """The cotangents of these leaves.
 
     Args:
       outputs: of the graph.
@@ -43,9 +43,9 @@ def cotangents_of(
         if cotangent is not None:
             found[output].append(cotangent)
     order = reachable(outputs)
-    varies: set[Value] = set()
+    varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
-        if (isinstance(value, Leaf) and value.has_cotangent) or not varies.isdisjoint(value.inputs):
+        if not varies.isdisjoint(value.inputs):
             varies.add(value)
     for group in reversed(_together(order)):
         ys = [y for y in group if y in varies and is_float(y.dtype) and found[y] and not isinstance(y, Leaf)]
@@ -126,6 +126,9 @@ def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
 
 def recovered(x: Value) -> Value:
     """What a backward pass reads in the place of x."""
+    if x.recovered is None and x.undone is not None:
+        y, undo = x.undone
+        x.recovered = undo() if recovered(y) is not y else None
     return x if x.recovered is None else x.recovered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,21 +48,10 @@ class Graph:
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
-        function = differentiable(self.name, self._run, self._forward, _Backward(self))
+        run = functools.partial(_run, self)
+        function = differentiable(self.name, run, self.derivative().forward, _Backward(self))
         outputs: list[jax.Array] = function(*vary(varying_axes(*arrays), *arrays))
         return outputs
-
-    def _run(self, *arrays: jax.Array) -> list[jax.Array]:
-        return self.made(self._plan, self._known(arrays), self.out_dtypes)
-
-    def _known(self, arrays: Sequence[jax.Array]) -> dict[Value, jax.Array]:
-        return dict(zip(self.leaves, arrays, strict=True))
-
-    def _forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
-        dtypes = [*self.out_dtypes, *(x.stored_as(self.dtype) for x in self.kept)]
-        made, count = self.made(self.forward_plan, self._known(arrays), dtypes), len(self.outputs)
-        kept = [x if of is None else checkpoint_name(x, of) for of, x in zip(self._names, made[count:], strict=True)]
-        return made[:count], (arrays, kept)
 
     def made(self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any]) -> list[jax.Array]:
         """Runs the plan and returns its values in these dtypes."""
@@ -69,25 +59,64 @@ class Graph:
         return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
 
     @functools.cached_property
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
+        """What makes the outputs."""
         return Plan(self.outputs)
 
     @functools.cached_property
+    def _derivatives(self) -> dict[frozenset[Leaf], Derivative]:
+        return {}
+
+    def derivative(self, is_differentiated: Sequence[bool] | None = None) -> Derivative:
+        """The graph where these leaves are differentiated; None for all."""
+        flags = [True] * len(self.leaves) if is_differentiated is None else is_differentiated
+        leaves = frozenset(x for x in itertools.compress(self.leaves, flags) if x.has_cotangent)
+        if leaves not in self._derivatives:
+            self._derivatives[leaves] = Derivative(self, leaves)
+        return self._derivatives[leaves]
+
+
+def _run(graph: Graph, *arrays: jax.Array) -> list[jax.Array]:
+    return graph.made(graph.plan, dict(zip(graph.leaves, arrays, strict=True)), graph.out_dtypes)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """A graph that is differentiated: what it keeps, and its backward passes.
+
+    Attributes:
+      graph: the graph.
+      leaves: those that are differentiated.
+    """
+
+    graph: Graph
+    leaves: frozenset[Leaf]
+
+    def forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+        """The outputs, and what a backward pass takes."""
+        graph, known = self.graph, dict[Value, jax.Array](zip(self.graph.leaves, arrays, strict=True))
+        dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
+        made, count = graph.made(self.forward_plan, known, dtypes), len(graph.outputs)
+        kept = [x if of is None else checkpoint_name(x, of) for of, x in zip(self._names, made[count:], strict=True)]
+        return made[:count], (arrays, kept, self)
+
+    @functools.cached_property
     def forward_plan(self) -> Plan:
-        """The plan that makes the outputs and the kept values."""
-        return Plan([*self.outputs, *self.kept])
+        """What makes the outputs and the kept values."""
+        return Plan([*self.graph.outputs, *self.kept])
 
     @functools.cached_property
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
-        _, of_leaves = self._differentiated(frozenset())
-        return kept_values(self.outputs, [x for x in of_leaves if x is not None])
+        _, of_leaves = self._derived(frozenset())
+        return kept_values(self.graph.outputs, [x for x in of_leaves if x is not None])
 
     @functools.cached_property
     def _names(self) -> list[str | None]:
         """Of the kept values: a value's name is that of the tiles that it is made again of."""
         kept, names = frozenset(self.kept), dict[Value, str]()
-        for value in reachable(self.outputs):
+        for value in reachable(self.graph.outputs):
             if value.name is not None:
                 open_ = [value]
                 while open_:
@@ -105,22 +134,25 @@ class Graph:
     def backward(self, absent: frozenset[int] = frozenset()) -> BackwardPass:
         """The backward pass where the cotangents of these outputs are zeros."""
         if absent not in self._passes:
-            cotangents, of_leaves = self._differentiated(absent)
+            cotangents, of_leaves = self._derived(absent)
             plan = Plan([x for x in of_leaves if x is not None], self.kept)
             self._passes[absent] = BackwardPass(cotangents, of_leaves, plan)
         return self._passes[absent]
 
     @functools.cached_property
-    def _derivatives(self) -> dict[frozenset[int], tuple[list[Leaf | None], list[Value | None]]]:
+    def _of_absent(self) -> dict[frozenset[int], tuple[list[Leaf | None], list[Value | None]]]:
         return {}
 
-    def _differentiated(self, absent: frozenset[int]) -> tuple[list[Leaf | None], list[Value | None]]:
+    def _derived(self, absent: frozenset[int]) -> tuple[list[Leaf | None], list[Value | None]]:
         """The outputs' cotangents and the leaves', derived once."""
-        if absent not in self._derivatives:
-            each = enumerate(zip(self.outputs, self.out_dtypes, strict=True))
+        if absent not in self._of_absent:
+            graph = self.graph
+            each = enumerate(zip(graph.outputs, graph.out_dtypes, strict=True))
             given = [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
-            self._derivatives[absent] = given, cotangents_of(self.outputs, given, list(self.leaves))
-        return self._derivatives[absent]
+            wanted = [x for x in graph.leaves if x in self.leaves]
+            found = dict(zip(wanted, cotangents_of(graph.outputs, given, wanted), strict=True))
+            self._of_absent[absent] = given, [found.get(x) for x in graph.leaves]
+        return self._of_absent[absent]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,12 +174,15 @@ class BackwardPass:
 class _Backward(Backward):
     graph: Graph
 
+    def forward_of(self, forward: Callable[..., Any], is_differentiated: Sequence[bool]) -> Callable[..., Any]:
+        return self.graph.derivative(is_differentiated).forward
+
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
-        (arrays, values), graph = kept, self.graph
-        backward = graph.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        known: dict[Value, jax.Array] = dict(zip(graph.kept, values, strict=True))
+        (arrays, values, derivative), graph = kept, self.graph
+        backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
+        known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
         known |= dict(zip(graph.leaves, arrays, strict=True))
-        made_again = reachable(backward.plan.by_xla, graph.kept)
+        made_again = reachable(backward.plan.by_xla, derivative.kept)
         again = [x for x in made_again if isinstance(x, Leaf) and x in graph.leaves]
         # Without a barrier XLA would keep what the forward pass made of these leaves.
         known |= dict(zip(again, lax.optimization_barrier([known[x] for x in again]), strict=True))

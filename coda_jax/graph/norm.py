@@ -57,7 +57,9 @@ class NormValues:
         if self.bias is None:
             return u
         shift = mapped(_sum_of_rows, mapped(_as_column, self.bias), w)
-        return mapped(lambda u, shift: u + shift[None, :], u, shift)
+        z: Value = mapped(lambda u, shift: u + shift[None, :], u, shift)
+        u.undone = z, lambda: mapped(lambda z, shift: z - shift[None, :], z.recovered or z, shift)
+        return z
 
     def applied(self) -> Value:
         """The normalised array, (M, D)."""

@@ -12,12 +12,13 @@ import numpy as np
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph.calls import Result, called
-from coda_jax.graph.evaluate import applied
+from coda_jax.graph.evaluate import applied, as_seen
+from coda_jax.graph.pieces import Pieces, in_pieces, whole
 from coda_jax.graph.plan import Plan, has_rows, is_of_rows
-from coda_jax.graph.values import Product, Turned, Value, is_float
+from coda_jax.graph.values import Map, Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.mesh_types import constrained, explicit_sharding
+from coda_jax.primitives.mesh_types import constrained, explicit_sharding, varying_axes
 
 
 def run(
@@ -61,6 +62,7 @@ class _Run:
     implementation: str
 
     def __post_init__(self) -> None:
+        self.passing: dict[Value, jax.Array | Pieces] = {}
         self._by_xla = frozenset(self.plan.by_xla)
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
@@ -75,11 +77,21 @@ class _Run:
         if value not in self.arrays and isinstance(value, Result):
             self.arrays.update(self._called(value))
         if value not in self.arrays:
-            with default_types():
-                x = applied(value, [self._as_matrix(of, self.known(of)) for of in value.inputs])
+            x = whole(self._in_pass(value))
             x = x.astype(self.dtype_of(value)) if value in self._by_xla else x
             self.arrays[value] = self._constrained(value, self._with_rows(value, x))
         return self.arrays[value]
+
+    def _in_pass(self, value: Value) -> jax.Array | Pieces:
+        """A map or a transpose, as a pass of XLA's makes it; what it reads is made in the same pass or known."""
+        if value not in self.passing:
+            inputs = []
+            for of in value.inputs:
+                is_read = of in self.arrays or of in self._by_xla or not isinstance(of, Map)
+                inputs.append(self._as_matrix(of, self.known(of)) if is_read else self._in_pass(of))
+            with default_types():
+                self.passing[value] = _passed(value, inputs)
+        return self.passing[value]
 
     def _called(self, value: Result) -> dict[Value, jax.Array]:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
@@ -154,6 +166,12 @@ class _Run:
     def _shape_of(self, value: Value) -> tuple[Any, ...]:
         """Of its array, with all axes of the rows."""
         return (*self.rows, *value.shape[1:]) if self.rows and has_rows(value) else value.shape
+
+
+def _passed(value: Value, inputs: Sequence[jax.Array | Pieces]) -> jax.Array | Pieces:
+    if isinstance(value, Map) and not varying_axes(*map(whole, inputs)):
+        return in_pieces(value.jaxpr, [x.map(as_seen) if isinstance(x, Pieces) else as_seen(x) for x in inputs])
+    return applied(value, [whole(x) for x in inputs])
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

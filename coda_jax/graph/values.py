@@ -8,6 +8,7 @@ told at the line that makes it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.calls import CALLS, callee, opened
+from coda_jax.jaxprs.evaluate import evaluate
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 _numbers = itertools.count()
@@ -42,6 +43,7 @@ class Value:
       name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
       spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
       recovered: the same, made of values behind it; backward passes read that.
+      undone: a value, and what makes this one again of it where that is recovered.
       made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
 
@@ -50,6 +52,7 @@ class Value:
     name: str | None = None
     spec: jax.P | None = None
     recovered: Value | None = None
+    undone: tuple[Value, Callable[[], Value]] | None = None
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
@@ -166,26 +169,16 @@ class Map(Value):
         if not axes:
             (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
         else:  # what the map makes of constants varies with them
-            (out,) = _evaluated(self.jaxpr.jaxpr, self.jaxpr.consts, vary(axes, *arrays), axes)
+            apply = functools.partial(_varying, axes)
+            (out,) = vary(axes, *evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, vary(axes, *arrays), apply))
         result: jax.Array = out
         return result
 
 
-def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], arrays: Sequence[Any], axes: frozenset[str]) -> list[Any]:
-    """The results, of equations whose inputs all vary over the manual mesh axes."""
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = vary(axes, *(jnp.asarray(read(x), jax.typeof(read(x)).dtype) for x in equation.invars))
-        if equation.primitive.name in CALLS:
-            outputs: Sequence[Any] = _evaluated(*opened(callee(equation)), inputs, axes)
-        else:
-            outputs = bind(equation.primitive, inputs, equation.params)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return vary(axes, *map(read, jaxpr.outvars))
+def _varying(axes: frozenset[str], equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """The results of an equation whose inputs all come to vary over these manual mesh axes."""
+    arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
+    return bind(equation.primitive, arrays, equation.params)
 
 
 class Turned(Value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ import jax
 from jax.extend import core
 
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
+from coda_jax.jaxprs.evaluate import evaluate, read, run
+
+_OPENED = CALLS | CUSTOM_DERIVATIVES
 
 
 def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
@@ -27,7 +31,8 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
       kept, rest: rest(kept, *args) = step(invariant, *args). Custom derivative rules inside of step are dropped.
     """
     closed, out_type = jax.make_jaxpr(step, return_shape=True)(invariant, *args)
-    flat = jax.make_jaxpr(lambda *leaves: _evaluate(closed.jaxpr, closed.consts, leaves))(*closed.in_avals)
+    evaluated = functools.partial(evaluate, closed.jaxpr, closed.consts, apply=_bound, opens=_OPENED)
+    flat = jax.make_jaxpr(lambda *leaves: evaluated(leaves))(*closed.in_avals)
     known = jax.tree.leaves(invariant)
     inputs, given = flat.jaxpr.invars[: len(known)], flat.jaxpr.invars[len(known) :]
 
@@ -35,20 +40,20 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
     before, after, made = [], [], set(inputs)
     varying = set(given)
     for equation in flat.jaxpr.eqns:
-        read = {v for v in equation.invars if not isinstance(v, core.Literal)}
-        if equation.effects or read & varying:
+        inputs_of = {v for v in equation.invars if not isinstance(v, core.Literal)}
+        if equation.effects or inputs_of & varying:
             after.append(equation)
             varying.update(equation.outvars)
         else:
             before.append(equation)
-            if read & made:
+            if inputs_of & made:
                 made.update(equation.outvars)
             else:  # of constants alone: cheaper to make again than to keep
                 after.append(equation)
     wanted = [v for equation in after for v in equation.invars] + list(flat.jaxpr.outvars)
     frontier = [v for v in dict.fromkeys(w for w in wanted if not isinstance(w, core.Literal)) if v in made]
     environment = {**constants, **dict(zip(inputs, known, strict=True))}
-    _run(before, environment)
+    run(before, environment, _bound, _OPENED)
 
     def rest(kept: list[jax.Array], *args: Any) -> Any:
         environment = {
@@ -56,28 +61,12 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
             **dict(zip(frontier, kept, strict=True)),
             **dict(zip(given, jax.tree.leaves(args), strict=True)),
         }
-        _run(after, environment)
-        outputs = [_read(environment, v) for v in flat.jaxpr.outvars]
+        run(after, environment, _bound, _OPENED)
+        outputs = [read(environment, v) for v in flat.jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(out_type), outputs)
 
     return [environment[v] for v in frontier], rest
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    _run(jaxpr.eqns, environment)
-    return [_read(environment, v) for v in jaxpr.outvars]
-
-
-def _run(equations: Sequence[core.JaxprEqn], environment: dict[Any, Any]) -> None:
-    for equation in equations:
-        values = [_read(environment, v) for v in equation.invars]
-        if equation.primitive.name in CALLS | CUSTOM_DERIVATIVES:
-            outputs: Sequence[Any] = _evaluate(*opened(callee(equation)), values)
-        else:
-            outputs = bind(equation.primitive, values, equation.params)
-        environment.update(zip(equation.outvars, outputs, strict=True))
-
-
-def _read(environment: dict[Any, Any], v: Any) -> Any:
-    return v.val if isinstance(v, core.Literal) else environment[v]
+def _bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    return bind(equation.primitive, inputs, equation.params)

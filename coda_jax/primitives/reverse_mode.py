@@ -41,6 +41,10 @@ class Backward:
     def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
         """Raises where one of the arguments' arrays that are differentiated has no gradient."""
 
+    def forward_of(self, forward: Callable[..., Any], is_differentiated: Sequence[bool]) -> Callable[..., Any]:
+        """What runs forward where these of the arguments' arrays are differentiated."""
+        return forward
+
     def __call__(self, kept: Any, cotangents: Any) -> tuple[Any, ...]:
         raise NotImplementedError
 
@@ -100,10 +104,13 @@ def guarded_function(
 
     def guarded_forward(*arguments: Any) -> Any:
         zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
+        run_forward = forward
         if isinstance(backward, Backward):
             leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
-            backward.check(jax.tree.leaves(values), [not _is_primal(x) or x.perturbed for x in leaves])
-        outputs, kept = forward(*values)
+            is_differentiated = [not _is_primal(x) or x.perturbed for x in leaves]
+            backward.check(jax.tree.leaves(values), is_differentiated)
+            run_forward = backward.forward_of(forward, is_differentiated)
+        outputs, kept = run_forward(*values)
         may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
         return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
 
