@@ -21,9 +21,23 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from coda_jax.epilogue import is_linear
 from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Result, pulled_back
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, mapped, reachable, turned
+from coda_jax.graph.plan import program_beside
+from coda_jax.graph.values import (
+    Leaf,
+    Map,
+    Product,
+    Turned,
+    Value,
+    inner_product,
+    is_float,
+    mapped,
+    reachable,
+    turned,
+)
 
 
 def cotangents_of(
@@ -43,6 +57,7 @@ def cotangents_of(
         if cotangent is not None:
             found[output].append(cotangent)
     order = reachable(outputs)
+    inner = _InnerProducts(order, outputs)
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
         if not varies.isdisjoint(value.inputs):
@@ -53,7 +68,8 @@ def cotangents_of(
             dys = [_total(found[y]) for y in ys]
             for y, dy in zip(ys, dys, strict=True):
                 dy.spec = y.spec if dy.spec is None else dy.spec
-            for x, of_x in _of_inputs(ys, dys, varies):
+                inner.cotangents[y] = dy
+            for x, of_x in _of_inputs(ys, dys, varies, inner):
                 if x in varies and of_x is not None:
                     found[x].append(of_x)
     return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
@@ -76,7 +92,9 @@ def _together(order: Sequence[Value]) -> list[list[Value]]:
     return list(found.values())
 
 
-def _of_inputs(ys: Sequence[Value], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
+def _of_inputs(
+    ys: Sequence[Value], dys: Sequence[Value], varies: set[Value], inner: _InnerProducts
+) -> Iterable[tuple[Value, Value | None]]:
     """The inputs of one product, transpose, function or call, with their cotangents."""
     match ys[0]:
         case Result(call=call):
@@ -93,7 +111,8 @@ def _of_inputs(ys: Sequence[Value], dys: Sequence[Value], varies: set[Value]) ->
         case Map(pullback=None):
             return _of_maps([y for y in ys if isinstance(y, Map)], dys, varies)
         case Map() as y:
-            return zip(y.inputs, _without_zeros(_by_its_pullback(y, dys[0])), strict=True)
+            beside = [inner.along_rows(y)] if y.takes_inner else []
+            return zip(y.inputs, _without_zeros(_by_its_pullback(y, dys[0], beside)), strict=True)
     raise TypeError(f"no derivative of {type(ys[0]).__name__}")
 
 
@@ -143,7 +162,44 @@ def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Ite
     return zip(itertools.compress(inputs, differentiated), _without_zeros(found), strict=True)
 
 
-def _by_its_pullback(y: Map, dy: Value) -> list[Value | None]:
+class _InnerProducts:
+    """Of values with their cotangents, along rows.
+
+    For a function y = A x of each row, <x, dx> = <x, A^T dy> = <y, dy>: so where functions that are linear are all that
+    reads a value, the products are those of their results, and neither the value nor its cotangent need be made.
+
+    Attributes:
+      cotangents: of the values that have been reached.
+    """
+
+    def __init__(self, order: Sequence[Value], outputs: Sequence[Value]):
+        self.cotangents: dict[Value, Value] = {}
+        self._outputs, self._users = frozenset(outputs), defaultdict[Value, list[Value]](list)
+        for value in order:
+            for x in dict.fromkeys(value.inputs):
+                self._users[x].append(value)
+
+    def along_rows(self, x: Value) -> Value:
+        """sum_j x[:, j] dx[:, j], (M, 1)."""
+        dx, users = self.cotangents[x], self._users[x]
+        if x not in self._outputs and users and all(_is_linear(y, x) for y in users):
+            of_users = [self.along_rows(y) for y in users if y in self.cotangents]
+            if of_users:
+                return _total(of_users)
+        made: Value = mapped(inner_product, recovered(x), dx)
+        return made
+
+
+def _is_linear(y: Value, x: Value) -> bool:
+    """True for a map of each row that is linear in x, an array of its own among its inputs."""
+    if not isinstance(y, Map) or y.pullback is not None or not y.is_tile:
+        return False
+    alike = [of for of in y.inputs if same_shape(of.shape, x.shape)]
+    program = program_beside(y, x.shape)
+    return alike == [x] and program is not None and is_linear(program)
+
+
+def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value | None]:
     pullback = y.pullback
     assert pullback is not None
     absent: list[bool] = []
@@ -157,7 +213,7 @@ def _by_its_pullback(y: Map, dy: Value) -> list[Value | None]:
         absent[:] = [x is None for x in found]
         return [x for x in found if x is not None]
 
-    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy))
+    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside))
     return [None if is_absent else next(made) for is_absent in absent]
 
 

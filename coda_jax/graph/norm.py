@@ -51,7 +51,7 @@ class NormValues:
         weight = mapped(jnp.multiply, column, w)
         acc = Product(self.x, weight)
         if self.mean is None:
-            return mapped(jnp.multiply, acc, self.rstd, pullback=_scaled_backward)
+            return mapped(jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True)
         sums = mapped(_Centring(self.dtype).column_sums, weight)
         u = mapped(_centred, acc, self.rstd, self.mean, sums, pullback=_Centring(self.dtype).backward)
         if self.bias is None:
@@ -125,8 +125,10 @@ def _sum_of_rows(column: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sum(column * w, axis=0)
 
 
-def _scaled_backward(u: jax.Array, acc: jax.Array, rstd: jax.Array, du: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return rstd * du, jnp.sum(du * u, axis=1, keepdims=True) / rstd
+def _scaled_backward(
+    u: jax.Array, acc: jax.Array, rstd: jax.Array, du: jax.Array, inner: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return rstd * du, inner / rstd
 
 
 def _centred(acc: jax.Array, rstd: jax.Array, mean: jax.Array, sums: jax.Array) -> jax.Array:

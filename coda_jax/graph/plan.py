@@ -243,7 +243,7 @@ def lies_beside(value: Value, product: Product) -> bool:
 
 def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
     """True if an epilogue beside a product of this shape may make this map, and a tile for maps that read it there."""
-    program = _program(value, shape)
+    program = program_beside(value, shape)
     if program is None or not value.is_tile:
         return program is not None
     return not program.reductions and not any(store.transposed for store in program.stores)
@@ -293,12 +293,12 @@ def is_of_rows(value: Value) -> bool:
         return False
     tiles = [x for x in value.inputs if x.is_tile]
     if tiles:
-        program = next(filter(None, (_program(value, x.shape) for x in tiles)), None)
+        program = next(filter(None, (program_beside(value, x.shape) for x in tiles)), None)
         return program is not None and 0 in program.finishing.row_axes[0]
     return any(is_of_rows(x) or is_column(x) for x in value.inputs)
 
 
-def _program(value: Map, shape: tuple[Any, ...]) -> Program | None:
+def program_beside(value: Map, shape: tuple[Any, ...]) -> Program | None:
     """What an epilogue that is this map does, beside a product of this shape; None if there is none."""
     if shape not in value.programs:
         value.programs[shape] = _traced(value, shape)

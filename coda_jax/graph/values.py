@@ -143,6 +143,7 @@ class Map(Value):
     Attributes:
       jaxpr: the function, of `inputs` as maps see them.
       pullback: its derivative in other terms than JAX's own; None for JAX's.
+      takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function's, the same object for all its results: they are differentiated together.
       programs: what it is as an epilogue, by the product's shape; of a plan.
     """
@@ -153,10 +154,13 @@ class Map(Value):
         inputs: Sequence[Value],
         pullback: Pullback | None = None,
         origin: object | None = None,
+        *,
+        takes_inner: bool = False,
     ):
         (out,) = jaxpr.out_avals
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
+        self.takes_inner = takes_inner
         self.origin = object() if origin is None else origin
         tiles = [x for x in inputs if x.is_tile and is_float(x.dtype) and not is_of_8_bits(x.dtype)]
         widest = max((x.shape[-1] for x in tiles), default=0)  # others are tables of heads, or halves
@@ -204,6 +208,7 @@ def mapped(
     *inputs: Value,
     pullback: Pullback | None = None,
     captured: Callable[[jax.Array], Value] | None = None,
+    takes_inner: bool = False,
 ) -> Any:
     """f(*inputs): a value for each array that f returns, in the structure that it has.
 
@@ -212,6 +217,7 @@ def mapped(
       pullback: of f's one result, its inputs and the result's cotangent: the inputs' cotangents in their order, None
         for one that has none. It takes the place of JAX's derivative of f, for instance because it is shorter in terms
         of the result.
+      takes_inner: as `Map` has it.
       captured: makes an input of a traced array that f closes over.
 
     Raises:
@@ -221,7 +227,7 @@ def mapped(
     trees: list[Any] = []
 
     def flat(*arrays: jax.Array) -> list[Any]:
-        leaves, tree = jax.tree.flatten((f if pullback is None else _with_pullback(f, pullback))(*arrays))
+        leaves, tree = jax.tree.flatten((f if pullback is None else _with_pullback(f, pullback, takes_inner))(*arrays))
         trees.append(tree)
         return leaves
 
@@ -232,10 +238,13 @@ def mapped(
         inputs = (*map(captured, closed.consts), *inputs)
         closed = without_constants(closed)
     count = len(closed.out_avals)
-    if pullback is not None and count != 1:
-        raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
+    if pullback is not None:
+        if count != 1:
+            raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
+        one = Map(closed, inputs, pullback, takes_inner=takes_inner)  # which is given all inputs
+        return jax.tree.unflatten(trees[-1], [one])
     origin = object()
-    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, pullback, origin) for i in range(count)])
+    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, origin) for i in range(count)])
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -243,12 +252,8 @@ def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ())
 
 
-def _result(
-    closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], pullback: Pullback | None, origin: object
-) -> Value:
+def _result(closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], origin: object) -> Value:
     """One result, of those inputs that it depends on; an input where it is one."""
-    if pullback is not None:  # which is given all inputs
-        return Map(closed, inputs, pullback, origin)
     wanted = [i == index for i in range(len(closed.out_avals))]
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
     kept = list(itertools.compress(inputs, used))
@@ -258,11 +263,16 @@ def _result(
     return Map(core.ClosedJaxpr(jaxpr, closed.consts), kept, origin=origin)
 
 
-def _with_pullback(f: Callable[..., Any], pullback: Pullback) -> Callable[..., Any]:
+def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Along rows, (M, 1)."""
+    return jnp.sum(y * dy, axis=1, keepdims=True)
+
+
+def _with_pullback(f: Callable[..., Any], pullback: Pullback, takes_inner: bool) -> Callable[..., Any]:
     """f with this derivative, which what runs the graph is differentiated by once more."""
 
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        found = pullback(*kept, cotangent)
+        found = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
         return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
 
     def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
