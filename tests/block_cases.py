@@ -132,10 +132,10 @@ FORMS = {
     "norm-less": (norm_less, (2, 4), (0, 0)),
     "adapter": (adapter, (4, 8), (0, 0)),
     "llama": (llama, (4, 8), (0, 1)),
-    "parallel": (parallel, (4, 8), (0, 1)),
+    "parallel": (parallel, (4, 8), (1, 3)),
     "norm before the sum": (norm_before_sum, (4, 8), (2, 3)),
     "sandwich": (sandwich, (4, 8), (2, 3)),
-    "post-norm": (post_norm, (4, 8), (1, 2)),
+    "post-norm": (post_norm, (4, 8), (2, 3)),
 }
 
 

@@ -153,12 +153,11 @@ def recovered(x: Value) -> Value:
 
 def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
     """Of results of one function, together."""
-    inputs = list(dict.fromkeys(x for y in ys for x in y.inputs))
+    order = sorted(zip(ys, dys, strict=True), key=lambda pair: pair[0].index)
+    jaxpr, inputs = ys[0].origin.of_results([y.index for y in ys])
     differentiated = [x in varies and is_float(x.dtype) for x in inputs]
-    positions = [[inputs.index(x) for x in y.inputs] for y in ys]
-    functions = [y.jaxpr for y in ys]
-    pulled_back = functools.partial(_pulled_back, functions, positions, differentiated)
-    found = mapped(pulled_back, *map(recovered, inputs), *dys)
+    pulled_back = functools.partial(_pulled_back, jaxpr, differentiated)
+    found = mapped(pulled_back, *map(recovered, inputs), *(dy for _, dy in order))
     return zip(itertools.compress(inputs, differentiated), _without_zeros(found), strict=True)
 
 
@@ -217,32 +216,22 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
     return [None if is_absent else next(made) for is_absent in absent]
 
 
-def _pulled_back(
-    functions: Sequence[core.ClosedJaxpr],
-    positions: Sequence[Sequence[int]],
-    differentiated: Sequence[bool],
-    *arrays: jax.Array,
-) -> list[Any]:
-    """The cotangents of the inputs that are differentiated, of the inputs and of each function's cotangent.
-
-    Args:
-      positions: for each function which inputs it has.
-    """
+def _pulled_back(jaxpr: core.ClosedJaxpr, differentiated: Sequence[bool], *arrays: jax.Array) -> list[Any]:
+    """The cotangents of the inputs that are differentiated, of the inputs and of the results' cotangents."""
     inputs, cotangents = arrays[: len(differentiated)], arrays[len(differentiated) :]
-
-    def of_some(*some: jax.Array) -> list[jax.Array]:
-        given = iter(some)
-        every = [next(given) if flag else x for flag, x in zip(differentiated, inputs, strict=True)]
-        each = zip(functions, positions, strict=True)
-        return [core.jaxpr_as_fun(jaxpr)(*(every[i] for i in of))[0] for jaxpr, of in each]
-
-    outputs, pullback = jax.vjp(of_some, *itertools.compress(inputs, differentiated))
-    for out in outputs:
+    for out in jaxpr.out_avals:
         if is_of_8_bits(out.dtype):
             raise TypeError(
                 f"map: its result is {out.dtype}; state a pullback, since JAX has no derivative of what rounds to 8 "
                 "bits"
             )
+
+    def of_some(*some: jax.Array) -> list[jax.Array]:
+        given = iter(some)
+        return core.jaxpr_as_fun(jaxpr)(*(next(given) if flag else x for flag, x in each))
+
+    each = list(zip(differentiated, inputs, strict=True))
+    outputs, pullback = jax.vjp(of_some, *itertools.compress(inputs, differentiated))
     return list(pullback([dy.astype(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]))
 
 

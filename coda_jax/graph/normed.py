@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -24,9 +23,9 @@ class NormedValue(Value):
         self._trace, self.shape, self.norm, self._plain = x._trace, x.shape, norm, plain
         self.dtype = norm.x.stored_as(x._trace.dtype)
 
-    @functools.cached_property
+    @property
     def _node(self) -> Node:
-        return self.norm.applied()
+        return self.norm.applied
 
     def _product(self, w: Value) -> Node:
         return self.norm.product(w._viewed((w.shape[0], math.prod(w.shape[1:]))))

@@ -8,6 +8,7 @@ told at the line that makes it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -137,6 +138,25 @@ class Product(Value):
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A function of values, with several results.
+
+    Attributes:
+      jaxpr: of the inputs as maps see them.
+      inputs: the values.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    inputs: tuple[Value, ...]
+
+    def of_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
+        """What gives these results alone, and the inputs that it has."""
+        wanted = [i in indices for i in range(len(self.jaxpr.out_avals))]
+        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, wanted)
+        return core.ClosedJaxpr(jaxpr, self.jaxpr.consts), list(itertools.compress(self.inputs, used))
+
+
 class Map(Value):
     """One result of a function of values.
 
@@ -144,7 +164,8 @@ class Map(Value):
       jaxpr: the function, of `inputs` as maps see them.
       pullback: its derivative in other terms than JAX's own; None for JAX's.
       takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
-      origin: the function's, the same object for all its results: they are differentiated together.
+      origin: the function with all its results, which are differentiated together.
+      index: among these.
       programs: what it is as an epilogue, by the product's shape; of a plan.
     """
 
@@ -153,7 +174,8 @@ class Map(Value):
         jaxpr: core.ClosedJaxpr,
         inputs: Sequence[Value],
         pullback: Pullback | None = None,
-        origin: object | None = None,
+        origin: Function | None = None,
+        index: int = 0,
         *,
         takes_inner: bool = False,
     ):
@@ -161,7 +183,7 @@ class Map(Value):
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
         self.takes_inner = takes_inner
-        self.origin = object() if origin is None else origin
+        self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
         tiles = [x for x in inputs if x.is_tile and is_float(x.dtype) and not is_of_8_bits(x.dtype)]
         widest = max((x.shape[-1] for x in tiles), default=0)  # others are tables of heads, or halves
         self.made_of = frozenset().union(*(x.made_of for x in tiles if x.shape[-1] == widest)) or self.made_of
@@ -243,8 +265,8 @@ def mapped(
             raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
         one = Map(closed, inputs, pullback, takes_inner=takes_inner)  # which is given all inputs
         return jax.tree.unflatten(trees[-1], [one])
-    origin = object()
-    return jax.tree.unflatten(trees[-1], [_result(closed, i, inputs, origin) for i in range(count)])
+    origin = Function(closed, tuple(inputs))
+    return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -252,15 +274,13 @@ def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ())
 
 
-def _result(closed: core.ClosedJaxpr, index: int, inputs: Sequence[Value], origin: object) -> Value:
+def _result(origin: Function, index: int) -> Value:
     """One result, of those inputs that it depends on; an input where it is one."""
-    wanted = [i == index for i in range(len(closed.out_avals))]
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
-    kept = list(itertools.compress(inputs, used))
-    (out,) = jaxpr.outvars
-    if out in jaxpr.invars:
-        return kept[jaxpr.invars.index(out)]
-    return Map(core.ClosedJaxpr(jaxpr, closed.consts), kept, origin=origin)
+    closed, inputs = origin.of_results([index])
+    (out,) = closed.jaxpr.outvars
+    if out in closed.jaxpr.invars:
+        return inputs[closed.jaxpr.invars.index(out)]
+    return Map(closed, inputs, origin=origin, index=index)
 
 
 def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
