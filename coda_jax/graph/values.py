@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
-from coda_jax.epilogue.user_code import make_jaxpr
+from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import evaluate
@@ -271,7 +271,18 @@ def mapped(
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The jaxpr whose constants are its first inputs."""
-    return core.ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), ())
+    count = len(closed.consts)
+
+    def function(*arrays: Any) -> list[Any]:
+        return evaluate(closed.jaxpr, arrays[:count], arrays[count:], _bound, opens=())
+
+    types = [*map(jax.typeof, closed.consts), *closed.in_avals]
+    with default_types():
+        return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
+
+
+def _bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    return bind(equation.primitive, inputs, equation.params)
 
 
 def _result(origin: Function, index: int) -> Value:
