@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_shape
+from coda_jax.graph.on_mesh import on_mesh
 from coda_jax.graph.values import Value, is_float
 
 
@@ -105,7 +106,7 @@ def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Resul
     linear = [call.linear[x.differentiated].jaxpr for x in results if x.differentiated is not None]
     jaxpr = linear[0] if linear else call.jaxpr
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
-    outputs = core.jaxpr_as_fun(jaxpr)(*(x.reshape(of.shape).astype(of.dtype) for x, of in each))
+    outputs = on_mesh(jaxpr, [x.reshape(of.shape).astype(of.dtype) for x, of in each])
     return {x: outputs[x.index] for x in results}
 
 

@@ -18,7 +18,7 @@ from coda_jax.graph.plan import Plan, has_rows, is_of_rows
 from coda_jax.graph.values import Map, Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.mesh_types import constrained, explicit_sharding, varying_axes
+from coda_jax.primitives.mesh_types import constrained, explicit_cuts, explicit_sharding, varying_axes
 
 
 def run(
@@ -169,9 +169,10 @@ class _Run:
 
 
 def _passed(value: Value, inputs: Sequence[jax.Array | Pieces]) -> jax.Array | Pieces:
-    if isinstance(value, Map) and not varying_axes(*map(whole, inputs)):
+    arrays = [whole(x) for x in inputs]
+    if isinstance(value, Map) and not varying_axes(*arrays) and not any(any(explicit_cuts(x)) for x in arrays):
         return in_pieces(value.jaxpr, [x.map(as_seen) if isinstance(x, Pieces) else as_seen(x) for x in inputs])
-    return applied(value, [whole(x) for x in inputs])
+    return applied(value, arrays)
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

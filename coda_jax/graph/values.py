@@ -9,7 +9,6 @@ told at the line that makes it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,9 +22,9 @@ from jax.interpreters import partial_eval
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
+from coda_jax.graph.on_mesh import on_mesh
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import evaluate
-from coda_jax.primitives.mesh_types import vary, varying_axes
 
 _numbers = itertools.count()
 
@@ -191,20 +190,9 @@ class Map(Value):
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Of the arrays of its inputs, as maps see them."""
-        axes = varying_axes(*arrays)
-        if not axes:
-            (out,) = core.jaxpr_as_fun(self.jaxpr)(*arrays)
-        else:  # what the map makes of constants varies with them
-            apply = functools.partial(_varying, axes)
-            (out,) = vary(axes, *evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, vary(axes, *arrays), apply))
-        result: jax.Array = out
-        return result
-
-
-def _varying(axes: frozenset[str], equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    """The results of an equation whose inputs all come to vary over these manual mesh axes."""
-    arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
-    return bind(equation.primitive, arrays, equation.params)
+        out: jax.Array
+        (out,) = on_mesh(self.jaxpr, arrays)
+        return out
 
 
 class Turned(Value):
@@ -276,7 +264,7 @@ def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     def function(*arrays: Any) -> list[Any]:
         return evaluate(closed.jaxpr, arrays[:count], arrays[count:], _bound, opens=())
 
-    types = [*map(jax.typeof, closed.consts), *closed.in_avals]
+    types: list[Any] = [*map(jax.typeof, closed.consts), *closed.in_avals]
     with default_types():
         return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
 

@@ -1,0 +1,39 @@
+"""Functions that were traced for no mesh, evaluated on one: what they make of constants lies as what it meets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
+
+
+def on_mesh(jaxpr: core.ClosedJaxpr, arrays: Sequence[jax.Array]) -> list[Any]:
+    """The results. Over manual mesh axes all vary alike; over explicit ones arrays of one shape are sharded alike."""
+    axes = varying_axes(*arrays)
+    is_explicit = any(any(explicit_cuts(x)) for x in arrays)
+    if not axes and not is_explicit:
+        return core.jaxpr_as_fun(jaxpr)(*arrays)
+    apply = functools.partial(_applied, axes)
+    return list(vary(axes, *evaluate(jaxpr.jaxpr, jaxpr.consts, vary(axes, *arrays), apply)))
+
+
+def _applied(axes: frozenset[str], equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
+    return bind(equation.primitive, _alike(arrays), equation.params)
+
+
+def _alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Those that are sharded over no explicit axis, as the first of their shape that is."""
+    sharded: dict[tuple[Any, ...], Any] = {}
+    for x in arrays:
+        if any(explicit_cuts(x)):
+            sharded.setdefault(x.shape, explicit_sharding(x))
+    return [placed(x, sharded.get(x.shape)) if sharded and not any(explicit_cuts(x)) else x for x in arrays]
