@@ -30,8 +30,8 @@ def specs(plan, p):
 @pytest.mark.parametrize("plan", ROWS)
 @pytest.mark.parametrize("name", ["norm-less", "adapter", "llama", "norm before the sum", "post-norm"])
 def test_forms(name, plan, kind):
-    if kind is AxisType.Explicit and plan != "data":
-        pytest.skip("maps of XLA's see the rows as one axis, which has no explicit sharding of two")
+    if kind is AxisType.Explicit and plan == "sequences" and name in ("llama", "norm before the sum", "post-norm"):
+        pytest.skip("plain JAX has no attention over sequences that explicit axes cut")
     x, p = arguments(**SIZES)
     block, plain = in_block(name), in_jax(name)
     want = jax.value_and_grad(loss(plain), (0, 1))(x, p)

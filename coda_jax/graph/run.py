@@ -18,7 +18,14 @@ from coda_jax.graph.plan import Plan, has_rows, is_of_rows
 from coda_jax.graph.values import Map, Product, Turned, Value, is_float
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
-from coda_jax.primitives.mesh_types import constrained, explicit_cuts, explicit_sharding, varying_axes
+from coda_jax.primitives.layout import spec_of_sum
+from coda_jax.primitives.mesh_types import (
+    constrained,
+    explicit_cuts,
+    explicit_sharding,
+    sharding_over_explicit,
+    varying_axes,
+)
 
 
 def run(
@@ -119,7 +126,7 @@ class _Run:
             [x[..., None] if value in vectors else x for value, x in operands.items()],
             None if stores == [of] else epilogue,
             lambda _: [self.dtype_of(value) for value in stores],
-            self._options(of),
+            self._options(of, a, b, operands),
             None if of.groups is None else self.known(of.groups),
         )
         for value, x in zip(stores, outputs, strict=True):
@@ -132,17 +139,20 @@ class _Run:
         rows = max(len(self.rows), 1)
         return constrained(x, value.spec if len(value.spec) <= rows + 1 else jax.P(*value.spec[:rows]))
 
-    def _options(self, of: Product) -> Options:
+    def _options(self, of: Product, a: jax.Array, b: jax.Array, operands: Mapping[Value, jax.Array]) -> Options:
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
         like = None if of.like is None else self.arrays.get(of.like)
+        spec = of.spec
+        if spec is None and ragged is None and not of.transpose_a:
+            spec = spec_of_sum(a, b, *operands.values(), transpose_b=of.transpose_b)
         return Options(
             of.transpose_a,
             of.transpose_b,
             implementation=self.implementation,
             ragged=ragged,
             k_axes=k_axes,
-            out_sharding=None if like is None else explicit_sharding(like),
+            out_sharding=sharding_over_explicit(spec) if like is None else explicit_sharding(like),
         )
 
     def _factors(self, of: Product) -> list[jax.Array]:
