@@ -21,6 +21,7 @@ from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.epilogue import saturate as saturate
 from coda_jax.graph import Value as Value
 from coda_jax.graph import block as block
+from coda_jax.graph import check as check
 from coda_jax.graph import opaque as opaque
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
@@ -69,6 +70,7 @@ __all__ = [
     "Value",
     "__version__",
     "block",
+    "check",
     "contraction_order",
     "expert_mlp",
     "explain",

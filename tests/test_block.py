@@ -393,3 +393,34 @@ def test_refusals_of_calls():
     lines(lambda x, w: kept.append(x) or x @ w, x, w)
     with pytest.raises(ValueError, match="a value of block"):
         lines(lambda x, w: kept[0] @ w, x, w)
+
+
+# --- compared with the author's lines
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_check(dtype):
+    x, p = arguments(dtype)
+    errors = coda.check(in_block("llama"), x, p)
+    assert {"output", "gradient of argument 0", "gradient of argument 1['up']"} <= set(errors)
+    assert errors["the inverse of map 'rotary'"] < 1e-6
+    assert max(errors.values()) < (1e-5 if dtype == jnp.float32 else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pullback": lambda y, z, dy: [dy * (1 + y * y)]}, "the pullback of map 'tanh', cotangent 0 is off by"),
+        ({"pullback": lambda y, z, dy: [None]}, "gradient of argument 1 is off by 1.0e"),
+        ({"inverse": lambda y: 0.5 * y}, "the inverse of map 'tanh' is off by"),
+    ],
+)
+def test_check_finds_what_is_wrong(options, message):
+    block = coda.block(lambda x, w: (x @ w).map(jnp.tanh, **options))
+    with pytest.raises(AssertionError, match=message):
+        coda.check(block, random(0, M, D), random(1, D, F))
+
+
+def test_check_takes_a_block():
+    with pytest.raises(TypeError, match=r"block is function; it must be what coda\.block returns"):
+        coda.check(lambda x: x, random(0, M, D))

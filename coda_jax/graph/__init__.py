@@ -8,4 +8,5 @@ the values that a block is written with, `norm` and `normed`, `opaque`, and `blo
 
 from coda_jax.graph.author import Value as Value
 from coda_jax.graph.block import block as block
+from coda_jax.graph.check import check as check
 from coda_jax.graph.opaque import opaque as opaque

@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,11 @@ from coda_jax.epilogue.user_code import default_types
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import as_matrix, begins_with
+from coda_jax.graph.lazy import Lazy
 from coda_jax.graph.plan import has_rows
+from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf, Product, Pullback, Turned, is_float, mapped, turned
 from coda_jax.primitives.mesh_types import constrained
-
-
-class NotAnArrayError(ValueError):
-    """A value of a block was given to what takes arrays. (Of a TypeError jit would tell its own message alone.)"""
 
 
 class BlockTrace:
@@ -40,10 +38,14 @@ class BlockTrace:
       dtype: of the products' factors.
       rows: the axes of the first argument's array but its last.
       is_plain: the author's lines are run as plain JAX, on arrays.
+      stated: what the author states of maps, with the arrays, where it is asked for.
       leaves: what the graph reads of them, by the argument's number and the shape as a value.
     """
 
-    def __init__(self, name: str, dtype: Any, rows: Sequence[Any], *, is_plain: bool):
+    def __init__(
+        self, name: str, dtype: Any, rows: Sequence[Any], *, is_plain: bool, stated: list[Stated] | None = None
+    ):
+        self.stated = stated
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
         self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
@@ -85,7 +87,7 @@ def data_of(x: Any) -> Any:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-class Value:
+class Value(Lazy):
     """An array of a block, of which nothing is computed before the block ends.
 
     Values are multiplied, `x @ w`, and go through functions of whole arrays, `x.map(f)`. What the library can make in
@@ -100,7 +102,6 @@ class Value:
     dtype: np.dtype[Any]
     _trace: BlockTrace
     _plain: jax.Array | None  # the array itself, where the author's lines are run as plain JAX
-    __array_ufunc__ = None  # numpy_array @ value comes to __rmatmul__
 
     @property
     def _node(self) -> nodes.Value:
@@ -272,30 +273,8 @@ class Value:
     def __neg__(self) -> Any:
         return _mapped(self._trace, operator.neg, [self])
 
-    # --- what it is not
-
     def __repr__(self) -> str:
         return f"Value({self.dtype}{list(self.shape)} of block '{self._trace.name}')"
-
-    @property
-    def __jax_array__(self) -> NoReturn:
-        """What all functions of JAX ask for."""
-        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
-
-    def __bool__(self) -> NoReturn:
-        self._refuse("nothing of it is computed yet: branch inside of .map, with jnp.where")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("take it apart in .map, which may return several arrays: .map(lambda x: jnp.split(x, 2, axis=1))")
-
-    def __getitem__(self, _: Any) -> NoReturn:
-        self.__iter__()
-
-    def _refuse(self, remedy: str) -> NoReturn:
-        raise NotAnArrayError(f"block '{self._trace.name}': {self!r} is no array; {remedy}")
 
 
 class Computed(Value):
@@ -372,8 +351,12 @@ def _mapped(
         given[0].recovered = mapped(_one(inverse, given[0]), *found, *given[1:])
     plain: Sequence[Any] = [None] * len(found)
     if trace.is_plain:
+        arrays = [x._as_seen() for x in inputs]
         with default_types():
-            plain = jax.tree.leaves(f(*(x._as_seen() for x in inputs)))
+            plain = jax.tree.leaves(f(*arrays))
+        if trace.stated is not None and not (pullback is None and inverse is None):
+            known = [jax.lax.stop_gradient(x) for x in arrays]
+            trace.stated.append(Stated(getattr(f, "__name__", type(f).__name__), f, pullback, inverse, known))
     each = zip(found, plain, strict=True)
     return jax.tree.unflatten(tree, [Computed(trace, node, array) for node, array in each])
 

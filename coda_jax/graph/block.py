@@ -15,6 +15,7 @@ import numpy as np
 from coda_jax.epilogue.dtypes import FLOATS, listed
 from coda_jax.graph.author import BlockTrace, Value, data_of
 from coda_jax.graph.function import Graph
+from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf
 from coda_jax.primitives.call_arguments import check_implementation
 
@@ -82,22 +83,24 @@ class Block:
         if rows is not None and rows not in inspect.signature(f).parameters:
             raise ValueError(f"block '{name}': rows = {rows!r}; it must be the name of an argument of the function")
         functools.update_wrapper(self, f)
-        self._f, self._dtype, self._rows, self._name, self._implementation = f, dtype, rows, name, implementation
+        self._f, self._dtype, self._rows, self.name, self._implementation = f, dtype, rows, name, implementation
         self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
+        self._stated: list[Stated] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
         if any(map(_is_value, leaves)):  # a part of the block that these are of
             return self._f(*args, **kwargs)
-        given = [data_of(x) for x in leaves if _is_array(x)]
+        given = [data_of(x) for x in leaves if is_array(x)]
         rows, dtype = self._rows_of(args, kwargs)
         if self._implementation == "xla":
-            return self._plain(leaves, tree, BlockTrace(self._name, dtype, rows, is_plain=True))
+            trace = BlockTrace(self.name, dtype, rows, is_plain=True, stated=self._stated)
+            return self._plain(leaves, tree, trace)
         key = (tree, dtype, rows, tuple(map(self._signature, leaves)))
         traced = self._graphs.get(key)
         if traced is None:
-            traced, captured = self._traced(leaves, tree, BlockTrace(self._name, dtype, rows, is_plain=False))
+            traced, captured = self._traced(leaves, tree, BlockTrace(self.name, dtype, rows, is_plain=False))
             if captured:  # others the next time
                 return traced(*given, *map(data_of, captured))
             self._graphs[key] = traced
@@ -106,44 +109,50 @@ class Block:
         self._graphs.move_to_end(key)
         return traced(*given)
 
+    def in_plain_jax(self, dtype: Any, stated: list[Stated]) -> Block:
+        """The block with implementation="xla" and this dtype, None for its own; it adds to `stated`."""
+        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla")
+        plain._stated = stated
+        return plain
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], np.dtype[Any]]:
         """The rows of the block, and the dtype of its products."""
         if self._rows is None:
-            arrays = (jax.tree.leaves(x) for x in args if _is_array(getattr(x, "x", x)))
+            arrays = (jax.tree.leaves(x) for x in args if is_array(getattr(x, "x", x)))
             (x, *_) = next(arrays, (None,))
             which = "the first argument that is an array"
         else:
             bound = inspect.signature(self._f).bind(*args, **kwargs)
             x = next(iter(jax.tree.leaves(bound.arguments.get(self._rows))), None)
             which = f"the argument '{self._rows}'"
-        if x is None or not _is_array(x):
+        if x is None or not is_array(x):
             raise TypeError(
-                f"block '{self._name}': {which} is missing, which has the block's rows. Give rows= the name of another"
+                f"block '{self.name}': {which} is missing, which has the block's rows. Give rows= the name of another"
             )
         if x.ndim < 2:
-            raise ValueError(f"block '{self._name}': {which} has shape {x.shape}; it must be (..., D) with rows")
+            raise ValueError(f"block '{self.name}': {which} has shape {x.shape}; it must be (..., D) with rows")
         dtype = x.dtype if self._dtype is None else np.dtype(self._dtype)
         if getattr(dtype, "name", None) not in FLOATS:
-            raise TypeError(f"block '{self._name}': dtype = {dtype}; it must be {listed(FLOATS)}")
+            raise TypeError(f"block '{self.name}': dtype = {dtype}; it must be {listed(FLOATS)}")
         return tuple(x.shape[:-1]), np.dtype(dtype)
 
     def _signature(self, x: Any) -> Hashable:
-        if _is_array(x):
+        if is_array(x):
             return tuple(x.shape), x.dtype
         try:
             hash(x)
         except TypeError:
             raise TypeError(
-                f"block '{self._name}': an argument is {type(x).__name__}, which is neither an array nor hashable"
+                f"block '{self.name}': an argument is {type(x).__name__}, which is neither an array nor hashable"
             ) from None
         return type(x), x
 
     def _values(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> tuple[list[Value], Any]:
         """The values that f returns, and their structure."""
-        inputs = [trace.argument(x) if _is_array(x) else x for x in leaves]
+        inputs = [trace.argument(x) if is_array(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, inputs)
         outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs), is_leaf=_is_value)
         return [trace.value(x) for x in outputs], out_tree
@@ -157,7 +166,7 @@ class Block:
         nodes, out_dtypes = [x._node for x in outputs], [x.dtype for x in outputs]
         rows = trace.rows if len(trace.rows) > 1 else ()
         graph = Graph(
-            self._name,
+            self.name,
             list(trace.leaves.values()),
             nodes,
             trace.dtype,
@@ -199,5 +208,6 @@ def _is_value(x: Any) -> bool:
     return isinstance(x, Value)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """True for what a block takes as an array."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)

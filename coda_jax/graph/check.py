@@ -1,0 +1,90 @@
+"""A block compared with its own lines run as plain JAX, with JAX's derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.graph.block import Block, is_array
+from coda_jax.graph.stated import Stated, relative_error
+from coda_jax.graph.values import is_float
+
+_FACTOR, _FLOOR, _STATED = 2.0, 2e-5, 1e-3
+
+
+def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+    """Compares block(*args, **kwargs) and its gradients with the block's lines run as plain JAX, in float32.
+
+    Also every `pullback=` and `inverse=` of its maps, at the arrays that these see, with JAX's derivative and with what
+    is inverted. It runs outside of jit: give small arrays.
+
+    Args:
+      block: what `coda.block` made.
+      args, kwargs: as the block takes them.
+
+    Returns:
+      Relative errors, |found - exact| / |exact| of each array, by what it is of.
+
+    Raises:
+      TypeError: block is none.
+      AssertionError: an error is more than twice the largest that the lines themselves have in the block's dtype; a
+        pullback or an inverse is off by more than 1e-3. The message names them.
+    """
+    if not isinstance(block, Block):
+        raise TypeError(f"check: block is {type(block).__name__}; it must be what coda.block returns")
+    stated: list[Stated] = []
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    numbers = [i for i, x in enumerate(leaves) if is_array(x) and is_float(x.dtype)]
+    exact = _values_and_gradients(block.in_plain_jax(FLOAT32, stated), _in_float32(leaves), tree, numbers)
+    own = _values_and_gradients(block.in_plain_jax(None, []), leaves, tree, numbers)
+    found = _values_and_gradients(block, leaves, tree, numbers)
+    errors = _errors(found, exact)
+    bound = _FACTOR * max(_errors(own, exact).values(), default=0.0) + _FLOOR
+    wrong = {name: error for name, error in errors.items() if not error <= bound}
+    for of in stated:
+        errors |= (of_map := of.errors())
+        wrong |= {name: error for name, error in of_map.items() if not error <= _STATED}
+    if wrong:
+        told = "; ".join(f"{name} is off by {error:.1e}" for name, error in wrong.items())
+        raise AssertionError(f"check of block '{block.name}': {told}. Its own lines are off by {bound / _FACTOR:.1e}")
+    return errors
+
+
+def _in_float32(leaves: Sequence[Any]) -> list[Any]:
+    return [x.astype(FLOAT32) if is_array(x) and is_float(x.dtype) else x for x in leaves]
+
+
+def _values_and_gradients(f: Any, leaves: Sequence[Any], tree: Any, numbers: Sequence[int]) -> dict[str, Any]:
+    """The outputs, and the cotangents of the floating arguments for random ones of the outputs."""
+    outputs: list[Any] = []
+
+    def of_floats(floats: Sequence[Any]) -> list[Any]:
+        given = dict(zip(numbers, floats, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        outputs[:] = jax.tree_util.tree_leaves_with_path(f(*args, **kwargs))
+        return [x for _, x in outputs if is_float(x.dtype)]
+
+    floats, pullback = jax.vjp(of_floats, [leaves[i] for i in numbers])
+    keys = jax.random.split(jax.random.key(0), len(floats))
+    cotangents = [jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, floats, strict=True)]
+    (gradients,) = pullback(cotangents)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(len(leaves))))]
+    named = {f"output{jax.tree_util.keystr(path)}": x for path, x in outputs}
+    values = iter(floats)
+    named = {name: next(values) if is_float(x.dtype) else x for name, x in named.items()}
+    of_arguments = (f"gradient of {_argument(paths[i])}" for i in numbers)
+    return named | dict(zip(of_arguments, gradients, strict=True))
+
+
+def _argument(path: Any) -> str:
+    """An argument's name from its path in (args, kwargs)."""
+    kind, which, *rest = path
+    first = f"argument {which.idx}" if kind.idx == 0 else f"argument {which.key}"
+    return f"{first}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _errors(found: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
+    return {name: relative_error(found[name], x) for name, x in exact.items()}

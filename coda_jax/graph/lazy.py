@@ -1,0 +1,35 @@
+"""What looks like an array and is none: whatever asks for the array is told what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class NotAnArrayError(ValueError):
+    """A value of a block was given to what takes arrays. (Of a TypeError jit would tell its own message alone.)"""
+
+
+class Lazy:
+    """A value whose array is not known yet."""
+
+    __array_ufunc__ = None  # numpy_array @ value comes to __rmatmul__
+
+    @property
+    def __jax_array__(self) -> NoReturn:
+        """What all functions of JAX ask for."""
+        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("nothing of it is computed yet: branch inside of .map, with jnp.where")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("take it apart in .map, which may return several arrays: .map(lambda x: jnp.split(x, 2, axis=1))")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        self.__iter__()
+
+    def _refuse(self, remedy: str) -> NoReturn:
+        raise NotAnArrayError(f"{self!r} is no array; {remedy}")
