@@ -424,3 +424,54 @@ def test_check_finds_what_is_wrong(options, message):
 def test_check_takes_a_block():
     with pytest.raises(TypeError, match=r"block is function; it must be what coda\.block returns"):
         coda.check(lambda x: x, random(0, M, D))
+
+
+# --- as coda.explain tells it
+
+
+def plans_of(f, *args):
+    return list(coda.explain(f, *args, platform="cuda", device="H100").blocks)
+
+
+def test_explain_tells_where_maps_go():
+    x, p = arguments(jnp.bfloat16)
+    block = in_block("norm before the sum")
+    forward, backward = plans_of(jax.grad(loss(block), (0, 1)), x, p)
+    lines = forward.splitlines()
+    assert lines[0] == "block 'norm_before_the_sum', forward" and len(lines) == 8
+    assert lines[3] == "norm_before_the_sum_2  (24, 16) @ (16, 80): swiglu; stores 2 tiles, 0 vectors"
+    assert lines[5:] == [
+        "XLA  'attention'",
+        *["XLA  add (24, 16): it reads what is summed over whole rows or columns"] * 2,
+    ]
+    assert "swiglu backward" in backward and "XLA  the derivative of 'attention'" in backward
+    text = str(coda.explain(block, x, p, platform="cuda", device="H100"))
+    assert "\nblock 'norm_before_the_sum', forward\n  norm_before_the_sum_0  (24, 16)" in text
+
+
+def test_a_map_that_no_epilogue_can_make_is_told():
+    """And is an error in strict mode, at the author's line; what is said to be opaque is not."""
+    x, w, v = random(0, 64, 32, dtype=jnp.bfloat16), random(1, 32, 64), random(2, 64, 32)
+
+    def soft(z):
+        return jax.nn.softmax(z, axis=1)
+
+    by_map = coda.block(lambda x, w, v: (x @ w).map(soft) @ v)
+    opaque = coda.block(lambda x, w, v: coda.opaque(soft, x @ w) @ v)
+    (note,) = coda.explain(by_map, x, w, v, platform="cuda", device="H100").notes
+    assert note.startswith("block 'lambda': map 'soft' is a pass of XLA's: 'sub' at ") and "test_block.py" in note
+    assert not coda.explain(opaque, x, w, v, platform="cuda", device="H100").notes
+    for block, is_refused in ((by_map, True), (opaque, False)):
+        lowered = jax.jit(block).trace(x, w, v)
+        with coda.strict():
+            if is_refused:
+                with pytest.raises(coda.FallbackError, match="map 'soft' is a pass of XLA's"):
+                    lowered.lower(lowering_platforms=("cuda",))
+            else:
+                lowered.lower(lowering_platforms=("cuda",))
+
+
+def test_how_often_a_plan_runs():
+    found = coda.Explanation({}, 0, blocks={"block 'b', forward\nb_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors": 3})
+    assert str(found).endswith("block 'b', forward, 3 times\n  b_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors")
+    assert found.as_dict()["blocks"][0]["count"] == 3

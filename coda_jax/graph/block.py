@@ -70,7 +70,7 @@ def block(
     """
     if f is None:
         return functools.partial(block, dtype=dtype, rows=rows, name=name, implementation=implementation)
-    return Block(f, dtype, rows, name or str(getattr(f, "__name__", type(f).__name__)), implementation)
+    return Block(f, dtype, rows, name or str(getattr(f, "__name__", type(f).__name__)).strip("<>"), implementation)
 
 
 class Block:

@@ -79,7 +79,7 @@ def _total(cotangents: Sequence[Value]) -> Value:
     """Their sum, in the order in which they were found: that of the users from the last to the first."""
     if len(cotangents) == 1:
         return cotangents[0]
-    total: Value = mapped(lambda *xs: functools.reduce(operator.add, xs), *cotangents)
+    total: Value = mapped(lambda *xs: functools.reduce(operator.add, xs), *cotangents, derived="add")
     return total
 
 
@@ -157,7 +157,9 @@ def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Ite
     jaxpr, inputs = ys[0].origin.of_results([y.index for y in ys])
     differentiated = [x in varies and is_float(x.dtype) for x in inputs]
     pulled_back = functools.partial(_pulled_back, jaxpr, differentiated)
-    found = mapped(pulled_back, *map(recovered, inputs), *(dy for _, dy in order))
+    found = mapped(
+        pulled_back, *map(recovered, inputs), *(dy for _, dy in order), derived=f"{ys[0].origin.name} backward"
+    )
     return zip(itertools.compress(inputs, differentiated), _without_zeros(found), strict=True)
 
 
@@ -185,7 +187,7 @@ class _InnerProducts:
             of_users = [self.along_rows(y) for y in users if y in self.cotangents]
             if of_users:
                 return _total(of_users)
-        made: Value = mapped(inner_product, recovered(x), dx)
+        made: Value = mapped(inner_product, recovered(x), dx, derived="inner product")
         return made
 
 
@@ -212,7 +214,7 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
         absent[:] = [x is None for x in found]
         return [x for x in found if x is not None]
 
-    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside))
+    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside, derived=f"{y.origin.name} backward"))
     return [None if is_absent else next(made) for is_absent in absent]
 
 

@@ -17,12 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.derivative import cotangents_of
+from coda_jax.graph.describe import described, maps_that_are_not_local
 from coda_jax.graph.kept import kept_values
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
 from coda_jax.graph.values import Leaf, Map, Value, reachable
+from coda_jax.primitives.fallbacks import noted
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
+from coda_jax.primitives.told import told
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,10 +56,28 @@ class Graph:
         outputs: list[jax.Array] = function(*vary(varying_axes(*arrays), *arrays))
         return outputs
 
-    def made(self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any]) -> list[jax.Array]:
-        """Runs the plan and returns its values in these dtypes."""
+    def made(
+        self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any], *, which: str = "forward"
+    ) -> list[jax.Array]:
+        """Runs the plan of this pass and returns its values in these dtypes."""
         options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
-        return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
+        outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
+        if outputs:
+            outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{self._described(plan)[0]}")
+            for name, reason in self._described(plan)[1]:
+                message = f"map '{name}' is a pass of XLA's: {reason}"
+                outputs[0] = noted(outputs[0], f"block '{self.name}'", message, "coda.opaque says that this is meant")
+        return outputs
+
+    def _described(self, plan: Plan) -> tuple[str, list[tuple[str, str]]]:
+        """The plan in words, and the author's maps that no epilogue can make."""
+        if plan not in self._descriptions:
+            self._descriptions[plan] = described(plan, self.name), list(dict.fromkeys(maps_that_are_not_local(plan)))
+        return self._descriptions[plan]
+
+    @functools.cached_property
+    def _descriptions(self) -> dict[Plan, tuple[str, list[tuple[str, str]]]]:
+        return {}
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -189,7 +210,7 @@ class _Backward(Backward):
         given = zip(backward.cotangents, cotangents, strict=True)
         known |= {leaf: x for leaf, x in given if leaf is not None}
         each = list(zip(backward.of_leaves, arrays, strict=True))
-        made = iter(graph.made(backward.plan, known, [x.dtype for of, x in each if of is not None]))
+        made = iter(graph.made(backward.plan, known, [x.dtype for of, x in each if of is not None], which="backward"))
         return tuple(None if of is None else next(made).reshape(x.shape) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:

@@ -48,8 +48,10 @@ class NormValues:
         """norm(x) w for w (D, N); the products of a narrow range are of the norm applied, and so are a LayerNorm's."""
         if self.mean is not None or has_narrow_range(self.dtype):
             return Product(self.applied, w)
-        acc = Product(self.x, mapped(jnp.multiply, mapped(_as_column, self.scale), w))
-        scaled: Value = mapped(jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True)
+        acc = Product(self.x, mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), w, derived="scale"))
+        scaled: Value = mapped(
+            jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True, derived="rms_norm"
+        )
         return scaled
 
     @functools.cached_property
@@ -57,16 +59,10 @@ class NormValues:
         """The normalised array, (M, D)."""
         y: Value
         if self.mean is None:
-            y = mapped(lambda x, rstd, scale: x * rstd * scale[None, :], self.x, self.rstd, self.scale)
+            y = mapped(_of_rms, self.x, self.rstd, self.scale, derived="rms_norm")
         else:
-            y = mapped(
-                lambda x, mean, rstd, scale: (x - mean) * rstd * scale[None, :],
-                self.x,
-                self.mean,
-                self.rstd,
-                self.scale,
-            )
-        return y if self.bias is None else mapped(lambda y, bias: y + bias[None, :], y, self.bias)
+            y = mapped(_of_centred, self.x, self.mean, self.rstd, self.scale, derived="layer_norm")
+        return y if self.bias is None else mapped(lambda y, bias: y + bias[None, :], y, self.bias, derived="layer_norm")
 
 
 def rms_norm(x: Value, sumsq: Value | None, scale: Value, epsilon: float, dtype: Any) -> NormValues:
@@ -77,6 +73,7 @@ def rms_norm(x: Value, sumsq: Value | None, scale: Value, epsilon: float, dtype:
         x,
         sums,
         pullback=lambda rstd, x, sums, d: (x * -(d * rstd**3 / width), None),
+        derived="rstd",
     )
     return NormValues(x, rstd, scale, None, None, np.dtype(dtype))
 
@@ -84,14 +81,15 @@ def rms_norm(x: Value, sumsq: Value | None, scale: Value, epsilon: float, dtype:
 def layer_norm(x: Value, scale: Value, bias: Value | None, epsilon: float, dtype: Any) -> NormValues:
     """LayerNorm of x (M, D); its variance is that of centred values."""
     width = x.shape[1]
-    known = mapped(lambda x: jnp.mean(lax.stop_gradient(x), axis=1, keepdims=True), x)
+    known = mapped(lambda x: jnp.mean(lax.stop_gradient(x), axis=1, keepdims=True), x, derived="mean")
     centred = lambda x, mean: jnp.sum(jnp.square(lax.stop_gradient(x) - mean), axis=1, keepdims=True)  # noqa: E731
-    sums = mapped(centred, x, known)
+    sums = mapped(centred, x, known, derived="sum of squares")
     mean = mapped(
         lambda x, mean: mean,
         x,
         known,
         pullback=lambda _, x, mean, d: (jnp.broadcast_to(d / width, x.shape), None),
+        derived="mean",
     )
     rstd = mapped(
         lambda x, mean, sums: lax.rsqrt(sums / width + epsilon),
@@ -99,18 +97,28 @@ def layer_norm(x: Value, scale: Value, bias: Value | None, epsilon: float, dtype
         mean,
         sums,
         pullback=lambda rstd, x, mean, sums, d: ((x - mean) * -(d * rstd**3 / width), None, None),
+        derived="rstd",
     )
     return NormValues(x, rstd, scale, mean, bias, np.dtype(dtype))
 
 
 def sum_of_squares(x: Value) -> Value:
     """(M, 1), the row sums of x * x: a cache of a function of x, which has no cotangent of its own."""
-    sums: Value = mapped(lambda x: jnp.sum(jnp.square(lax.stop_gradient(x)), axis=1, keepdims=True), x)
+    squares = lambda x: jnp.sum(jnp.square(lax.stop_gradient(x)), axis=1, keepdims=True)  # noqa: E731
+    sums: Value = mapped(squares, x, derived="sum of squares")
     return sums
 
 
 def _as_column(vector: jax.Array) -> jax.Array:
     return vector[:, None]
+
+
+def _of_rms(x: jax.Array, rstd: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * rstd * scale[None, :]
+
+
+def _of_centred(x: jax.Array, mean: jax.Array, rstd: jax.Array, scale: jax.Array) -> jax.Array:
+    return (x - mean) * rstd * scale[None, :]
 
 
 def _scaled_backward(

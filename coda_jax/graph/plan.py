@@ -232,7 +232,7 @@ def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] |
     return list(found)
 
 
-def lies_beside(value: Value, product: Product) -> bool:
+def lies_beside(value: Value, product: Value) -> bool:
     """True if the epilogue of the product may read or make a tile of this shape: N columns, 2N or N/2."""
     (m, n), shape = product.shape, value.shape
     if len(shape) != 2 or not same_size(shape[0], m):
@@ -302,11 +302,18 @@ def program_beside(value: Map, shape: tuple[Any, ...]) -> Program | None:
     """What an epilogue that is this map does, beside a product of this shape; None if there is none."""
     if shape not in value.programs:
         value.programs[shape] = _traced(value, shape)
-    program: Program | None = value.programs[shape]
-    return program
+    program: Program | str = value.programs[shape]
+    return None if isinstance(program, str) else program
 
 
-def _traced(value: Map, shape: tuple[Any, ...]) -> Program | None:
+def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
+    """Why there is no such epilogue."""
+    program_beside(value, shape)
+    reason = value.programs[shape]
+    return reason if isinstance(reason, str) else ""
+
+
+def _traced(value: Map, shape: tuple[Any, ...]) -> Program | str:
     types, of_rows = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
     of_acc = next((i for i, x in enumerate(types) if x.shape == shape), -1)
 
@@ -315,11 +322,12 @@ def _traced(value: Map, shape: tuple[Any, ...]) -> Program | None:
         inputs = [acc if i == of_acc else next(given) for i in range(len(types))]
         return [value(*(jnp.reshape(x, of.shape) for x, of in zip(inputs, types, strict=True)))]
 
+    epilogue.__name__ = value.origin.name
     others = [as_operand(x, one) for i, (x, one) in enumerate(zip(types, of_rows, strict=True)) if i != of_acc]
     try:
         return trace(epilogue, jax.ShapeDtypeStruct(shape, FLOAT32), others)[0].program
-    except NotTileLocalError:
-        return None
+    except NotTileLocalError as error:
+        return str(error)
 
 
 def as_operand(type_: Any, of_rows: bool) -> Any:

@@ -144,10 +144,14 @@ class Function:
     Attributes:
       jaxpr: of the inputs as maps see them.
       inputs: the values.
+      name: for people.
+      is_stated: whether an author wrote it; else it is derived.
     """
 
     jaxpr: core.ClosedJaxpr
     inputs: tuple[Value, ...]
+    name: str = "map"
+    is_stated: bool = True
 
     def of_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
         """What gives these results alone, and the inputs that it has."""
@@ -165,7 +169,7 @@ class Map(Value):
       takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function with all its results, which are differentiated together.
       index: among these.
-      programs: what it is as an epilogue, by the product's shape; of a plan.
+      programs: what it is as an epilogue, by the product's shape, or why it is none; of a plan.
     """
 
     def __init__(
@@ -219,6 +223,7 @@ def mapped(
     pullback: Pullback | None = None,
     captured: Callable[[jax.Array], Value] | None = None,
     takes_inner: bool = False,
+    derived: str = "",
 ) -> Any:
     """f(*inputs): a value for each array that f returns, in the structure that it has.
 
@@ -228,12 +233,13 @@ def mapped(
         for one that has none. It takes the place of JAX's derivative of f, for instance because it is shorter in terms
         of the result.
       takes_inner: as `Map` has it.
+      derived: a name, where f is no author's.
       captured: makes an input of a traced array that f closes over.
 
     Raises:
       TypeError: f closes over an array that is traced elsewhere; a pullback of several results.
     """
-    name = getattr(f, "__name__", type(f).__name__)
+    name = getattr(f, "__name__", type(f).__name__).strip("<>")
     trees: list[Any] = []
 
     def flat(*arrays: jax.Array) -> list[Any]:
@@ -251,9 +257,10 @@ def mapped(
     if pullback is not None:
         if count != 1:
             raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
-        one = Map(closed, inputs, pullback, takes_inner=takes_inner)  # which is given all inputs
+        origin = Function(closed, tuple(inputs), derived or name, not derived)
+        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner)  # which is given all inputs
         return jax.tree.unflatten(trees[-1], [one])
-    origin = Function(closed, tuple(inputs))
+    origin = Function(closed, tuple(inputs), derived or name, not derived)
     return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
 
 

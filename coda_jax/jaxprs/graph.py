@@ -20,7 +20,8 @@ from coda_jax.jaxprs.walk import executions, inner_jaxprs
 # The result is the argument: seen otherwise, or with a meaning that XLA drops.
 _SAME = {
     *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "copy", "copy_p"),
-    *("reduce_precision", "coda_note", "pvary", "pbroadcast", "sharding_constraint", "reshard", "bitcast_convert_type"),
+    *("reduce_precision", "coda_note", "coda_told", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
+    "bitcast_convert_type",
 }
 LOOPS = {"scan", "while", "cond"}
 _NOTHING = {"coda_reverse_mode", "create_token"}

@@ -17,6 +17,7 @@ from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.select import Selection, select
 from coda_jax.primitives.fallbacks import coda_note_p
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from coda_jax.primitives.told import coda_told_p
 from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
@@ -91,6 +92,8 @@ class Explanation:
       attention: calls of `jax.nn.dot_product_attention`, each taken for one kernel.
       kept: what is kept for the backward pass, once for each array.
       advice: what could be changed.
+      blocks: what `coda.block`s are planned as, in words: which map is made in which epilogue, and why others are not;
+        and how often each runs.
       num_devices: that the program runs on. Of several, passes and what is kept are of whole arrays, on all of them
         together, but for those inside a shard_map.
     """
@@ -104,6 +107,7 @@ class Explanation:
     kept: dict[Kept, int] = dataclasses.field(default_factory=dict)
     advice: tuple[Advice, ...] = ()
     num_devices: int = 1
+    blocks: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> int:
@@ -154,6 +158,7 @@ class Explanation:
             "attention": rows(self.attention),
             "kept": rows(self.kept),
             "notes": [{"count": count, "note": note} for note, count in self.notes.items()],
+            "blocks": [{"count": count, "plan": plan} for plan, count in self.blocks.items()],
             "advice": [dataclasses.asdict(one) for one in self.advice],
             "totals": dataclasses.asdict(self.totals),
         }
@@ -214,6 +219,7 @@ def explain(
     platform = platform or ("cuda" if named else jax.default_backend())
     told = named or attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
     products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
+    blocks = collections.Counter[str]()
     remedies: dict[str, str] = {}
     jaxpr = jaxpr_of(function, *args, **kwargs)
     found, num_devices = equations_in(jaxpr, (args, kwargs))
@@ -227,9 +233,12 @@ def explain(
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]
+        elif equation.primitive is coda_told_p:
+            blocks[equation.params["text"]] += times
     passes, attention, kept = _left_to_xla(jaxpr)
     advice = advise(products, notes, remedies, told)
-    return Explanation(dict(products), others, dict(notes), told, passes, attention, kept, advice, num_devices)
+    counts = dict(products), others, dict(notes)
+    return Explanation(*counts, told, passes, attention, kept, advice, num_devices, dict(blocks))
 
 
 def _left_to_xla(jaxpr: core.Jaxpr) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:

@@ -29,6 +29,9 @@ def explanation(found: Explanation) -> str:
     """The tables, the advice, and the sources."""
     lines = [*_products(found), *_between(found), *_kept(found)]
     lines += [f"{count:>5}  {note}" for note, count in found.notes.items()]
+    for plan, count in found.blocks.items():
+        first, *others = plan.splitlines()
+        lines += ["", f"{first}, {count} times" if count > 1 else first, *(f"  {line}" for line in others)]
     if found.advice:
         lines += ["", "advice", *(f"  * {one}" for one in found.advice)]
     for product in found.products:
