@@ -472,6 +472,7 @@ def test_a_map_that_no_epilogue_can_make_is_told():
 
 
 def test_how_often_a_plan_runs():
-    found = coda.Explanation({}, 0, blocks={"block 'b', forward\nb_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors": 3})
+    plan = "block 'b', forward\nb_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors"
+    found = coda.Explanation({}, 0, blocks={plan: 3})
     assert str(found).endswith("block 'b', forward, 3 times\n  b_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors")
     assert found.as_dict()["blocks"][0]["count"] == 3
