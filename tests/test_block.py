@@ -381,6 +381,8 @@ def test_refusals_of_calls():
         lines(f, x.astype(jnp.int32), w)
     with pytest.raises(TypeError, match="the first argument that is an array is missing"):
         lines(lambda p: p["x"] @ p["w"], {"x": x, "w": w})
+    with pytest.raises(ValueError, match=r"the first has not the block's rows.*rows= names another"):
+        lines(lambda w, x: x @ w, w, x.reshape(2, 6, D))
     with pytest.raises(ValueError, match="rows = 'y'; it must be the name of an argument"):
         lines(f, x, w, rows="y")
     with pytest.raises(ValueError, match="implementation"):

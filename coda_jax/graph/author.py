@@ -220,6 +220,11 @@ class Value(Lazy):
                 f"block '{self._trace.name}': {self.shape} @ {w.shape}; they must be (..., K) and (K, ...), each of "
                 "two axes or more"
             )
+        if not same_size(self._node.shape[-1], self.shape[-1]):
+            raise ValueError(
+                f"block '{self._trace.name}': {self.shape} @ {w.shape}; the first has not the block's rows, "
+                f"{self._trace.rows}, which are those of its first array. rows= names another argument"
+            )
         return Computed(self._trace, self._product(w), self._plain_product(w), (*self.shape[:-1], *w.shape[1:]))
 
     def _product(self, w: Value) -> nodes.Value:
