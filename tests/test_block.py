@@ -451,6 +451,27 @@ def test_explain_tells_where_maps_go():
     assert "\nblock 'norm_before_the_sum', forward\n  norm_before_the_sum_0  (24, 16)" in text
 
 
+def test_epilogues_have_a_limit():
+    """Of a long chain of maps the first are in the epilogue; a pass makes the others."""
+
+    @coda.block
+    def block(x, w):
+        z = x @ w
+        for _ in range(24):
+            z = z.map(jnp.tanh)
+        return z
+
+    x, w = random(0, M, D), random(1, D, F)
+    plain = x @ w
+    for _ in range(24):
+        plain = jnp.tanh(plain)
+    assert_close(block(x, w), plain, 1e-5)
+    (forward,) = plans_of(block, x, w)
+    assert forward.endswith("XLA  tanh (12, 16): with it an epilogue would have more than 256 instructions")
+    (product,) = coda.explain(block, x, w, platform="cuda", device="H100").products
+    assert "XLA" not in str(product.reason)
+
+
 def test_a_map_that_no_epilogue_can_make_is_told():
     """And is an error in strict mode, at the author's line; what is said to be opaque is not."""
     x, w, v = random(0, 64, 32, dtype=jnp.bfloat16), random(1, 32, 64), random(2, 64, 32)

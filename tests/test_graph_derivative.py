@@ -238,10 +238,10 @@ def test_mistakes_are_told_where_they_are_made():
         mapped(lambda x: x * traced, x)
         return traced
 
-    with pytest.raises(TypeError, match="closes over an array that is traced"):
+    with pytest.raises(TypeError, match="closes over an array"):
         jax.jit(outer)(jnp.ones(()))
     z = mapped(jnp.tanh, x, pullback=lambda y, x, dy: (dy, dy))
-    with pytest.raises(TypeError, match="gives 2 cotangents; it must give one for each of 1 inputs"):
+    with pytest.raises(TypeError, match="gives 2 cotangents; it must give a cotangent for each of 1 inputs"):
         cotangents_of([z], [Leaf(z.shape, jnp.float32)], [x])
     with pytest.raises(KeyError, match=r"no array of a leaf of shape \(8, 16\)"):
         evaluate([Product(x, w)], {x: jnp.ones((M, D))}, jnp.float32)

@@ -25,6 +25,7 @@ from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import as_matrix, begins_with
 from coda_jax.graph.lazy import Lazy
 from coda_jax.graph.plan import has_rows
+from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf, Product, Pullback, Turned, is_float, mapped, turned
 from coda_jax.primitives.mesh_types import constrained
@@ -47,6 +48,7 @@ class BlockTrace:
     ):
         self.stated = stated
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
+        self._alive: list[Any] = []
         self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
         self._numbers = itertools.count()
@@ -70,11 +72,16 @@ class BlockTrace:
             if x._trace is not self:
                 raise ValueError(f"block '{self.name}': a value of block '{x._trace.name}' is used in it")
             return x
+        if is_variable(x) and not isinstance(x, jax.Array):
+            return self.value(x[...])
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"block '{self.name}': got {type(x).__name__} for an array or a value of the block")
         if id(x) not in self._of_captured:
-            self._of_captured[id(x)] = self.argument(x)
-            self.captured.append(x)  # whose id is not another's as long as it is here
+            with default_types():
+                array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+            self._of_captured[id(x)] = self.argument(array)
+            self.captured.append(array)
+            self._alive.append(x)  # whose id is not another's as long as it is here
         return self._of_captured[id(x)]
 
     def shape_of(self, node: nodes.Value) -> tuple[Any, ...]:
@@ -187,8 +194,12 @@ class Value(Lazy):
         return self._node
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
-        """It as a value of the graph of this shape, or as it is."""
-        return self._node
+        """It as a value of the graph of this shape."""
+        node = self._node
+        if same_shape(node.shape, shape):
+            return node
+        made: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
+        return made
 
     # --- as plain JAX
 
@@ -243,13 +254,20 @@ class Value(Lazy):
         return lax.dot_general(self._as_factor(), w._as_factor(), axes, preferred_element_type=np.dtype(FLOAT32))
 
     def _with(self, operation: Callable[[Any, Any], Any], other: Any, *, swapped: bool = False) -> Any:
-        if isinstance(other, numbers.Number):
-            f = (lambda x: operation(other, x)) if swapped else (lambda x: operation(x, other))
-            return _mapped(self._trace, f, [self])
-        if not isinstance(other, Value | jax.Array | np.ndarray | np.generic):
+        name = operation.__name__
+        if isinstance(other, numbers.Real):
+            f = named(name, (lambda x: operation(other, x)) if swapped else (lambda x: operation(x, other)))
+            return _mapped(self._trace, f, [self], shape=self.shape)
+        if not (isinstance(other, Value | jax.Array | np.ndarray | np.generic) or is_variable(other)):
             return NotImplemented
         pair = [self, self._trace.value(other)]
-        return _mapped(self._trace, operation, pair[::-1] if swapped else pair)
+        pair = pair[::-1] if swapped else pair
+        return _mapped(
+            self._trace,
+            operation,
+            pair,
+            shape=broadcast(f"block '{self._trace.name}': {name}", *(x.shape for x in pair)),
+        )
 
     def __add__(self, other: Any) -> Any:
         return self._with(operator.add, other)
@@ -276,7 +294,7 @@ class Value(Lazy):
         return self._with(operator.truediv, other, swapped=True)
 
     def __neg__(self) -> Any:
-        return _mapped(self._trace, operator.neg, [self])
+        return _mapped(self._trace, operator.neg, [self], shape=self.shape)
 
     def __repr__(self) -> str:
         return f"Value({self.dtype}{list(self.shape)} of block '{self._trace.name}')"
@@ -328,9 +346,7 @@ class Argument(Value):
 
     @property
     def _opaque_node(self) -> nodes.Value:
-        rows = self._trace.rows
-        of_each_row = len(rows) > 1 and same_shape(self.shape, rows)
-        return self._viewed((math.prod(rows), 1) if of_each_row else as_matrix(self.shape, rows))
+        return self._viewed(as_matrix(self.shape, self._trace.rows))
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
         leaves, key = self._trace.leaves, (self._number, tuple(shape))
@@ -348,12 +364,14 @@ def _mapped(
     inputs: Sequence[Value],
     pullback: Pullback | None = None,
     inverse: Callable[..., Any] | None = None,
+    shape: Sequence[Any] | None = None,
 ) -> Any:
+    """The results of a map; the one result of arithmetic has this shape, others those of what they are alike."""
     given = [x._node for x in inputs]
     made = mapped(f, *given, pullback=pullback, captured=lambda x: trace.value(x)._node)
     found, tree = jax.tree.flatten(made)
     if inverse is not None:
-        given[0].recovered = mapped(_one(inverse, given[0]), *found, *given[1:])
+        given[0].recovered = mapped(checked_inverse(inverse, given[0].shape), *found, *given[1:])
     plain: Sequence[Any] = [None] * len(found)
     if trace.is_plain:
         arrays = [x._as_seen() for x in inputs]
@@ -363,19 +381,12 @@ def _mapped(
             known = [jax.lax.stop_gradient(x) for x in arrays]
             trace.stated.append(Stated(getattr(f, "__name__", type(f).__name__), f, pullback, inverse, known))
     each = zip(found, plain, strict=True)
-    return jax.tree.unflatten(tree, [Computed(trace, node, array) for node, array in each])
+    shapes = [shape or _shape_alike(trace, node, inputs) for node in found]
+    made = [Computed(trace, node, array, of) for (node, array), of in zip(each, shapes, strict=True)]
+    return jax.tree.unflatten(tree, made)
 
 
-def _one(inverse: Callable[..., Any], of: nodes.Value) -> Callable[..., Any]:
-    """The inverse of a map, checked to give what the map is of."""
-
-    def recovered(*arrays: jax.Array) -> jax.Array:
-        result: jax.Array = inverse(*arrays)
-        if getattr(result, "shape", None) != of.shape:
-            raise ValueError(
-                f"inverse: gives {getattr(result, 'shape', type(result).__name__)}; the map is of an array of shape "
-                f"{of.shape}"
-            )
-        return result
-
-    return recovered
+def _shape_alike(trace: BlockTrace, node: nodes.Value, inputs: Sequence[Value]) -> tuple[Any, ...]:
+    """Of a result: that of the first input that is such a matrix, which may have several axes of rows and columns."""
+    alike = (x.shape for x in inputs if len(node.shape) > 1 and same_shape(x._node.shape, node.shape))
+    return next(alike, None) or trace.shape_of(node)

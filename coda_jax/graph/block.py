@@ -115,13 +115,17 @@ class Block:
         plain._stated = stated
         return plain
 
+    def __deepcopy__(self, memo: Any) -> Block:
+        return self  # as functions are
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], np.dtype[Any]]:
         """The rows of the block, and the dtype of its products."""
         if self._rows is None:
-            arrays = (jax.tree.leaves(x) for x in args if is_array(getattr(x, "x", x)))
+            given = inspect.signature(self._f).bind(*args, **kwargs).arguments.values()
+            arrays = (jax.tree.leaves(x) for x in given if is_array(getattr(x, "x", x)))
             (x, *_) = next(arrays, (None,))
             which = "the first argument that is an array"
         else:

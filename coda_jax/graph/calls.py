@@ -78,12 +78,14 @@ class Linear:
     Attributes:
       jaxpr: gives the call's results, and behind them all that is kept.
       tree: of what is kept, the derivative's function.
+      keys: the implementation of each array that is kept as the data of random keys; None for others.
       kept: these values; where one is an input or a result, that.
       types: their types, as the function has them.
     """
 
     jaxpr: core.ClosedJaxpr
     tree: Any
+    keys: list[Any]
     kept: list[Value]
     types: list[Any]
 
@@ -120,7 +122,10 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
     def backward(*arrays: jax.Array) -> list[jax.Array]:
         kept, given = arrays[: len(linear.kept)], iter(arrays[len(linear.kept) :])
         of_outputs = [next(given) if i in present else _zeros(of) for i, of in enumerate(outs)]
-        return list(jax.tree.unflatten(linear.tree, kept)(of_outputs))
+        leaves = (
+            x if of is None else jax.random.wrap_key_data(x, impl=of) for x, of in zip(kept, linear.keys, strict=True)
+        )
+        return list(jax.tree.unflatten(linear.tree, leaves)(of_outputs))
 
     types = [*linear.types, *(jax.ShapeDtypeStruct(outs[i].shape, outs[i].dtype) for i in present)]
     jaxpr = jax.make_jaxpr(backward)(*types)
@@ -141,8 +146,9 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
 
         outputs, pullback = jax.vjp(of_some, *(x for flag, x in zip(is_differentiated, arrays, strict=True) if flag))
         leaves, tree = jax.tree.flatten(pullback)
-        trees.append(tree)
-        return [*outputs, *leaves]
+        keys = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
+        trees.append((tree, keys))
+        return [*outputs, *(x if of is None else jax.random.key_data(x) for x, of in zip(leaves, keys, strict=True))]
 
     closed = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.jaxpr.in_avals))
     of, count = closed.jaxpr, len(call.results)
@@ -155,7 +161,13 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
         value = Result(call, i, aval, is_differentiated, aval.shape, has_rows=False)
         kept.append(value if isinstance(var, core.Literal) else known.setdefault(var, value))
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    return Linear(closed, trees[-1], kept, types)
+    tree, keys = trees[-1]
+    return Linear(closed, tree, keys, kept, types)
+
+
+def is_key(x: Any) -> bool:
+    """True for an array of keys of `jax.random`."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def _zeros(of: Any) -> Any:

@@ -59,22 +59,22 @@ def _in_float32(leaves: Sequence[Any]) -> list[Any]:
 
 def _values_and_gradients(f: Any, leaves: Sequence[Any], tree: Any, numbers: Sequence[int]) -> dict[str, Any]:
     """The outputs, and the cotangents of the floating arguments for random ones of the outputs."""
-    outputs: list[Any] = []
+    paths_of_outputs: list[Any] = []
 
-    def of_floats(floats: Sequence[Any]) -> list[Any]:
+    def of_floats(floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         given = dict(zip(numbers, floats, strict=True))
         args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-        outputs[:] = jax.tree_util.tree_leaves_with_path(f(*args, **kwargs))
-        return [x for _, x in outputs if is_float(x.dtype)]
+        outputs = jax.tree_util.tree_leaves_with_path(f(*args, **kwargs))
+        paths_of_outputs[:] = [path for path, _ in outputs]
+        return [x for _, x in outputs if is_float(x.dtype)], [x for _, x in outputs]
 
-    floats, pullback = jax.vjp(of_floats, [leaves[i] for i in numbers])
+    floats, pullback, outputs = jax.vjp(of_floats, [leaves[i] for i in numbers], has_aux=True)
     keys = jax.random.split(jax.random.key(0), len(floats))
     cotangents = [jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, floats, strict=True)]
     (gradients,) = pullback(cotangents)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(len(leaves))))]
-    named = {f"output{jax.tree_util.keystr(path)}": x for path, x in outputs}
-    values = iter(floats)
-    named = {name: next(values) if is_float(x.dtype) else x for name, x in named.items()}
+    each = zip(paths_of_outputs, outputs, strict=True)
+    named = {f"output{jax.tree_util.keystr(path)}": x for path, x in each}
     of_arguments = (f"gradient of {_argument(paths[i])}" for i in numbers)
     return named | dict(zip(of_arguments, gradients, strict=True))
 

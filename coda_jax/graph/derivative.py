@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -206,11 +207,17 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
     absent: list[bool] = []
 
     def present(*arrays: jax.Array) -> list[jax.Array]:
-        found = pullback(*arrays)
-        if len(found) != len(y.inputs):
+        found, name = pullback(*arrays), y.origin.name
+        if not isinstance(found, tuple | list) or len(found) != len(y.inputs):
+            gives = f"{len(found)} cotangents" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
             raise TypeError(
-                f"pullback: gives {len(found)} cotangents; it must give one for each of {len(y.inputs)} inputs"
+                f"pullback of map '{name}': gives {gives}; it must give a cotangent for each of {len(y.inputs)} inputs"
             )
+        for i, (x, of) in enumerate(zip(found, y.inputs, strict=True)):
+            if x is not None and not same_shape(jnp.shape(x), of.shape):
+                raise TypeError(
+                    f"pullback of map '{name}': cotangent {i} has shape {jnp.shape(x)}; its input has {of.shape}"
+                )
         absent[:] = [x is None for x in found]
         return [x for x in found if x is not None]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.calls import Result
-from coda_jax.graph.plan import Plan, lies_beside, program_beside, reason_beside
+from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, lies_beside, program_beside, reason_beside
 from coda_jax.graph.values import Map, Product, Value, reachable
 
 
@@ -31,6 +31,8 @@ def why_by_xla(plan: Plan, value: Value) -> str:
     if reason := not_local(value):
         return reason
     read = reachable(value.inputs, [*plan.by_xla, *(x for of in plan.steps for x in of.stores)])
+    if not plan.too_long.isdisjoint([value, *read]):
+        return f"with it an epilogue would have more than {MOST_INSTRUCTIONS} instructions"
     if any(not x.is_tile and x in plan.place and plan.place[x].step >= 0 for x in read):
         return "it reads what is summed over whole rows or columns"
     return "no product behind what it reads has its tiles"

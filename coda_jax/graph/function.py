@@ -84,6 +84,10 @@ class Graph:
         """What makes the outputs."""
         return Plan(self.outputs)
 
+    def __post_init__(self) -> None:
+        for value in reachable(self.outputs):
+            has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
+
     @functools.cached_property
     def _derivatives(self) -> dict[frozenset[Leaf], Derivative]:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 
@@ -16,7 +17,9 @@ class Lazy:
 
     @property
     def __jax_array__(self) -> NoReturn:
-        """What all functions of JAX ask for."""
+        """What all functions of JAX ask for; where an array's operator does, the value's own takes its place."""
+        if sys._getframe(1).f_code.co_name.startswith(("_operator_", "deferring_binary_op")):
+            raise AttributeError
         self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
@@ -28,8 +31,9 @@ class Lazy:
     def __iter__(self) -> NoReturn:
         self._refuse("take it apart in .map, which may return several arrays: .map(lambda x: jnp.split(x, 2, axis=1))")
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        self.__iter__()
+    def __getitem__(self, index: Any) -> Any:
+        """Itself for `...`, as variables of Flax are read."""
+        return self if index is Ellipsis else self.__iter__()
 
     def _refuse(self, remedy: str) -> NoReturn:
         raise NotAnArrayError(f"{self!r} is no array; {remedy}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +15,26 @@ from coda_jax.jaxprs.evaluate import evaluate
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
 
-def on_mesh(jaxpr: core.ClosedJaxpr, arrays: Sequence[jax.Array]) -> list[Any]:
-    """The results. Over manual mesh axes all vary alike; over explicit ones arrays of one shape are sharded alike."""
+def on_mesh(
+    jaxpr: core.ClosedJaxpr, arrays: Sequence[jax.Array], function: Callable[..., list[Any]] | None = None
+) -> list[Any]:
+    """The results of a jaxpr, or of the function that it was traced of.
+
+    Over manual mesh axes all vary alike; over explicit ones arrays of one shape are sharded alike.
+    """
     axes = varying_axes(*arrays)
     is_explicit = any(any(explicit_cuts(x)) for x in arrays)
     if not axes and not is_explicit:
         return core.jaxpr_as_fun(jaxpr)(*arrays)
+    if function is not None:
+        return function(*vary(axes, *arrays))
     apply = functools.partial(_applied, axes)
     return list(vary(axes, *evaluate(jaxpr.jaxpr, jaxpr.consts, vary(axes, *arrays), apply)))
 
 
 def _applied(axes: frozenset[str], equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    if equation.primitive.name == "reshard":  # to no mesh
+        return inputs
     arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
     return bind(equation.primitive, _alike(arrays), equation.params)
 

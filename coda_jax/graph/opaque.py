@@ -9,8 +9,8 @@ import jax
 from jax.extend import core
 
 from coda_jax.graph.author import Argument, Computed, Value
-from coda_jax.graph.calls import Call
-from coda_jax.graph.values import without_constants
+from coda_jax.graph.calls import Call, is_key
+from coda_jax.graph.values import has_captured, without_constants
 
 
 def opaque(f: Callable[..., Any], *values: Any) -> Any:
@@ -40,7 +40,9 @@ def opaque(f: Callable[..., Any], *values: Any) -> Any:
     plain = [None] * len(outs)
     if trace.is_plain:
         plain = jax.tree.leaves(function(*(x._array().astype(x.dtype) for x in given)))
-    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+    if any(map(is_key, outs)):
+        raise TypeError(f"opaque: '{name}' returns random keys; return jax.random.key_data of them")
+    if has_captured(closed):
         captured = [trace.value(x) for x in closed.consts]
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured] + types
         given = captured + given

@@ -7,6 +7,7 @@ epilogue of the last product that it depends on, or behind it. The rules are the
     what reads a sum along rows or columns stands behind the product whose epilogue makes the sum
     a tile map that stands behind a product is made again where it is read, in an epilogue or a pass of XLA's
     but as a factor it has to lie in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
+    an epilogue has `MOST_INSTRUCTIONS`: what would make it longer stands behind
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.epilogue import NotTileLocalError, trace
+from coda_jax.epilogue.code_size import instructions
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, reachable
+
+# Of an epilogue's maps, as `code_size.instructions` counts them for an element. Of (16384, 2048) @ (2048, 8192) on an
+# H100 a chain of tanh is as fast in the epilogue as in a pass behind it at 257, and 2 % slower at 513.
+MOST_INSTRUCTIONS = 256
 
 
 class Place(NamedTuple):
@@ -60,6 +66,7 @@ class Plan:
       steps: the products, in order.
       by_xla: the maps that XLA makes and that lie in memory, in order.
       factors_alone: the tiles in memory that products alone read, as factors.
+      too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
     """
 
     def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
@@ -69,6 +76,8 @@ class Plan:
         self.steps = [Step(product, []) for product in products]
         self._number = {product: i for i, product in enumerate(products)}
         self._epilogue: dict[Value, int] = {}  # whose epilogue makes it
+        self._lengths = [0] * len(products)  # of their epilogues, in instructions
+        self.too_long: set[Value] = set()
         self.place: dict[Value, Place] = {}
         for value in order:
             has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
@@ -114,7 +123,16 @@ class Plan:
             return False
         assert isinstance(value, Map)
         tiles = [x for x in value.inputs if x.is_tile and not isinstance(x, Leaf)]  # a leaf may be a table of heads
-        return all(lies_beside(x, product) for x in tiles) and is_local(value, product.shape)
+        if not all(lies_beside(x, product) for x in tiles) or not is_local(value, product.shape):
+            return False
+        program = program_beside(value, product.shape)
+        assert program is not None
+        length = self._lengths[step] + instructions(program)
+        if length > MOST_INSTRUCTIONS:
+            self.too_long.add(value)
+            return False
+        self._lengths[step] = length
+        return True
 
     def _lies_beside(self, value: Value, step: int) -> bool:
         """False for a slice of the columns: it is stored, and what reads it stands behind the product."""
@@ -125,6 +143,7 @@ class Plan:
         return (
             isinstance(value, Map)
             and value.is_tile
+            and any(x.is_tile for x in value.inputs)
             and value not in self.given
             and value not in self._epilogue
             and value not in self._in_memory
@@ -315,7 +334,7 @@ def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
 
 def _traced(value: Map, shape: tuple[Any, ...]) -> Program | str:
     types, of_rows = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
-    of_acc = next((i for i, x in enumerate(types) if x.shape == shape), -1)
+    of_acc = next((i for i, x in enumerate(types) if x.shape == shape and x.dtype == FLOAT32), -1)
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[Any]:
         given = iter(arrays)

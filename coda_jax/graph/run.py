@@ -15,7 +15,7 @@ from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied, as_seen
 from coda_jax.graph.pieces import Pieces, in_pieces, whole
 from coda_jax.graph.plan import Plan, has_rows, is_of_rows
-from coda_jax.graph.values import Map, Product, Turned, Value, is_float
+from coda_jax.graph.values import Map, Product, Turned, Value, is_float, reachable
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, product
 from coda_jax.primitives.layout import spec_of_sum
@@ -91,14 +91,13 @@ class _Run:
 
     def _in_pass(self, value: Value) -> jax.Array | Pieces:
         """A map or a transpose, as a pass of XLA's makes it; what it reads is made in the same pass or known."""
-        if value not in self.passing:
-            inputs = []
-            for of in value.inputs:
-                is_read = of in self.arrays or of in self._by_xla or not isinstance(of, Map)
-                inputs.append(self._as_matrix(of, self.known(of)) if is_read else self._in_pass(of))
-            with default_types():
-                self.passing[value] = _passed(value, inputs)
-        return self.passing[value]
+        read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
+        for of in reachable([value], read):
+            if isinstance(of, Map | Turned) and of not in read and of not in made:
+                inputs = [made[x] if x in made else self._as_matrix(x, self.known(x)) for x in of.inputs]
+                with default_types():
+                    made[of] = _passed(of, inputs)
+        return made[value]
 
     def _called(self, value: Result) -> dict[Value, jax.Array]:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
@@ -187,6 +186,7 @@ def _passed(value: Value, inputs: Sequence[jax.Array | Pieces]) -> jax.Array | P
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:
     """The value from those that are known, in an epilogue."""
-    if value not in values:
-        values[value] = applied(value, [_made(x, values) for x in value.inputs])
+    for of in reachable([value], values):
+        if of not in values:
+            values[of] = applied(of, [values[x] for x in of.inputs])
     return values[value]

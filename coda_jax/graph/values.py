@@ -9,6 +9,7 @@ told at the line that makes it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -67,9 +68,8 @@ class Value:
         """
         if not is_float(self.dtype) or is_of_8_bits(self.dtype):
             return self.dtype
-        if not self.is_tile:
-            return np.dtype(FLOAT32)
-        return np.dtype(jnp.result_type(*(dtype if x is None else x for x in self.made_of)))
+        found = {np.dtype(dtype if x is None else x) for x in self.made_of}
+        return found.pop() if len(found) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
 
     @property
     def type(self) -> jax.ShapeDtypeStruct:
@@ -166,6 +166,7 @@ class Map(Value):
     Attributes:
       jaxpr: the function, of `inputs` as maps see them.
       pullback: its derivative in other terms than JAX's own; None for JAX's.
+      function: of a map with a pullback, of arrays; None for another, which is its jaxpr.
       takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function with all its results, which are differentiated together.
       index: among these.
@@ -181,22 +182,31 @@ class Map(Value):
         index: int = 0,
         *,
         takes_inner: bool = False,
+        function: Callable[..., Any] | None = None,
     ):
         (out,) = jaxpr.out_avals
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
-        self.takes_inner = takes_inner
+        self.takes_inner, self.function = takes_inner, function
         self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
-        tiles = [x for x in inputs if x.is_tile and is_float(x.dtype) and not is_of_8_bits(x.dtype)]
-        widest = max((x.shape[-1] for x in tiles), default=0)  # others are tables of heads, or halves
-        self.made_of = frozenset().union(*(x.made_of for x in tiles if x.shape[-1] == widest)) or self.made_of
+        self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
         self.programs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Of the arrays of its inputs, as maps see them."""
         out: jax.Array
-        (out,) = on_mesh(self.jaxpr, arrays)
+        (out,) = on_mesh(self.jaxpr, arrays, self.function)
         return out
+
+
+def _made_of(value: Value, inputs: Sequence[Value]) -> frozenset[np.dtype[Any] | None]:
+    """`Value.made_of` of a map of these floating values."""
+    if value.is_tile:
+        tiles = [x for x in inputs if x.is_tile]
+        widest = max((x.shape[-1] for x in tiles), default=0)  # others are tables of heads, or halves
+        return frozenset().union(*(x.made_of for x in tiles if x.shape[-1] == widest)) or Value.made_of
+    alike = [x.made_of for x in inputs if len(x.shape) > 1 and x.shape == value.shape]  # one row, or one column
+    return frozenset().union(*alike) or frozenset({np.dtype(FLOAT32)})
 
 
 class Turned(Value):
@@ -242,15 +252,17 @@ def mapped(
     name = getattr(f, "__name__", type(f).__name__).strip("<>")
     trees: list[Any] = []
 
+    function = f if pullback is None else _with_pullback(f, pullback, takes_inner)
+
     def flat(*arrays: jax.Array) -> list[Any]:
-        leaves, tree = jax.tree.flatten((f if pullback is None else _with_pullback(f, pullback, takes_inner))(*arrays))
+        leaves, tree = jax.tree.flatten(function(*arrays))
         trees.append(tree)
         return leaves
 
     closed = make_jaxpr(flat, [value.type for value in inputs], name)
-    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+    if has_captured(closed) if captured is not None else any(isinstance(x, jax.core.Tracer) for x in closed.consts):
         if captured is None or pullback is not None:
-            raise TypeError(f"map '{name}' closes over an array that is traced; give it as an operand of the map")
+            raise TypeError(f"map '{name}' closes over an array; give it as an operand of the map")
         inputs = (*map(captured, closed.consts), *inputs)
         closed = without_constants(closed)
     count = len(closed.out_avals)
@@ -258,10 +270,16 @@ def mapped(
         if count != 1:
             raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
         origin = Function(closed, tuple(inputs), derived or name, not derived)
-        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner)  # which is given all inputs
+        whole = functools.partial(_leaves, function)
+        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner, function=whole)  # of all inputs
         return jax.tree.unflatten(trees[-1], [one])
     origin = Function(closed, tuple(inputs), derived or name, not derived)
     return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
+
+
+def has_captured(closed: core.ClosedJaxpr) -> bool:
+    """True for a function that closes over arrays of JAX, traced or not: another time they are others."""
+    return any(isinstance(x, jax.Array) for x in closed.consts)
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -287,6 +305,10 @@ def _result(origin: Function, index: int) -> Value:
     if out in closed.jaxpr.invars:
         return inputs[closed.jaxpr.invars.index(out)]
     return Map(closed, inputs, origin=origin, index=index)
+
+
+def _leaves(f: Callable[..., Any], *arrays: jax.Array) -> list[Any]:
+    return jax.tree.leaves(f(*arrays))
 
 
 def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
