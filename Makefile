@@ -31,10 +31,10 @@ endif
 train: $(STAMPS)/train
 	$(RUN) examples/train_lm.py $(ARGS)
 
-# Without ARGS a fifth of each test's parameters, and no test that is marked slow; test-all has the rest. Each file runs
+# Without ARGS a seventh of each test's parameters, and no test that is marked slow; test-all has the rest. Each file runs
 # on one worker: what its tests share, compiled programs above all, is made once.
 test: $(STAMPS)/test
-	CODA_JAX_TEST_SAMPLE="$${CODA_JAX_TEST_SAMPLE-$(if $(ARGS),,0/5)}" $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	CODA_JAX_TEST_SAMPLE="$${CODA_JAX_TEST_SAMPLE-$(if $(ARGS),,0/7)}" $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: $(STAMPS)/test
 	CODA_JAX_TEST_SAMPLE= CODA_JAX_TEST_SLICE= $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
