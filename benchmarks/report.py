@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks import fp8_tables, moe_tables, report_tables, results, tile_report
+from benchmarks import block_tables, fp8_tables, moe_tables, report_tables, results, tile_report
 from benchmarks.grouped import CASES
 from benchmarks.markdown import geometric_mean, percent, table
 from benchmarks.report_tables import Row, number, overheads, peer_ratios, product_times
@@ -87,6 +87,8 @@ SECTIONS = [
         for name, case in CASES.items()
     ),
     Section("Products in fp8", "_fp8", 'make bench-fp8 ARGS="--alone 0.8 --seconds 0.4"', fp8_tables.products),
+    Section("Training steps of blocks of several forms", "_blocks", 'make bench-blocks ARGS="--repeats 10"',
+            block_tables.steps),
     Section("Launch", "_launch", "make bench-launch", report_tables.launch),
 ]  # fmt: skip
 TAKES_PATH = ("_tiles", "_tiles_energy")  # their readers, which the cost model's tools share, want the file itself

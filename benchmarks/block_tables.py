@@ -1,0 +1,38 @@
+"""The report's table of training steps of several architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.markdown import grouped, table
+from benchmarks.report_tables import Row, number
+
+
+def steps(rows: Sequence[Row]) -> str:
+    """A line for each way in which a form is written, beside the way of plain JAX that keeps as much."""
+    lines = []
+    for form, of in grouped([row for row in rows if row["kind"] == "step"], lambda row: row["form"]).items():
+        ways = {row["variant"].removeprefix(f"{form}_"): row for row in of}
+        for way, row in ways.items():
+            plain = ways["xla_recompute" if way.endswith("recompute") else "xla"]
+            if row["failure"]:
+                lines.append([form, f"`{way}`", row["failure"]])
+                continue
+            ratios = [f"{number(row, column) / number(plain, column):.3f}" for column in ("ms", "temporaries_gib")]
+            of_row = [f"{number(row, column):.2f}" for column in ("ms", "beyond_ms", "temporaries_gib")]
+            lines.append([form, f"`{way}`", *of_row, *ratios, f"{number(row, 'gradient_distance'):.4f}"])
+    first = rows[0]
+    about = ", ".join(
+        f"{name} {first[name]}" for name in ("batch", "length", "layers", "width", "hidden", "vocabulary")
+    )
+    header = [
+        "form",
+        "way",
+        "ms",
+        "of it passes",
+        "temporaries, GiB",
+        "of plain's ms",
+        "of plain's memory",
+        "gradients",
+    ]
+    return f"{about}. `gradients`: how far they are from plain JAX's.\n\n{table(header, lines)}"
