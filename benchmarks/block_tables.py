@@ -14,10 +14,10 @@ def steps(rows: Sequence[Row]) -> str:
     for form, of in grouped([row for row in rows if row["kind"] == "step"], lambda row: row["form"]).items():
         ways = {row["variant"].removeprefix(f"{form}_"): row for row in of}
         for way, row in ways.items():
-            plain = ways["xla_recompute" if way.endswith("recompute") else "xla"]
             if row["failure"]:
                 lines.append([form, f"`{way}`", row["failure"]])
                 continue
+            plain = ways["xla_recompute" if way.endswith("recompute") else "xla"]
             ratios = [f"{number(row, column) / number(plain, column):.3f}" for column in ("ms", "temporaries_gib")]
             of_row = [f"{number(row, column):.2f}" for column in ("ms", "beyond_ms", "temporaries_gib")]
             lines.append([form, f"`{way}`", *of_row, *ratios, f"{number(row, 'gradient_distance'):.4f}"])
