@@ -18,21 +18,17 @@ def steps(rows: Sequence[Row]) -> str:
                 lines.append([form, f"`{way}`", row["failure"]])
                 continue
             plain = ways["xla_recompute" if way.endswith("recompute") else "xla"]
-            ratios = [f"{number(row, column) / number(plain, column):.3f}" for column in ("ms", "temporaries_gib")]
+            columns = ("ms", *(("alone_ms",) if row.get("alone_ms") else ()), "temporaries_gib")
+            ratios = " / ".join(f"{number(row, column) / number(plain, column):.3f}" for column in columns)
             of_row = [f"{number(row, column):.2f}" for column in ("ms", "beyond_ms", "temporaries_gib")]
-            lines.append([form, f"`{way}`", *of_row, *ratios, f"{number(row, 'gradient_distance'):.4f}"])
+            of_row.insert(1, f"{number(row, 'alone_ms'):.2f}" if row.get("alone_ms") else "")
+            lines.append([form, f"`{way}`", *of_row, ratios, f"{number(row, 'gradient_distance'):.4f}"])
     first = rows[0]
     about = ", ".join(
         f"{name} {first[name]}" for name in ("batch", "length", "layers", "width", "hidden", "vocabulary")
     )
-    header = [
-        "form",
-        "way",
-        "ms",
-        "of it passes",
-        "temporaries, GiB",
-        "of plain's ms",
-        "of plain's memory",
-        "gradients",
-    ]
-    return f"{about}. `gradients`: how far they are from plain JAX's.\n\n{table(header, lines)}"
+    header = ["form", "way", "ms", "alone", "of it passes", "GiB", "ms / alone / GiB of plain's", "gradients"]
+    return (
+        f"{about}. `ms` is the profiler's, interleaved; `alone` the clock's, back to back; GiB are of temporaries; "
+        f"`gradients` says how far they are from plain JAX's.\n\n{table(header, lines)}"
+    )

@@ -2,7 +2,8 @@
 
 Value and gradient of the loss of a decoder of about 1B parameters in bfloat16: an embedding, blocks, a norm, a head.
 The variants of an architecture run interleaved in one process; their losses and gradients are compared before. Times
-are the profiler's, of all kernels of a step; memory is XLA's plan. Writes benchmarks/results/<device>_blocks.csv.
+are the profiler's, of all kernels of a step; memory is XLA's plan. With --alone each variant also runs by itself, back
+to back as in training: its wall clock's time and its energy. Writes benchmarks/results/<device>_blocks.csv.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, results, timing
+from benchmarks.alone import device_counter, executed
 from benchmarks.block_forms import FORMS, Form, as_plain, hidden_states, made_block, parameters
 from benchmarks.plain_llama import cross_entropy, rms_norm
 from benchmarks.train_step import Measured, Step, compile_steps, report, use_whole_gpu
@@ -96,6 +98,8 @@ def measured(name: str, ways: Sequence[str], options: Any) -> list[Measured]:
     timed = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
     for one in good:
         one.executions = timed[one.name][1:]
+        if options.alone:
+            one.alone = executed(one.call, device_counter(), options.alone)
     return found
 
 
@@ -106,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", default=",".join(WAYS))
     for name, value in (("repeats", 4), ("batch", 2), ("length", 8192), ("layers", 16), ("width", 2048)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--alone", type=float, default=0.0, help="seconds in which each variant also runs by itself")
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=100352)
     options = parser.parse_args(arguments)

@@ -87,7 +87,7 @@ SECTIONS = [
         for name, case in CASES.items()
     ),
     Section("Products in fp8", "_fp8", 'make bench-fp8 ARGS="--alone 0.8 --seconds 0.4"', fp8_tables.products),
-    Section("Training steps of blocks of several forms", "_blocks", 'make bench-blocks ARGS="--repeats 10"',
+    Section("Training steps of blocks of several forms", "_blocks", 'make bench-blocks ARGS="--repeats 5 --alone 4"',
             block_tables.steps),
     Section("Launch", "_launch", "make bench-launch", report_tables.launch),
 ]  # fmt: skip

@@ -26,12 +26,15 @@ def test_steps(tmp_path, form, ways):
 
 
 def test_the_table():
-    def row(way, ms, memory, failure=""):
+    def row(way, ms, memory, failure="", alone=""):
         of = {"kind": "step", "form": "one", "variant": f"one_{way}", "failure": failure, "ms": ms, "beyond_ms": "1"}
-        return of | {"temporaries_gib": memory, "gradient_distance": "0.02"} | {k: str(v) for k, v in SIZES.items()}
+        beside = {"temporaries_gib": memory, "gradient_distance": "0.02", "alone_ms": alone}
+        return of | beside | {k: str(v) for k, v in SIZES.items()}
 
     shown = block_tables.steps(
         [row("block", "90", "1"), row("xla", "100", "4"), row("block_recompute", "", "", "wrong: 1")]
     )
-    assert "| one | `block` | 90.00 | 1.00 | 1.00 | 0.900 | 0.250 | 0.0200 |" in shown
+    assert "| one | `block` | 90.00 |  | 1.00 | 1.00 | 0.900 / 0.250 | 0.0200 |" in shown
     assert "| one | `block_recompute` | wrong: 1 |" in shown
+    shown = block_tables.steps([row("block", "90", "1", alone="80"), row("xla", "100", "4", alone="160")])
+    assert "| 90.00 | 80.00 | 1.00 | 1.00 | 0.900 / 0.500 / 0.250 |" in shown
