@@ -396,6 +396,7 @@ def test_names_of_one_s_own():
     assert specs["router.kernel"] == P("fsdp", "tensor") and specs["out.base_module.kernel"] == P("tensor", "fsdp")
 
 
+@pytest.mark.slow
 def test_an_initialiser_s_own_sharding_stays():
     init = nnx.with_partitioning(nnx.initializers.ones, ("x", None))
     with jax.set_mesh(mesh_of(x=2, y=2)):

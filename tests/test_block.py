@@ -49,6 +49,7 @@ def test_forms(name):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
 def test_the_authors_lines_as_plain_jax(name):
     x, p = arguments()
     block, plain = in_block(name, implementation="xla"), in_jax(name)
@@ -58,6 +59,7 @@ def test_the_authors_lines_as_plain_jax(name):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
 def test_bfloat16(name):
     """Gradients are at least as good as those of the author's lines in bfloat16."""
     x, p = arguments(jnp.bfloat16)

@@ -29,6 +29,7 @@ def specs(plan, p):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("plan", ROWS)
 @pytest.mark.parametrize("name", ["norm-less", "adapter", "llama", "norm before the sum", "post-norm"])
+@pytest.mark.slow
 def test_forms(name, plan, kind):
     if kind is AxisType.Explicit and plan == "sequences" and name in ("llama", "norm before the sum", "post-norm"):
         pytest.skip("plain JAX has no attention over sequences that explicit axes cut")

@@ -94,6 +94,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain, plain, arguments", CHAINS.values(), ids=CHAINS)
+@pytest.mark.slow
 def test_vmap_checkpoint_and_second_derivatives(chain, plain, arguments):
     x, *parameters = arguments(jnp.float32, (2, 3, 5))
 

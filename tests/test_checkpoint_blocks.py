@@ -119,6 +119,7 @@ def cut(mesh, *axes):
 @pytest.mark.parametrize(
     ("sizes", "axes"), [((4,), (0,)), ((2, 2, 2), (0, 2, -1)), ((2, 2), (-1, 0))], ids=["layers", "all", "reversed"]
 )
+@pytest.mark.slow
 def test_a_mesh_that_cuts_stacked_layers(sizes, axes, source):
     """The layers of each device are its own, whichever it has; and so they are written."""
     names = ("x", "y", "z")[: len(sizes)]

@@ -195,6 +195,7 @@ def test_a_maxtext_folder(is_database, tmp_path):
         load_maxtext_folder(tmp_path / "items", CONFIG)
 
 
+@pytest.mark.slow
 def test_a_peft_folder(tmp_path):
     """From adapters on a mesh into a model on another one."""
     save_hf_folder(model := MODELS["stacked"](), tmp_path / "base")

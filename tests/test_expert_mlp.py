@@ -57,6 +57,7 @@ def pair(x, w_gate_up, *rest, **options):
 
 
 @pytest.mark.parametrize("layout", [halves, pair])
+@pytest.mark.slow
 def test_layouts_of_gate_and_up(layout):
     sizes = SIZES["unaligned"]
     given = arguments(jnp.bfloat16, sizes)
@@ -73,6 +74,7 @@ def gradients(function, given):
     return jit(jax.value_and_grad(loss_of(function), range(len(given))))(*given)
 
 
+@pytest.mark.slow
 def test_parameters_and_rows_keep_their_dtypes():
     """Compute in bfloat16, all arguments float32: their gradients leave the products in float32."""
     sizes = SIZES["unaligned"]
@@ -121,6 +123,7 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
 
 @needs_nvrtc
 @pytest.mark.parametrize("rows, width, hidden, count", [(16384, 2048, 3072, 8), (131072, 2048, 768, 128)])
+@pytest.mark.slow
 def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
     """Six, none of which spills a register."""
     sources = {}
@@ -226,6 +229,7 @@ def test_sizes_known_when_it_runs():
 
 
 @pytest.mark.parametrize("shared", ["weights", "nothing", "rows"])
+@pytest.mark.slow
 def test_vmap(shared):
     """Both orders of vmap and gradient, each element with sizes of its own."""
     sizes = np.array([(7, 0, 1, 12, 9), (0, 20, 0, 4, 13), (37, 0, 0, 0, 0)], np.int32)

@@ -199,6 +199,7 @@ def test_sums_over_the_axis_of_hidden_features():
     assert moved(text, "all_reduce") == ["2x4x2xf32", f"2x4x{D}xbf16"]
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_counted_over_all_devices():
     sizes, rules, tokens = SCHEMES["data beside"]
     given = arrays(*tokens)
@@ -250,6 +251,7 @@ def test_inside_a_map_over_some_axes():
         close([jax.jit(run)(*given)], [jax.jit(of_one_device)(*given)])
 
 
+@pytest.mark.slow
 def test_scanned_layers_with_remat():
     given = arrays(8, 3)
     sizes, rules, _ = SCHEMES["all"]

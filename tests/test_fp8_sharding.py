@@ -54,6 +54,7 @@ LAYOUTS = {
 
 @KINDS
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_values(kind, layout):
     specs, part_of_a, part_of_b = LAYOUTS[layout]
     got, parts, _ = run(fused, (A, B, X), specs, kind)

@@ -232,6 +232,7 @@ KINDS = {
     axis=st.sampled_from([0, 1]),
     residuals=st.sampled_from(["preactivation", "recompute"]),
 )
+@pytest.mark.slow
 def test_shapes_and_operands(m, n, k, dtype, kinds, own, axis, residuals):
     def f(acc, *operands):
         y = acc

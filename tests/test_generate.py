@@ -134,6 +134,7 @@ def test_a_decoder_with_a_shard_map_inside(kind):
     np.testing.assert_array_equal(tokens, rollout())
 
 
+@pytest.mark.slow
 def test_gpt2():
     """Learned positions go on from the cache."""
     config = layers.GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.5)
@@ -219,6 +220,7 @@ def test_a_traced_temperature_and_top_p():
 
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 4, "key": jax.random.key(0)}], ids=["", "drawn"])
+@pytest.mark.slow
 def test_logits_that_give_no_token(options, value):
     """The row ends with -1, and outside of jit it is an error; the other row goes on."""
 

@@ -127,6 +127,7 @@ def test_values_and_cotangents(case):
 
 
 @pytest.mark.parametrize("case", ["feed-forward", "norm", "layouts"])
+@pytest.mark.slow
 def test_second_derivatives(case):
     """A graph of cotangents is differentiated by JAX as any function, and so are the pullbacks in it."""
     f, args = CASES[case][0], arrays(case)

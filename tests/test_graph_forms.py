@@ -90,6 +90,7 @@ def arguments(name):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
 def test_forms(name):
     f, _, products, passes = FORMS[name]
     args = arguments(name)

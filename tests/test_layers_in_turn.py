@@ -150,6 +150,7 @@ def test_values_are_the_same():
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients():
     """As many products as without a mesh, whose barriers do not ask for the gradients of what is not trained."""
 

@@ -178,6 +178,7 @@ def test_no_gradient_goes_to_the_statistic_and_all_of_it_to_x():
     np.testing.assert_array_equal(dsumsq, 0)
 
 
+@pytest.mark.slow
 def test_streams_go_through_jit_scan_and_checkpoint():
     block = layers.LlamaBlock(32, 48, 2, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (1, 6, 32))

@@ -185,6 +185,7 @@ def test_llama(tied, dtype):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.slow
 def test_loss_is_that_of_the_logits(tied):
     config = layers.LlamaConfig(
         vocab_size=72,

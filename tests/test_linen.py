@@ -119,6 +119,7 @@ class LanguageModel(nn.Module):
         return layers.LMHead(in_features=16, vocab_size=24)(layers.RMSNorm(num_features=16)(stream))
 
 
+@pytest.mark.slow
 def test_a_linen_model_under_scan_and_remat_trains():
     model, tokens = LanguageModel(), jax.random.randint(jax.random.key(0), (4, 9), 0, 24)
     params = jax.jit(model.init)(jax.random.key(1), tokens[:, :-1])
@@ -156,6 +157,7 @@ def test_arguments_are_given_by_keyword(wrap):
     assert "flax_layers.GatedMLP" in layers.GatedMLP.__doc__
 
 
+@pytest.mark.slow
 def test_sharding_rules():
     """Variables are made where the rules lay them, activations are constrained, logits are those of one device."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

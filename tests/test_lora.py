@@ -137,6 +137,7 @@ def test_a_frozen_head_has_no_gradient_product(chunk_bytes):
 
 
 @pytest.mark.filterwarnings("default::coda_jax.FallbackWarning")
+@pytest.mark.slow
 def test_what_is_not_one_chain_is_said_once():
     explained = coda.explain(frozen_gradient, adapted("llama"), platform="cuda")
     assert sorted(explained.notes.values()) == [2, 2]

@@ -263,6 +263,7 @@ def test_products_that_remat_runs_again():
     assert products("save_attention") == 12 and products("full") == 14
 
 
+@pytest.mark.slow
 def test_layers_of_both_kinds():
     """mlp_only_layers and decoder_sparse_step say which layers have experts; counts are of those."""
     config = dataclasses.replace(TINY, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=(3,))
@@ -287,6 +288,7 @@ def test_generation():
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.slow
 def test_balance_bias_moves_the_load(scan_layers):
     """Counts of a router that prefers two experts even out, with no auxiliary loss and no other change."""
     config = dataclasses.replace(

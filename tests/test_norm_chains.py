@@ -183,6 +183,7 @@ def test_vmap_checkpoint_and_second_derivatives(chain, plain, make):
 
 
 @pytest.mark.parametrize("chain, plain, make", [CHAINS["layer"], CHAINS["projection"]], ids=["layer", "projection"])
+@pytest.mark.slow
 def test_data_parallel_gradient(chain, plain, make):
     """Under shard_map, and over an explicit mesh axis, a replicated parameter's gradient is summed over the shards."""
     x, *parameters = make(jnp.float32, (8, 5))

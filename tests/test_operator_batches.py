@@ -96,6 +96,7 @@ def test_one_row_of_no_positions_is_refused():
     [(operator, "(T, D)") for operator in OPERATORS]
     + [(operator, "(D,)") for operator in ("mlp of layer norm", "gated mlp of halves", "norm projections", "gemm")],
 )
+@pytest.mark.slow
 def test_a_batch_that_shares_the_weights(operator, rows):
     """Both orders of vmap and gradient; the gradient of a vmap has the products of more rows, none of them batched."""
     x, f = X[:, 0] if rows == "(D,)" else X, total(operator)

@@ -90,6 +90,7 @@ def test_the_gradient_of_a_bfloat16_head_moves_as_such(dtype, of_w, kind, tmp_pa
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_cut_vocabulary(kind, data, transpose_w, traced):
     """Each device has its part of the head and all three products of it; vectors are summed in the loop, dx once.
 
@@ -214,6 +215,7 @@ def test_types_of_a_head_over_explicit_axes(of_x, transposed):
     [(P(), P("model"), False), (P(), P(None, "model"), True), (P(None, "data"), P("data", "model"), False)],
     ids=str,
 )
+@pytest.mark.slow
 def test_values_of_a_head_over_explicit_axes(of_x, of_w, transposed):
     mesh = mesh_of(AxisType.Explicit)
     step = jax.jit(lambda *x: gradients_of_a_head(*x, transpose_w=transposed))

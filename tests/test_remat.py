@@ -64,6 +64,7 @@ def expected():
 @pytest.mark.parametrize(
     "scan_layers, remat", [(True, None), (True, "save_attention"), (False, "full"), (False, ("query_proj", "mlpwi"))]
 )
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_plain_stack(scan_layers, remat):
     function, params = value_and_gradient(llama(scan_layers=scan_layers, remat=remat))
     value, gradient = compiled(function)(params)

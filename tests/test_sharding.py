@@ -153,6 +153,7 @@ def test_nothing_without_rules_or_mesh():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow
 def test_every_method_runs_under_the_model_s_rules(name):
     """As it does under the same rules around it."""
     model = type(MODELS[name]())

@@ -34,6 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype, vocabulary, left_out, options", CASES.values(), ids=CASES)
+@pytest.mark.slow
 def test_against_the_textbook(dtype, vocabulary, left_out, options):
     options = dict(options)
     candidates, transpose_w = options.pop("candidates", False), options.get("transpose_w", False)
