@@ -19,7 +19,7 @@ def steps(rows: Sequence[Row]) -> str:
                 continue
             plain = ways["xla_recompute" if way.endswith("recompute") else "xla"]
             columns = ("ms", *(("alone_ms",) if row.get("alone_ms") else ()), "temporaries_gib")
-            ratios = " / ".join(f"{number(row, column) / number(plain, column):.3f}" for column in columns)
+            ratios = " / ".join(_ratio(number(row, column), number(plain, column)) for column in columns)
             of_row = [f"{number(row, column):.2f}" for column in ("ms", "beyond_ms", "temporaries_gib")]
             of_row.insert(1, f"{number(row, 'alone_ms'):.2f}" if row.get("alone_ms") else "")
             lines.append([form, f"`{way}`", *of_row, ratios, f"{number(row, 'gradient_distance'):.4f}"])
@@ -32,3 +32,8 @@ def steps(rows: Sequence[Row]) -> str:
         f"{about}. `ms` is the profiler's, interleaved; `alone` the clock's, back to back; GiB are of temporaries; "
         f"`gradients` says how far they are from plain JAX's.\n\n{table(header, lines)}"
     )
+
+
+def _ratio(x: float, of: float) -> str:
+    """Empty where the second is nothing, as the memory of small sizes is when it is rounded to GiB."""
+    return f"{x / of:.3f}" if of else ""
