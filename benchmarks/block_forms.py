@@ -162,7 +162,7 @@ FORMS = {
 
 
 def parameters(form: Form, key: jax.Array, width: int, hidden: int, dtype: Any) -> Params:
-    """Of one block."""
+    """The parameters of one block."""
     shapes = {
         "qkv": (width, 3 * width),
         "out": (width, width),

@@ -1,6 +1,6 @@
 """The values that the author of a block writes with: arrays with all their axes, lazy, and the operations on them.
 
-An `AuthorsValue` is a value of the graph with the shape and the dtype that the array has, and where a block runs as
+A `Value` is a value of the graph with the shape and the dtype that the array has, and where a block runs as
 plain JAX the array itself.
 """
 
@@ -22,7 +22,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph import values as nodes
-from coda_jax.graph.calls import as_matrix, begins_with
+from coda_jax.graph.calls import as_matrix, begins_with, is_key
 from coda_jax.graph.lazy import Lazy
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
@@ -91,7 +91,7 @@ class BlockTrace:
 
 def data_of(x: Any) -> Any:
     """The data of an array of keys of `jax.random`; another array as it is."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 class Value(Lazy):
@@ -301,7 +301,7 @@ class Value(Lazy):
 
 
 class Computed(Value):
-    """What a block computes."""
+    """A value that a block computes."""
 
     def __init__(
         self,
@@ -352,9 +352,8 @@ class Argument(Value):
         leaves, key = self._trace.leaves, (self._number, tuple(shape))
         if key not in leaves:
             rows = self._trace.rows
-            of_rows = len(rows) > 1 and (begins_with(self.shape, rows) or same_shape(self.shape, rows))
-            of_rows = of_rows and same_size(shape[0], math.prod(rows))
-            leaves[key] = Leaf(shape, self.dtype, has_rows=of_rows)
+            begins = len(rows) > 1 and (begins_with(self.shape, rows) or same_shape(self.shape, rows))
+            leaves[key] = Leaf(shape, self.dtype, has_rows=begins and same_size(shape[0], math.prod(rows)))
         return leaves[key]
 
 
@@ -387,6 +386,6 @@ def _mapped(
 
 
 def _shape_alike(trace: BlockTrace, node: nodes.Value, inputs: Sequence[Value]) -> tuple[Any, ...]:
-    """Of a result: that of the first input that is such a matrix, which may have several axes of rows and columns."""
+    """The shape of a result: that of the first input that is such a matrix, which may have several axes."""
     alike = (x.shape for x in inputs if len(node.shape) > 1 and same_shape(x._node.shape, node.shape))
     return next(alike, None) or trace.shape_of(node)

@@ -74,7 +74,7 @@ def block(
 
 
 class Block:
-    """What `block` makes of a function; called as that is."""
+    """A function that `block` was applied to; it is called as the function is."""
 
     def __init__(self, f: Callable[..., Any], dtype: Any, rows: str | None, name: str, implementation: str):
         if not callable(f):
@@ -83,6 +83,7 @@ class Block:
         if rows is not None and rows not in inspect.signature(f).parameters:
             raise ValueError(f"block '{name}': rows = {rows!r}; it must be the name of an argument of the function")
         functools.update_wrapper(self, f)
+        self._parameters = inspect.signature(f)
         self._f, self._dtype, self._rows, self.name, self._implementation = f, dtype, rows, name, implementation
         self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
         self._stated: list[Stated] | None = None
@@ -123,15 +124,13 @@ class Block:
 
     def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], np.dtype[Any]]:
         """The rows of the block, and the dtype of its products."""
+        arguments = self._parameters.bind(*args, **kwargs).arguments
         if self._rows is None:
-            given = inspect.signature(self._f).bind(*args, **kwargs).arguments.values()
-            arrays = (jax.tree.leaves(x) for x in given if is_array(getattr(x, "x", x)))
-            (x, *_) = next(arrays, (None,))
+            given = [x for x in arguments.values() if is_array(getattr(x, "x", x))]
             which = "the first argument that is an array"
         else:
-            bound = inspect.signature(self._f).bind(*args, **kwargs)
-            x = next(iter(jax.tree.leaves(bound.arguments.get(self._rows))), None)
-            which = f"the argument '{self._rows}'"
+            given, which = [arguments.get(self._rows)], f"the argument '{self._rows}'"
+        x = next(iter(jax.tree.leaves(given)), None)
         if x is None or not is_array(x):
             raise TypeError(
                 f"block '{self.name}': {which} is missing, which has the block's rows. Give rows= the name of another"

@@ -145,15 +145,12 @@ def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
 
 
 def recovered(x: Value) -> Value:
-    """What a backward pass reads in the place of x."""
-    if x.recovered is None and x.undone is not None:
-        y, undo = x.undone
-        x.recovered = undo() if recovered(y) is not y else None
+    """The value that a backward pass reads in the place of x."""
     return x if x.recovered is None else x.recovered
 
 
 def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
-    """Of results of one function, together."""
+    """The cotangents of one function's inputs, of all its results together."""
     order = sorted(zip(ys, dys, strict=True), key=lambda pair: pair[0].index)
     jaxpr, inputs = ys[0].origin.of_results([y.index for y in ys])
     differentiated = [x in varies and is_float(x.dtype) for x in inputs]
@@ -165,7 +162,7 @@ def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Ite
 
 
 class _InnerProducts:
-    """Of values with their cotangents, along rows.
+    """Inner products of values with their cotangents, along rows.
 
     For a function y = A x of each row, <x, dx> = <x, A^T dy> = <y, dy>: so where functions that are linear are all that
     reads a value, the products are those of their results, and neither the value nor its cotangent need be made.
@@ -185,9 +182,9 @@ class _InnerProducts:
         """sum_j x[:, j] dx[:, j], (M, 1)."""
         dx, users = self.cotangents[x], self._users[x]
         if x not in self._outputs and users and all(_is_linear(y, x) for y in users):
-            of_users = [self.along_rows(y) for y in users if y in self.cotangents]
-            if of_users:
-                return _total(of_users)
+            terms = [self.along_rows(y) for y in users if y in self.cotangents]
+            if terms:
+                return _total(terms)
         made: Value = mapped(inner_product, recovered(x), dx, derived="inner product")
         return made
 

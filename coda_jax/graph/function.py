@@ -63,8 +63,9 @@ class Graph:
         options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
         outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
         if outputs:
-            outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{self._described(plan)[0]}")
-            for name, reason in self._described(plan)[1]:
+            text, not_local = self._described(plan)
+            outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{text}")
+            for name, reason in not_local:
                 message = f"map '{name}' is a pass of XLA's: {reason}"
                 outputs[0] = noted(outputs[0], f"block '{self.name}'", message, "coda.opaque says that this is meant")
         return outputs
@@ -81,7 +82,7 @@ class Graph:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """What makes the outputs."""
+        """The plan that makes the outputs."""
         return Plan(self.outputs)
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class Derivative:
 
     @functools.cached_property
     def forward_plan(self) -> Plan:
-        """What makes the outputs and the kept values."""
+        """The plan that makes the outputs and the kept values."""
         return Plan([*self.graph.outputs, *self.kept])
 
     @functools.cached_property

@@ -24,8 +24,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.on_mesh import on_mesh
-from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.jaxprs.evaluate import bound, evaluate
 
 _numbers = itertools.count()
 
@@ -44,7 +43,6 @@ class Value:
       name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
       spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
       recovered: the same, made of values behind it; backward passes read that.
-      undone: a value, and what makes this one again of it where that is recovered.
       made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
 
@@ -53,7 +51,6 @@ class Value:
     name: str | None = None
     spec: jax.P | None = None
     recovered: Value | None = None
-    undone: tuple[Value, Callable[[], Value]] | None = None
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
@@ -287,15 +284,11 @@ def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     count = len(closed.consts)
 
     def function(*arrays: Any) -> list[Any]:
-        return evaluate(closed.jaxpr, arrays[:count], arrays[count:], _bound, opens=())
+        return evaluate(closed.jaxpr, arrays[:count], arrays[count:], bound, opens=())
 
     types: list[Any] = [*map(jax.typeof, closed.consts), *closed.in_avals]
     with default_types():
         return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
-
-
-def _bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    return bind(equation.primitive, inputs, equation.params)
 
 
 def _result(origin: Function, index: int) -> Value:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
+from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
 
 Apply = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # an equation's results, of its inputs
@@ -34,6 +35,11 @@ def run(equations: Sequence[core.JaxprEqn], values: dict[Any, Any], apply: Apply
         else:
             outputs = apply(equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
+
+
+def bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """The equation applied as JAX does."""
+    return bind(equation.primitive, inputs, equation.params)
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:

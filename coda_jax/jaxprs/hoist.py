@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
-from coda_jax.jaxprs.evaluate import evaluate, read, run
+from coda_jax.jaxprs.evaluate import bound, evaluate, read, run
 
 _OPENED = CALLS | CUSTOM_DERIVATIVES
 
@@ -31,7 +30,7 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
       kept, rest: rest(kept, *args) = step(invariant, *args). Custom derivative rules inside of step are dropped.
     """
     closed, out_type = jax.make_jaxpr(step, return_shape=True)(invariant, *args)
-    evaluated = functools.partial(evaluate, closed.jaxpr, closed.consts, apply=_bound, opens=_OPENED)
+    evaluated = functools.partial(evaluate, closed.jaxpr, closed.consts, apply=bound, opens=_OPENED)
     flat = jax.make_jaxpr(lambda *leaves: evaluated(leaves))(*closed.in_avals)
     known = jax.tree.leaves(invariant)
     inputs, given = flat.jaxpr.invars[: len(known)], flat.jaxpr.invars[len(known) :]
@@ -53,7 +52,7 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
     wanted = [v for equation in after for v in equation.invars] + list(flat.jaxpr.outvars)
     frontier = [v for v in dict.fromkeys(w for w in wanted if not isinstance(w, core.Literal)) if v in made]
     environment = {**constants, **dict(zip(inputs, known, strict=True))}
-    run(before, environment, _bound, _OPENED)
+    run(before, environment, bound, _OPENED)
 
     def rest(kept: list[jax.Array], *args: Any) -> Any:
         environment = {
@@ -61,12 +60,8 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
             **dict(zip(frontier, kept, strict=True)),
             **dict(zip(given, jax.tree.leaves(args), strict=True)),
         }
-        run(after, environment, _bound, _OPENED)
+        run(after, environment, bound, _OPENED)
         outputs = [read(environment, v) for v in flat.jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(out_type), outputs)
 
     return [environment[v] for v in frontier], rest
-
-
-def _bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    return bind(equation.primitive, inputs, equation.params)
