@@ -53,6 +53,8 @@ class _Choice:
 
     def decide(self, value: Value) -> None:
         """Whether the value stays; what it is made of has been decided."""
+        if value.is_factor:
+            return
         if isinstance(value, Turned) and _is_of_leaves(value):
             self.kept.remove(value)
         elif isinstance(value, Map) and not value.is_tile:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.bind import Bind, bind
 from coda_jax.jaxprs.evaluate import evaluate
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
@@ -23,20 +23,33 @@ def on_mesh(
     Over manual mesh axes all vary alike; over explicit ones arrays of one shape are sharded alike.
     """
     axes = varying_axes(*arrays)
-    is_explicit = any(any(explicit_cuts(x)) for x in arrays)
-    if not axes and not is_explicit:
+    binds = bind_on_mesh(*arrays)
+    if binds is bind:
         return core.jaxpr_as_fun(jaxpr)(*arrays)
     if function is not None:
         return function(*vary(axes, *arrays))
-    apply = functools.partial(_applied, axes)
+
+    def apply(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        return binds(equation.primitive, inputs, equation.params)
+
     return list(vary(axes, *evaluate(jaxpr.jaxpr, jaxpr.consts, vary(axes, *arrays), apply)))
 
 
-def _applied(axes: frozenset[str], equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    if equation.primitive.name == "reshard":  # to no mesh
+def bind_on_mesh(*arrays: jax.Array) -> Bind:
+    """What binds a primitive beside these arrays: `jaxprs.bind.bind` where no mesh axis is manual or explicit."""
+    axes = varying_axes(*arrays)
+    if not axes and not any(any(explicit_cuts(x)) for x in arrays):
+        return bind
+    return functools.partial(_bound, axes)
+
+
+def _bound(
+    axes: frozenset[str], primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any]:
+    if primitive.name == "reshard":  # to no mesh
         return inputs
     arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
-    return bind(equation.primitive, _alike(arrays), equation.params)
+    return bind(primitive, _alike(arrays), params)
 
 
 def _alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -5,90 +5,110 @@ XLA makes one kernel of elementwise operations and a sum along rows, but not of 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
-from coda_jax.epilogue.elementwise import OPERATIONS
-from coda_jax.jaxprs.bind import bind
+from coda_jax.graph import unflattened
+from coda_jax.graph.unflattened import ELEMENTWISE, Unflattened
+from coda_jax.jaxprs.bind import Bind
+from coda_jax.jaxprs.calls import CALLS
 from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.primitives.mesh_types import placed_alike
 
-_ELEMENTWISE = frozenset(OPERATIONS) | {"convert_element_type", "copy", "add_any"}
+Part = jax.Array | Unflattened
 
 
 class Pieces:
     """A matrix (M, N) as several (M, N_i), side by side."""
 
-    def __init__(self, parts: Sequence[jax.Array]):
+    def __init__(self, parts: Sequence[Part]):
         self.parts = list(parts)
 
     @property
     def widths(self) -> list[int]:
         return [x.shape[1] for x in self.parts]
 
-    def whole(self) -> jax.Array:
-        return jnp.concatenate(self.parts, axis=1)
-
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> Pieces:
-        return Pieces([f(x) for x in self.parts])
+    def whole(self) -> Part:
+        rows = next((x.rows for x in self.parts if isinstance(x, Unflattened)), None)
+        if rows is None:
+            return jnp.concatenate(placed_alike([unflattened.flat(x) for x in self.parts], 1), axis=1)
+        arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*rows, x.shape[1]) for x in self.parts]
+        return Unflattened(jnp.concatenate(placed_alike(arrays, -1), axis=-1), rows)
 
 
 def whole(x: Any) -> Any:
-    """An array; of pieces the matrix that they are."""
+    """One array; of pieces the matrix that they are."""
     return x.whole() if isinstance(x, Pieces) else x
 
 
-def in_pieces(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any]) -> Any:
-    """The one result of a map of arrays and of `Pieces`: an array, or `Pieces`."""
-    (out,) = evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, _apply)
-    return out
+def in_pieces(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], bind: Bind, opens: Collection[str] = CALLS) -> list[Any]:
+    """The results of a map of arrays, `Unflattened` and `Pieces`: these too. `opens` as `evaluate` takes it."""
+    return evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, functools.partial(_apply, bind), opens)
 
 
-def _apply(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     name, params = equation.primitive.name, equation.params
-    if name == "concatenate" and params["dimension"] == 1 and _rank(inputs[0]) == 2:
+    if name == "concatenate" and params["dimension"] == 1 and len(_shape(inputs[0])) == 2:
         parts = (x.parts if isinstance(x, Pieces) else [x] for x in inputs)
         return [Pieces(list(itertools.chain(*parts)))]
+
+    def apply(*given: Any) -> Sequence[Any]:
+        return unflattened.apply(equation, given, bind)
+
     found = next((x for x in inputs if isinstance(x, Pieces)), None)
     if found is not None:
         widths = found.widths
         ends = list(itertools.accumulate(widths))
-        if name in _ELEMENTWISE and all(_fits(x, widths) for x in inputs):
-            each = zip(*(_apart(x, widths, ends) for x in inputs), strict=True)
-            made = [bind(equation.primitive, list(of), params) for of in each]
+        if name in ELEMENTWISE and all(_fits(x, widths) for x in inputs):
+            made = [apply(*of) for of in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
             return [Pieces([outputs[0] for outputs in made])]
         if name == "reduce_sum" and tuple(params["axes"]) == (1,):
-            sums = [bind(equation.primitive, [x], params)[0] for x in found.parts]
-            return [sum(sums[1:], sums[0])]
+            return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
         if name == "split" and params["axis"] == 1 and list(params["sizes"]) == widths:
             return found.parts
         if name == "slice" and (part := _slice_of(params, found, ends)) is not None:
             return [part]
-    return bind(equation.primitive, [whole(x) for x in inputs], params)
+    return apply(*map(whole, inputs))
 
 
-def _rank(x: Any) -> int:
-    return 2 if isinstance(x, Pieces) else jnp.ndim(x)
+def _shape(x: Any) -> tuple[Any, ...]:
+    return (x.parts[0].shape[0], sum(x.widths)) if isinstance(x, Pieces) else np.shape(x)
 
 
 def _fits(x: Any, widths: list[int]) -> bool:
-    return x.widths == widths if isinstance(x, Pieces) else jnp.ndim(x) in (0, 2)
+    return x.widths == widths if isinstance(x, Pieces) else len(np.shape(x)) in (0, 2)
 
 
 def _apart(x: Any, widths: list[int], ends: list[int]) -> Sequence[Any]:
     if isinstance(x, Pieces):
         return x.parts
-    if jnp.ndim(x) == 0 or x.shape[1] == 1:
+    if not np.shape(x) or x.shape[1] == 1:
         return [x] * len(widths)
-    return [lax.slice_in_dim(x, end - width, end, axis=1) for width, end in zip(widths, ends, strict=True)]
+
+    def columns(start: int, end: int) -> Any:
+        if isinstance(x, Unflattened) and not x.halves:
+            return Unflattened(lax.slice_in_dim(x.array, start, end, axis=-1), x.rows)
+        return lax.slice_in_dim(unflattened.flat(x), start, end, axis=1)
+
+    return [columns(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
 
-def _slice_of(params: Any, x: Pieces, ends: list[int]) -> jax.Array | None:
+def _sum(x: Part, y: Part) -> Part:
+    if isinstance(x, Unflattened) and isinstance(y, Unflattened):
+        return Unflattened(x.array + y.array, x.rows)
+    made: jax.Array = unflattened.flat(x) + unflattened.flat(y)
+    return made
+
+
+def _slice_of(params: Any, x: Pieces, ends: list[int]) -> Part | None:
     """The piece that a slice of all rows and of these columns is; None where it is none."""
     rows = x.parts[0].shape[0]
     if params["strides"] is not None or params["start_indices"][0] != 0 or params["limit_indices"][0] != rows:

@@ -80,6 +80,7 @@ class Plan:
         self.too_long: set[Value] = set()
         self.place: dict[Value, Place] = {}
         for value in order:
+            has_halves(value)
             has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
             self.place[value] = self._placed(value)
         self._in_memory: dict[Value, None] = {}
@@ -294,6 +295,17 @@ def has_rows(value: Value) -> bool:
         x for x in value.inputs if same_size(x.shape[0] if x.shape else 1, value.shape[0] if value.shape else 1)
     ]
     return lies_along and any(map(has_rows, beside))
+
+
+@remembered
+def has_halves(value: Value) -> bool:
+    """True if the columns of its array are two axes, (2, N / 2), as those of a weight of which a mesh cuts N / 2."""
+    if isinstance(value, Leaf):
+        return value.has_halves
+    if isinstance(value, Product):
+        return not value.transpose_b and has_halves(value.b)
+    alike = [x for x in value.inputs if x.is_tile and same_size(x.shape[-1], value.shape[-1])] if value.is_tile else []
+    return isinstance(value, Map) and any(map(has_halves, alike))
 
 
 def _reduces_rows(value: Value) -> bool:

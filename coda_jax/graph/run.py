@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
-from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph.calls import Result, called
-from coda_jax.graph.evaluate import applied, as_seen
-from coda_jax.graph.pieces import Pieces, in_pieces, whole
-from coda_jax.graph.plan import Plan, has_rows, is_of_rows
-from coda_jax.graph.values import Map, Product, Turned, Value, is_float, reachable
+from coda_jax.graph.evaluate import applied
+from coda_jax.graph.passes import in_pass
+from coda_jax.graph.pieces import Part, Pieces, whole
+from coda_jax.graph.plan import Plan, has_halves, has_rows, is_of_rows
+from coda_jax.graph.unflattened import Unflattened
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
 from coda_jax.primitives.axes import Dimension
-from coda_jax.primitives.derivative import Options, product
+from coda_jax.primitives.derivative import Options, Parts, product
 from coda_jax.primitives.layout import spec_of_sum
 from coda_jax.primitives.mesh_types import (
     constrained,
-    explicit_cuts,
     explicit_sharding,
     sharding_over_explicit,
-    varying_axes,
 )
 
 
@@ -52,6 +51,7 @@ def run(
     for value, of in zip(plan.wanted, out_dtypes, strict=True):
         stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
     running = _Run(plan, dict(arrays), np.dtype(dtype), stored, tuple(rows), implementation)
+    running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
     return [running.known(value).astype(of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
@@ -69,7 +69,8 @@ class _Run:
     implementation: str
 
     def __post_init__(self) -> None:
-        self.passing: dict[Value, jax.Array | Pieces] = {}
+        self.passing: dict[Value, Part | Pieces] = {}
+        self.parts: dict[Value, list[jax.Array]] = {}
         self._by_xla = frozenset(self.plan.by_xla)
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
@@ -85,19 +86,35 @@ class _Run:
             self.arrays.update(self._called(value))
         if value not in self.arrays:
             x = whole(self._in_pass(value))
-            x = x.astype(self.dtype_of(value)) if value in self._by_xla else x
-            self.arrays[value] = self._constrained(value, self._with_rows(value, x))
+            array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
+            array = array.astype(self.dtype_of(value)) if value in self._by_xla else array
+            self.arrays[value] = self.constrained(value, array)
         return self.arrays[value]
 
-    def _in_pass(self, value: Value) -> jax.Array | Pieces:
+    def in_parts(self, value: Value) -> list[jax.Array]:
+        """A factor as the arrays that a pass makes of its columns; another as the one that it is."""
+        if value not in self.parts:
+            made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Turned) else None
+            if not isinstance(made, Pieces):
+                return [self.known(value)]
+            of_rows = self.rows if has_rows(value) else made.parts[0].shape[:1]
+            arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*of_rows, -1) for x in made.parts]
+            self.parts[value] = [x.astype(self.dtype_of(value)) for x in arrays]
+        return self.parts[value]
+
+    def _in_pass(self, value: Value) -> Part | Pieces:
         """A map or a transpose, as a pass of XLA's makes it; what it reads is made in the same pass or known."""
         read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
         for of in reachable([value], read):
             if isinstance(of, Map | Turned) and of not in read and of not in made:
-                inputs = [made[x] if x in made else self._as_matrix(x, self.known(x)) for x in of.inputs]
-                with default_types():
-                    made[of] = _passed(of, inputs)
+                made[of] = in_pass(of, [made[x] if x in made else self._unflattened(x) for x in of.inputs])
         return made[value]
+
+    def _unflattened(self, value: Value) -> Part:
+        """A value that is known, as a matrix whose axes may be several of its array."""
+        x, halves = self.known(value), has_halves(value)
+        rows = self.rows if self.rows and has_rows(value) else x.shape[:1] if halves else ()
+        return Unflattened(x, tuple(rows), halves) if rows else x
 
     def _called(self, value: Result) -> dict[Value, jax.Array]:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
@@ -118,70 +135,94 @@ class _Run:
             return [_made(value, values) for value in stores]
 
         epilogue.__name__ = name
-        a, b = self._factors(of)
+        spec = self._spec_of_rows(stores)
+        a, b = self._factors(of, spec)
         outputs, _ = product(
             a,
             b,
-            [x[..., None] if value in vectors else x for value, x in operands.items()],
+            [self._as_operand(value, x, spec, value in vectors) for value, x in operands.items()],
             None if stores == [of] else epilogue,
             lambda _: [self.dtype_of(value) for value in stores],
-            self._options(of, a, b, operands),
+            self._options(of, a, b, operands.values()),
             None if of.groups is None else self.known(of.groups),
         )
         for value, x in zip(stores, outputs, strict=True):
-            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else self._constrained(value, x)
+            if not value.is_tile and spec is not None and has_rows(value):
+                x = constrained(x, jax.P(*spec))
+            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
 
-    def _constrained(self, value: Value, x: jax.Array) -> jax.Array:
+    def constrained(self, value: Value, x: jax.Array) -> jax.Array:
         """x, lying as the author says; where columns are several axes of the author's, as its rows do."""
         if value.spec is None:
             return x
         rows = max(len(self.rows), 1)
-        return constrained(x, value.spec if len(value.spec) <= rows + 1 else jax.P(*value.spec[:rows]))
+        return constrained(x, value.spec if len(value.spec) <= x.ndim else jax.P(*value.spec[:rows]))
 
-    def _options(self, of: Product, a: jax.Array, b: jax.Array, operands: Mapping[Value, jax.Array]) -> Options:
+    def _spec_of_rows(self, stores: Sequence[Value]) -> Sequence[Any] | None:
+        """How the author says that the rows of these lie; what cuts columns there cuts no rows."""
+        specs = [x.spec for x in stores if x.spec is not None and x.is_tile and has_rows(x)]
+        return tuple(specs[0][: max(len(self.rows), 1)]) if specs else None
+
+    def _as_operand(self, value: Value, x: jax.Array, spec: Sequence[Any] | None, is_vector: bool) -> jax.Array:
+        x = x[..., None] if is_vector else x
+        is_column = spec is not None and not value.is_tile and has_rows(value)
+        return constrained(x, jax.P(*spec, None)) if spec is not None and is_column else x
+
+    def _options(self, of: Product, a: Parts, b: Parts, operands: Iterable[jax.Array]) -> Options:
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
+        if of.transpose_b and has_halves(of.b):
+            k_axes = 2
         like = None if of.like is None else self.arrays.get(of.like)
         spec = of.spec
-        if spec is None and ragged is None and not of.transpose_a:
-            spec = spec_of_sum(a, b, *operands.values(), transpose_b=of.transpose_b)
+        is_plain = ragged is None and not of.transpose_a
+        if spec is None and is_plain and isinstance(a, jax.Array) and isinstance(b, jax.Array):
+            spec = spec_of_sum(a, b, *operands, transpose_b=of.transpose_b)
         return Options(
             of.transpose_a,
             of.transpose_b,
             implementation=self.implementation,
             ragged=ragged,
             k_axes=k_axes,
+            halves=has_halves(of) and not of.transpose_a,
             out_sharding=sharding_over_explicit(spec) if like is None else explicit_sharding(like),
         )
 
-    def _factors(self, of: Product) -> list[jax.Array]:
-        factors = [self.known(x) for x in (of.a, of.b)]
+    def _factors(self, of: Product, spec: Sequence[Any] | None) -> list[Parts]:
+        """Both factors, in the products' dtype: arrays, or several that are pieces of one."""
+        a, b = self.in_parts(of.a), self.in_parts(of.b)
+        sums_pieces = of.transpose_b and [x.shape[-1] for x in a] == [x.shape[-1] for x in b]
+        if len(a) > 1 and not sums_pieces:
+            a = [self.known(of.a)]
+        if len(b) > 1 and not sums_pieces and (of.transpose_b or self._is_whole(of.like)):
+            b = [self.known(of.b)]
         if not self._sums_rows(of):
-            factors[1] = self._as_matrix(of.b, factors[1])
+            b = [self._as_matrix(of.b, x) for x in b]
             if of.transpose_a:
-                factors[0] = self._as_matrix(of.a, factors[0])
-        return [x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in factors]
+                a = [self._as_matrix(of.a, x) for x in a]
+        if spec is not None and not of.transpose_a and has_rows(of.a):
+            a = [constrained(x, jax.P(*spec, None)) for x in a]
+        factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
+        return [one[0] if len(one) == 1 else one for one in factors]
+
+    def _is_whole(self, like: Value | None) -> bool:
+        """True if what a product's result is a cotangent of is one array."""
+        return like is not None and len(self.in_parts(like)) == 1
 
     def _sums_rows(self, of: Product) -> bool:
         """True if it sums over the rows, with all their axes."""
         return of.transpose_a and not of.transpose_b and has_rows(of.a) and has_rows(of.b)
 
     def _as_matrix(self, value: Value, x: jax.Array) -> jax.Array:
-        return x.reshape(value.shape) if self.rows and has_rows(value) else x
-
-    def _with_rows(self, value: Value, x: jax.Array) -> jax.Array:
-        return x.reshape(self._shape_of(value)) if self.rows and has_rows(value) else x
+        if not (self.rows and has_rows(value)) or isinstance(value, Turned):
+            return x
+        return x.reshape(-1, *x.shape[len(self.rows) :])
 
     def _shape_of(self, value: Value) -> tuple[Any, ...]:
-        """Of its array, with all axes of the rows."""
-        return (*self.rows, *value.shape[1:]) if self.rows and has_rows(value) else value.shape
-
-
-def _passed(value: Value, inputs: Sequence[jax.Array | Pieces]) -> jax.Array | Pieces:
-    arrays = [whole(x) for x in inputs]
-    if isinstance(value, Map) and not varying_axes(*arrays) and not any(any(explicit_cuts(x)) for x in arrays):
-        return in_pieces(value.jaxpr, [x.map(as_seen) if isinstance(x, Pieces) else as_seen(x) for x in inputs])
-    return applied(value, arrays)
+        """Of its array, with all axes of the rows, and with two of columns that are halves."""
+        rows = self.rows if self.rows and has_rows(value) else value.shape[:1]
+        columns = value.shape[1:]
+        return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

@@ -43,6 +43,7 @@ class Value:
       name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
       spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
       recovered: the same, made of values behind it; backward passes read that.
+      is_factor: it lies in memory in the dtype of products' factors, and is kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
 
@@ -51,6 +52,7 @@ class Value:
     name: str | None = None
     spec: jax.P | None = None
     recovered: Value | None = None
+    is_factor: bool = False
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
@@ -65,6 +67,8 @@ class Value:
         """
         if not is_float(self.dtype) or is_of_8_bits(self.dtype):
             return self.dtype
+        if self.is_factor:
+            return np.dtype(dtype)
         found = {np.dtype(dtype if x is None else x) for x in self.made_of}
         return found.pop() if len(found) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
 
@@ -85,11 +89,21 @@ class Leaf(Value):
     Attributes:
       has_cotangent: whether it is differentiated.
       has_rows: whether its rows are those of the block's arrays, which may be several axes of these.
+      has_halves: whether its columns are two axes of the array, (2, N / 2).
     """
 
-    def __init__(self, shape: Sequence[Any], dtype: Any, *, has_cotangent: bool = True, has_rows: bool = False):
+    def __init__(
+        self,
+        shape: Sequence[Any],
+        dtype: Any,
+        *,
+        has_cotangent: bool = True,
+        has_rows: bool = False,
+        has_halves: bool = False,
+    ):
         super().__init__(shape, dtype)
         self.has_cotangent, self.has_rows = has_cotangent and is_float(self.dtype), has_rows
+        self.has_halves = has_halves
         self.made_of = frozenset({self.dtype})
 
 
@@ -188,6 +202,17 @@ class Map(Value):
         self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
         self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
         self.programs: dict[tuple[Any, ...], Any] = {}
+        self._backward: core.ClosedJaxpr | None = None
+
+    def backward(self) -> core.ClosedJaxpr:
+        """Of the result, the inputs and the result's cotangent: the inputs' cotangents, of a map with a pullback."""
+        if self._backward is None:
+            assert self.pullback is not None
+            rule = _backward_of(self.pullback, self.takes_inner)
+            types = [self.type, *(x.type for x in self.inputs)]
+            with default_types():
+                self._backward = jax.make_jaxpr(lambda *arrays: rule(arrays[:-1], arrays[-1]))(*types, self.type)
+        return self._backward
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """Of the arrays of its inputs, as maps see them."""
@@ -312,17 +337,23 @@ def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
 def _with_pullback(f: Callable[..., Any], pullback: Pullback, takes_inner: bool) -> Callable[..., Any]:
     """f with this derivative, which what runs the graph is differentiated by once more."""
 
-    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        found = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
-        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
-
     def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (result,) = jax.tree.leaves(f(*inputs))
         return f(*inputs), (result, *inputs)
 
     with_pullback = jax.custom_vjp(lambda *inputs: f(*inputs))
-    with_pullback.defvjp(forward, backward)
+    with_pullback.defvjp(forward, _backward_of(pullback, takes_inner))
     return with_pullback
+
+
+def _backward_of(pullback: Pullback, takes_inner: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    """The pullback as `jax.custom_vjp` takes it."""
+
+    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        found = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
+        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
+
+    return backward
 
 
 def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:

@@ -1,9 +1,11 @@
 """Equations of a jaxpr, evaluated again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
+
+Bind = Callable[[core.Primitive, Sequence[Any], dict[str, Any]], Sequence[Any]]  # of a primitive, inputs and params
 
 
 def bind(primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
