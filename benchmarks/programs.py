@@ -14,8 +14,7 @@ from benchmarks.epilogues import EPILOGUES, EpilogueCase, array
 from coda_jax.epilogue import Epilogue, trace
 from coda_jax.lowering import kernel
 from coda_jax.lowering.launch import problem_of
-from coda_jax.operators.feed_forward import activated, activation_backward, gated
-from coda_jax.operators.norm_products import norm_backward, weight_backward
+from coda_jax.operators.feed_forward import gated
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 from coda_jax.tiles.config import GemmConfig
 from coda_jax.tools.tune import random_array
@@ -32,19 +31,33 @@ class Program(EpilogueCase):
 
 def swiglu(acc: jax.Array, rstd: jax.Array, *, keep: bool) -> Any:
     """SwiGLU of rstd * acc, and that too if it is to be kept."""
-    return activated(acc * rstd, None, activation=gated(jax.nn.silu), keep=keep)
+    u = acc * rstd
+    hidden = gated(jax.nn.silu)(u)
+    return (u, hidden) if keep else hidden
 
 
-def _norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
-    return norm_backward(acc, x, None, factor, None, dresidual, None)
+def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
+    """The cotangent of an RMSNorm's x, with that of the residual stream."""
+    return acc - x * factor + dresidual
+
+
+def scale_backward(acc: jax.Array, w: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of a weight and of the norm's scale in it."""
+    return acc * scale, jnp.sum(acc * w, axis=1)
+
+
+def gated_backward(
+    acc: jax.Array, z: jax.Array, rstd: jax.Array, *, activation: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The cotangent of rstd * acc's factors from that of activation(gate) * up, that again, and row sums."""
+    hidden, pullback = jax.vjp(gated(activation), z)
+    (dz,) = pullback(acc)
+    return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
 
 
 def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
-    def gated_backward(acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.tree.leaves(activation_backward(acc, z, rstd, activation=gated(activation))))
-
     return Program(
-        gated_backward,
+        functools.partial(gated_backward, activation=activation),
         lambda m, n: (array((m, 2 * n)), array((m, 1), jnp.float32)),
         (jnp.bfloat16, jnp.bfloat16),
     )
@@ -58,9 +71,9 @@ PROGRAMS: dict[str, Program] = {name: Program(**vars(epilogue)) for name, epilog
     ),
     "gated_backward": _back_through_gate(jax.nn.silu),
     "geglu_backward": _back_through_gate(jax.nn.gelu),
-    "norm_backward": Program(_norm_backward, lambda m, n: (array((m, n)), array((m, 1), jnp.float32), array((m, n)))),
+    "norm_backward": Program(norm_backward, lambda m, n: (array((m, n)), array((m, 1), jnp.float32), array((m, n)))),
     "scale_backward": Program(
-        weight_backward,
+        scale_backward,
         lambda m, n: (array((m, n), jnp.float32), array((m, 1), jnp.float32)),
         (jnp.float32,),
     ),

@@ -3,10 +3,10 @@
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.jaxprs.bind import bind as bind_equation
 from coda_jax.jaxprs.hoist import hoist as hoist
+from coda_jax.operators.deferred_norm import scaled_weight as scaled_weight
 from coda_jax.operators.feed_forward import add_residual as add_residual
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
 from coda_jax.operators.head_arguments import int32_labels as int32_labels
-from coda_jax.operators.norm_products import scaled_weight as scaled_weight
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.stream import array as array
 from coda_jax.operators.stream import separate_residual as separate_residual

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
-from coda_jax.operators.norm_products import multiply
+from coda_jax.operators.multiply import multiply
 from tests.partitioned import partitioned_on_cpus
 
 F, T = 24, 8

@@ -1,6 +1,7 @@
 """The chains of either norm with biases: outputs and every cotangent against the textbook, under transformations."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,28 +218,26 @@ def test_no_pass_over_activations_between_the_kernels(monkeypatch):
     """Forward and backward of mlp are six products, and nothing else touches an activation; all fit the registers."""
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
-    arrays = arguments(jnp.bfloat16)
+    x, scale, _, *parameters = arguments(jnp.bfloat16)
     sources = []
     monkeypatch.setattr(ffi, "compile_async", lambda source, name: sources.append((source, name)))
 
-    def gradient(cotangent, mean, sumsq, x, scale, norm_bias, up, up_bias, down, down_bias):
+    def gradient(cotangent, sumsq, x, scale, up, up_bias, down, down_bias):
         def chain(x, *rest):
-            scale, norm_bias, up, up_bias, down = rest
-            return coda.mlp(coda.DeferredNorm(x, sumsq, scale, mean, norm_bias, EPS), up, down, up_bias=up_bias).x
+            scale, up, up_bias, down = rest
+            return coda.mlp(coda.DeferredNorm(x, sumsq, scale, epsilon=EPS), up, down, up_bias=up_bias).x
 
-        y, pullback = jax.vjp(chain, x, scale, norm_bias, up, up_bias, down)
+        y, pullback = jax.vjp(chain, x, scale, up, up_bias, down)
         return y, pullback(cotangent)
 
-    norm = coda.layer_norm(arrays[0], arrays[1])
-    traced = jit(gradient).trace(arrays[0], norm.mean, norm.sumsq, *arrays)
+    traced = jit(gradient).trace(x, jnp.sum(x.astype(jnp.float32) ** 2, axis=-1), x, scale, *parameters)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    made = [line for line in text.splitlines() if any(f"-> tensor<33x{n}x" in line for n in (WIDTH, HIDDEN))]
-    assert not made or all("custom_call" in line for line in made)
+    made = [line.strip() for line in text.splitlines() if any(f"-> tensor<33x{n}x" in line for n in (WIDTH, HIDDEN))]
+    read = [line for line in made if len(re.findall(rf"{line.split(' ')[0]}\b", text)) > 1]
+    assert all("custom_call" in line for line in read), read
     assert text.count("stablehlo.custom_call @coda_gemm") == len(sources) == 6
     spilled = {name: resource_usage(ffi.compile(source, name).log).spilled_bytes for source, name in sources}
-    # Once a tile: z and the activation of it, with four vectors to read.
-    assert spilled.pop("norm_activation") <= 56
-    assert not any(spilled.values())
+    assert not any(spilled.values()), spilled
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from benchmarks import cases, results, timing
 from benchmarks.lab.energy import extra_bytes
 from benchmarks.lab.tile_losses import Shape
-from benchmarks.programs import PROGRAMS, Program, swiglu
-from coda_jax.operators.feed_forward import activation_backward, gated
+from benchmarks.programs import PROGRAMS, Program, gated_backward, swiglu
 from coda_jax.tiles.config import GemmConfig
 from coda_jax.tiles.table import attached_device, config_for
 
@@ -31,7 +30,7 @@ JOULES_OF_BYTE, WATTS = 116e-12, 690.0
 
 
 def _backward(outputs: Sequence[int], acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
-    whole = jax.tree.leaves(activation_backward(acc, z, rstd, activation=gated(jax.nn.silu)))
+    whole = gated_backward(acc, z, rstd, activation=jax.nn.silu)
     return tuple(whole[i] for i in outputs)
 
 

@@ -81,29 +81,32 @@ def allowed(
     return Allowed(why, *places, only)
 
 
-NORM_BACKWARD = "norm_backward weight_backward"  # dx and dW of a product that a norm went into
+# Of the norms' products forward, and of them backward: dx and dW.
+QKV, QKV_BACKWARD = "qkv_projection_0", "qkv_projection_backward_0 qkv_projection_backward_1"
+MLP, MLP_BACKWARD = "gated_mlp_1", "gated_mlp_backward_2 gated_mlp_backward_3"
+NORM_BACKWARD = f"{QKV_BACKWARD} {MLP_BACKWARD}"
 BLOCK = (
     allowed(
         "rotary embedding's backward pass, the packing of dq, dk, dv, and the row sums of q dq + k dk + v dv",
-        "row_scale_rotary attention_backward input",
+        f"{QKV} attention_backward input",
         NORM_BACKWARD,
         lambda one: hlo.ATTENTION_BACKWARD in one.after,
     ),
     allowed(
         "q, k, v in float32 for the same row sums",
-        "row_scale_rotary input",
+        f"{QKV} input",
         NORM_BACKWARD,
         lambda one: one.operation == "convert",
     ),
     allowed(
         "in StableHLO, a cotangent widened and rounded back, which XLA drops",
-        "norm_backward",
-        "gemm norm_backward",
+        NORM_BACKWARD,
+        f"gemm {NORM_BACKWARD}",
         lambda one: one.operation == "convert",
     ),
     allowed(
         "in StableHLO, what is kept under remat rounded to the precision that it has, which XLA drops",
-        "row_scale_rotary attention add_residual_sumsq",
+        f"{QKV} attention add_residual_sumsq {MLP}",
         None,
         lambda one: one.operation == "reduce_precision",
     ),
@@ -119,11 +122,11 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
     return (
         *BLOCK,
         allowed("the loss over logits", None, None, lambda one: any(vocab_size in shape for shape in one.shapes)),
-        allowed("the final norm, formed for the loss", "add_residual_sumsq loop", "loss_sums gemm loop"),
+        allowed("the final norm, formed for the loss", f"{MLP} loop", "loss_sums gemm loop"),
         allowed(
             "the final norm's backward pass",
-            "add_residual_sumsq gemm loop",
-            f"gated_backward gemm {NORM_BACKWARD} loop",
+            f"{MLP} gemm loop",
+            f"gated_mlp_backward_0 gemm {NORM_BACKWARD} loop",
         ),
         allowed(
             "the embedding's rows, and their squares for the first norm",
@@ -131,7 +134,7 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
             None,
             named("gather", "take", "select", "convert", "square", "reduce_sum"),
         ),
-        allowed("the embedding's gradient", "norm_backward loop", "output", named("scatter")),
+        allowed("the embedding's gradient", f"{NORM_BACKWARD} loop", "output", named("scatter")),
         allowed("the zeros that the loss head's loop puts its dx into", "", "loop", lambda one: not one.after),
         allowed(
             "arrays of all layers, or of chunks, read and written by a loop",

@@ -22,12 +22,13 @@ from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph import values as nodes
-from coda_jax.graph.calls import as_matrix, begins_with, is_key
+from coda_jax.graph.calls import as_matrix, begins_with, data_of
 from coda_jax.graph.lazy import Lazy
 from coda_jax.graph.plan import has_rows
+from coda_jax.graph.pullbacks import Pullback
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
-from coda_jax.graph.values import Leaf, Product, Pullback, Turned, is_float, mapped, turned
+from coda_jax.graph.values import Leaf, Product, Turned, is_float, lies, mapped, turned
 from coda_jax.primitives.mesh_types import constrained
 
 
@@ -41,29 +42,38 @@ class BlockTrace:
       is_plain: the author's lines are run as plain JAX, on arrays.
       stated: what the author states of maps, with the arrays, where it is asked for.
       leaves: what the graph reads of them, by the argument's number and the shape as a value.
+      of_rows: which arguments have the rows; None for those that begin with their axes.
     """
 
     def __init__(
-        self, name: str, dtype: Any, rows: Sequence[Any], *, is_plain: bool, stated: list[Stated] | None = None
+        self,
+        name: str,
+        dtype: Any,
+        rows: Sequence[Any],
+        *,
+        is_plain: bool,
+        stated: list[Stated] | None = None,
+        of_rows: Sequence[bool] | None = None,
     ):
-        self.stated = stated
+        self.stated, self.of_rows = stated, of_rows
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
-        self._alive: list[Any] = []
         self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
         self._numbers = itertools.count()
-        self._of_captured: dict[int, Argument] = {}
+        self._of_captured: dict[int, tuple[Any, Argument]] = {}  # with the array, whose id is not another's then
 
     def argument(self, x: Any) -> Argument:
         """The value of one more array, or of `data_of` one of keys."""
-        data = data_of(x)
+        data, number = data_of(x), next(self._numbers)
+        begins = begins_with(data.shape, self.rows) or same_shape(data.shape, self.rows)
         return Argument(
             self,
-            next(self._numbers),
+            number,
             data.shape,
             data.dtype,
             data if self.is_plain else None,
             None if data is x else jax.random.key_impl(x),
+            begins if self.of_rows is None else number < len(self.of_rows) and self.of_rows[number],
         )
 
     def value(self, x: Any) -> Value:
@@ -79,19 +89,13 @@ class BlockTrace:
         if id(x) not in self._of_captured:
             with default_types():
                 array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-            self._of_captured[id(x)] = self.argument(array)
+            self._of_captured[id(x)] = x, self.argument(array)
             self.captured.append(array)
-            self._alive.append(x)  # whose id is not another's as long as it is here
-        return self._of_captured[id(x)]
+        return self._of_captured[id(x)][1]
 
     def shape_of(self, node: nodes.Value) -> tuple[Any, ...]:
         """The shape of a value's array."""
         return (*self.rows, *node.shape[1:]) if len(self.rows) > 1 and has_rows(node) else node.shape
-
-
-def data_of(x: Any) -> Any:
-    """The data of an array of keys of `jax.random`; another array as it is."""
-    return jax.random.key_data(x) if is_key(x) else x
 
 
 class Value(Lazy):
@@ -149,7 +153,7 @@ class Value(Lazy):
         Raises:
           TypeError: f captures a traced array beside a pullback; a pullback of several results.
         """
-        return _mapped(self._trace, f, [self, *map(self._trace.value, operands)], pullback, inverse)
+        return mapped_values(self._trace, f, [self, *map(self._trace.value, operands)], pullback, inverse)
 
     def named(self, name: str) -> Value:
         """The value; what is kept of it has this name for the policies of `jax.checkpoint`."""
@@ -163,7 +167,7 @@ class Value(Lazy):
                 f"block '{self._trace.name}': constrained({spec}) has {len(spec)} entries; the value has shape "
                 f"{self.shape}"
             )
-        self._node.spec = spec
+        lies(self._node, spec)
         if self._plain is not None:
             self._plain = constrained(self._plain, spec)
         return self
@@ -201,8 +205,6 @@ class Value(Lazy):
         made: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
         return made
 
-    # --- as plain JAX
-
     def _array(self) -> jax.Array:
         """The array where the author's lines are run as plain JAX."""
         assert self._plain is not None
@@ -216,8 +218,6 @@ class Value(Lazy):
         """By a map: a matrix, float32."""
         x = self._array().reshape(self._node.shape)
         return x.astype(FLOAT32) if is_float(x.dtype) else x
-
-    # --- operators
 
     def __matmul__(self, other: Any) -> Value:
         return self._times(self._trace.value(other))
@@ -257,12 +257,12 @@ class Value(Lazy):
         name = operation.__name__
         if isinstance(other, numbers.Real):
             f = named(name, (lambda x: operation(other, x)) if swapped else (lambda x: operation(x, other)))
-            return _mapped(self._trace, f, [self], shape=self.shape)
+            return mapped_values(self._trace, f, [self], shape=self.shape)
         if not (isinstance(other, Value | jax.Array | np.ndarray | np.generic) or is_variable(other)):
             return NotImplemented
         pair = [self, self._trace.value(other)]
         pair = pair[::-1] if swapped else pair
-        return _mapped(
+        return mapped_values(
             self._trace,
             operation,
             pair,
@@ -294,7 +294,7 @@ class Value(Lazy):
         return self._with(operator.truediv, other, swapped=True)
 
     def __neg__(self) -> Any:
-        return _mapped(self._trace, operator.neg, [self], shape=self.shape)
+        return mapped_values(self._trace, operator.neg, [self], shape=self.shape)
 
     def __repr__(self) -> str:
         return f"Value({self.dtype}{list(self.shape)} of block '{self._trace.name}')"
@@ -321,7 +321,12 @@ class Computed(Value):
 
 
 class Argument(Value):
-    """An array that the block is given; it is a value of the graph when something reads it."""
+    """An array that the block is given; it is a value of the graph when something reads it.
+
+    Attributes:
+      has_rows: whether it begins with the block's rows.
+      has_halves: whether its last two axes, (2, N / 2), are columns that stay two axes.
+    """
 
     def __init__(
         self,
@@ -331,9 +336,10 @@ class Argument(Value):
         dtype: Any,
         plain: jax.Array | None,
         key_impl: Any,
+        has_rows: bool,
     ):
         self._trace, self.shape, self._number, self._plain = trace, tuple(shape), number, plain
-        self.dtype, self.key_impl = np.dtype(dtype), key_impl
+        self.dtype, self.key_impl, self.has_rows, self.has_halves = np.dtype(dtype), key_impl, has_rows, False
 
     @property
     def _node(self) -> nodes.Value:
@@ -346,28 +352,31 @@ class Argument(Value):
 
     @property
     def _opaque_node(self) -> nodes.Value:
-        return self._viewed(as_matrix(self.shape, self._trace.rows))
+        return self._viewed(as_matrix(self.shape, self._trace.rows if self.has_rows else ()))
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
         leaves, key = self._trace.leaves, (self._number, tuple(shape))
         if key not in leaves:
             rows = self._trace.rows
-            begins = len(rows) > 1 and (begins_with(self.shape, rows) or same_shape(self.shape, rows))
-            leaves[key] = Leaf(shape, self.dtype, has_rows=begins and same_size(shape[0], math.prod(rows)))
+            has_rows = len(rows) > 1 and self.has_rows and same_size(shape[0], math.prod(rows))
+            has_halves = self.has_halves and same_size(shape[-1], math.prod(self.shape[-2:]))
+            is_row = self.has_rows and key[1][:1] == (1,)
+            leaves[key] = Leaf(shape, self.dtype, has_rows=has_rows, has_halves=has_halves, has_one_row=is_row)
         return leaves[key]
 
 
-def _mapped(
+def mapped_values(
     trace: BlockTrace,
     f: Callable[..., Any],
     inputs: Sequence[Value],
     pullback: Pullback | None = None,
     inverse: Callable[..., Any] | None = None,
     shape: Sequence[Any] | None = None,
+    derived: str = "",
 ) -> Any:
     """The results of a map; the one result of arithmetic has this shape, others those of what they are alike."""
     given = [x._node for x in inputs]
-    made = mapped(f, *given, pullback=pullback, captured=lambda x: trace.value(x)._node)
+    made = mapped(f, *given, pullback=pullback, captured=lambda x: trace.value(x)._node, derived=derived)
     found, tree = jax.tree.flatten(made)
     if inverse is not None:
         given[0].recovered = mapped(checked_inverse(inverse, given[0].shape), *found, *given[1:])

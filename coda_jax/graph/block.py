@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from coda_jax.epilogue.dtypes import FLOATS, listed
-from coda_jax.graph.author import BlockTrace, Value, data_of
+from coda_jax.graph.author import BlockTrace, Value
+from coda_jax.graph.calls import data_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf
@@ -70,38 +71,57 @@ def block(
     """
     if f is None:
         return functools.partial(block, dtype=dtype, rows=rows, name=name, implementation=implementation)
-    return Block(f, dtype, rows, name or str(getattr(f, "__name__", type(f).__name__)).strip("<>"), implementation)
+    check_implementation("block", implementation)
+    name = name or str(getattr(f, "__name__", type(f).__name__)).strip("<>")
+    return Block(f, dtype, rows, name, implementation, is_plain=implementation == "xla")
 
 
 class Block:
-    """A function that `block` was applied to; it is called as the function is."""
+    """A function that `block` was applied to; it is called as the function is.
 
-    def __init__(self, f: Callable[..., Any], dtype: Any, rows: str | None, name: str, implementation: str):
+    With is_plain its lines are run as plain JAX; else the graph's products have this implementation.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        dtype: Any,
+        rows: str | None,
+        name: str,
+        implementation: str,
+        *,
+        is_plain: bool = False,
+    ):
         if not callable(f):
             raise TypeError(f"block: f = {f!r}; it must be a function")
-        check_implementation("block", implementation)
         if rows is not None and rows not in inspect.signature(f).parameters:
             raise ValueError(f"block '{name}': rows = {rows!r}; it must be the name of an argument of the function")
         functools.update_wrapper(self, f)
         self._parameters = inspect.signature(f)
         self._f, self._dtype, self._rows, self.name, self._implementation = f, dtype, rows, name, implementation
+        self._is_plain = is_plain
         self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
         self._stated: list[Stated] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
+        return self.called(None, *args, **kwargs)
+
+    def called(self, of_rows: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> Any:
+        """f(*args, **kwargs); of_rows says which arrays have the rows, where their shapes are not to say it."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
         if any(map(_is_value, leaves)):  # a part of the block that these are of
             return self._f(*args, **kwargs)
         given = [data_of(x) for x in leaves if is_array(x)]
-        rows, dtype = self._rows_of(args, kwargs)
-        if self._implementation == "xla":
+        rows, dtype = self._rows_of(given[of_rows.index(True)] if of_rows else self._first(args, kwargs))
+        if self._is_plain:
             trace = BlockTrace(self.name, dtype, rows, is_plain=True, stated=self._stated)
             return self._plain(leaves, tree, trace)
-        key = (tree, dtype, rows, tuple(map(self._signature, leaves)))
+        mesh = jax.sharding.get_abstract_mesh()  # equations have that in which they were traced
+        key = (tree, dtype, rows, of_rows, mesh, tuple(map(self._signature, leaves)))
         traced = self._graphs.get(key)
         if traced is None:
-            traced, captured = self._traced(leaves, tree, BlockTrace(self.name, dtype, rows, is_plain=False))
+            traced, captured = self._traced(leaves, tree, dtype, rows, of_rows)
             if captured:  # others the next time
                 return traced(*given, *map(data_of, captured))
             self._graphs[key] = traced
@@ -112,7 +132,7 @@ class Block:
 
     def in_plain_jax(self, dtype: Any, stated: list[Stated]) -> Block:
         """The block with implementation="xla" and this dtype, None for its own; it adds to `stated`."""
-        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla")
+        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla", is_plain=True)
         plain._stated = stated
         return plain
 
@@ -122,8 +142,8 @@ class Block:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def _rows_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], np.dtype[Any]]:
-        """The rows of the block, and the dtype of its products."""
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The array whose rows the block has."""
         arguments = self._parameters.bind(*args, **kwargs).arguments
         if self._rows is None:
             given = [x for x in arguments.values() if is_array(getattr(x, "x", x))]
@@ -137,6 +157,10 @@ class Block:
             )
         if x.ndim < 2:
             raise ValueError(f"block '{self.name}': {which} has shape {x.shape}; it must be (..., D) with rows")
+        return x
+
+    def _rows_of(self, x: Any) -> tuple[tuple[Any, ...], np.dtype[Any]]:
+        """The rows of the block, and the dtype of its products."""
         dtype = x.dtype if self._dtype is None else np.dtype(self._dtype)
         if getattr(dtype, "name", None) not in FLOATS:
             raise TypeError(f"block '{self.name}': dtype = {dtype}; it must be {listed(FLOATS)}")
@@ -155,7 +179,7 @@ class Block:
 
     def _values(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> tuple[list[Value], Any]:
         """The values that f returns, and their structure."""
-        inputs = [trace.argument(x) if is_array(x) else x for x in leaves]
+        inputs = [trace.argument(x) if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, inputs)
         outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs), is_leaf=_is_value)
         return [trace.value(x) for x in outputs], out_tree
@@ -164,21 +188,35 @@ class Block:
         outputs, out_tree = self._values(leaves, tree, trace)
         return jax.tree.unflatten(out_tree, [x._array().astype(x.dtype) for x in outputs])
 
-    def _traced(self, leaves: Sequence[Any], tree: Any, trace: BlockTrace) -> tuple[_Traced, list[Any]]:
+    def _traced(
+        self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any], of_rows: Sequence[bool] | None
+    ) -> tuple[_Traced, list[Any]]:
+        trace = BlockTrace(self.name, dtype, rows, is_plain=False, of_rows=of_rows)
         outputs, out_tree = self._values(leaves, tree, trace)
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
+
+        def of_batch(size: Any) -> Graph:
+            assert of_rows is not None
+            flags, whole = iter(of_rows), [*types]
+            for i, x in enumerate(types):
+                if isinstance(x, jax.ShapeDtypeStruct) and next(flags):
+                    whole[i] = jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
+            return self._traced(whole, tree, dtype, (size, *rows), of_rows)[0].graph
+
         nodes, out_dtypes = [x._node for x in outputs], [x.dtype for x in outputs]
-        rows = trace.rows if len(trace.rows) > 1 else ()
+        axes = tuple(rows) if len(rows) > 1 else ()
         graph = Graph(
             self.name,
             list(trace.leaves.values()),
             nodes,
             trace.dtype,
             out_dtypes,
-            rows,
+            axes,
             self._implementation,
+            None if of_rows is None else of_batch,
         )
         sources = [(number, leaf) for (number, _), leaf in trace.leaves.items()]
-        return _Traced(graph, sources, rows, [x.shape for x in outputs], out_tree), trace.captured
+        return _Traced(graph, sources, [x.shape for x in outputs], out_tree), trace.captured
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,23 +226,18 @@ class _Traced:
     Attributes:
       graph: what it is.
       sources: for each leaf the number of the array that it is of.
-      rows: as `Graph` has them.
       shapes, tree: of the results.
     """
 
     graph: Graph
     sources: Sequence[tuple[int, Leaf]]
-    rows: tuple[Any, ...]
     shapes: Sequence[tuple[Any, ...]]
     tree: Any
 
     def __call__(self, *arrays: Any) -> Any:
-        outputs = self.graph(*(self._as_leaf(arrays[number], leaf) for number, leaf in self.sources))
+        outputs = self.graph(*(arrays[number] for number, _ in self.sources))
         each = zip(outputs, self.shapes, strict=True)
         return jax.tree.unflatten(self.tree, [x.reshape(shape) for x, shape in each])
-
-    def _as_leaf(self, x: Any, leaf: Leaf) -> Any:
-        return x.reshape((*self.rows, *leaf.shape[1:]) if leaf.has_rows else leaf.shape)
 
 
 def _is_value(x: Any) -> bool:

@@ -69,6 +69,7 @@ class Result(Value):
         super().__init__(shape, of.dtype)
         self.call, self.index, self.differentiated, self.inputs = call, index, differentiated, call.inputs
         self.has_rows, self.made_of = has_rows, frozenset({self.dtype})
+        self.has_one_row = has_rows and self.shape[:1] == (1,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,11 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
 def is_key(x: Any) -> bool:
     """True for an array of keys of `jax.random`."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def data_of(x: Any) -> Any:
+    """The data of an array of keys of `jax.random`; another array as it is."""
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _zeros(of: Any) -> Any:

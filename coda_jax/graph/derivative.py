@@ -27,13 +27,13 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Result, pulled_back
 from coda_jax.graph.plan import program_beside
+from coda_jax.graph.pullbacks import inner_product
 from coda_jax.graph.values import (
     Leaf,
     Map,
     Product,
     Turned,
     Value,
-    inner_product,
     is_float,
     mapped,
     reachable,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -21,7 +22,7 @@ from coda_jax.graph.describe import described, maps_that_are_not_local
 from coda_jax.graph.kept import kept_values
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
-from coda_jax.graph.values import Leaf, Map, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
 from coda_jax.primitives.fallbacks import noted
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
@@ -34,11 +35,12 @@ class Graph:
 
     Attributes:
       name: in messages and in the kernels' names.
-      leaves, outputs: its arguments and results.
+      leaves, outputs: its arguments and results. An argument's array may have several axes for each of its leaf's.
       dtype: of the products' factors, and of tiles between products.
       out_dtypes: of the outputs.
       rows: the axes that arrays have in the place of the rows; none where these are one axis.
       implementation: as in `gemm`.
+      of_batch: the same graph of a batch of this size of all arrays that have the rows; None where that is not known.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Graph:
     out_dtypes: Sequence[Any]
     rows: Sequence[Any] = ()
     implementation: str = "auto"
+    of_batch: Callable[[Any], Graph] | None = None
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
@@ -60,21 +63,31 @@ class Graph:
         self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any], *, which: str = "forward"
     ) -> list[jax.Array]:
         """Runs the plan of this pass and returns its values in these dtypes."""
-        options: dict[str, Any] = {"name": self.name, "rows": self.rows, "implementation": self.implementation}
+        name = self.name if which == "forward" else f"{self.name}_{which}"
+        options: dict[str, Any] = {"name": name, "rows": self.rows, "implementation": self.implementation}
         outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
         if outputs:
-            text, not_local = self._described(plan)
+            text, not_local = self._described(plan, name)
             outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{text}")
             for name, reason in not_local:
                 message = f"map '{name}' is a pass of XLA's: {reason}"
                 outputs[0] = noted(outputs[0], f"block '{self.name}'", message, "coda.opaque says that this is meant")
         return outputs
 
-    def _described(self, plan: Plan) -> tuple[str, list[tuple[str, str]]]:
+    def _described(self, plan: Plan, name: str) -> tuple[str, list[tuple[str, str]]]:
         """The plan in words, and the author's maps that no epilogue can make."""
         if plan not in self._descriptions:
-            self._descriptions[plan] = described(plan, self.name), list(dict.fromkeys(maps_that_are_not_local(plan)))
+            self._descriptions[plan] = described(plan, name), list(dict.fromkeys(maps_that_are_not_local(plan)))
         return self._descriptions[plan]
+
+    def known(self, arrays: Sequence[jax.Array]) -> dict[Value, jax.Array]:
+        """The leaves, with the axes that values have."""
+
+        def as_leaf(leaf: Leaf, x: jax.Array) -> jax.Array:
+            rows = self.rows if leaf.has_rows else leaf.shape[:1]
+            return x if leaf.has_halves else x.reshape(*rows, *leaf.shape[1:])
+
+        return {leaf: as_leaf(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)}
 
     @functools.cached_property
     def _descriptions(self) -> dict[Plan, tuple[str, list[tuple[str, str]]]]:
@@ -85,12 +98,32 @@ class Graph:
         """The plan that makes the outputs."""
         return Plan(self.outputs)
 
+    @functools.cached_property
+    def weights(self) -> frozenset[Value]:
+        """The leaves by which something is multiplied that are in another dtype than products read."""
+        factors = {x.b for x in reachable(self.outputs) if isinstance(x, Product)}
+        return frozenset(x for x in factors if isinstance(x, Leaf) and x.dtype != self.dtype)
+
     def __post_init__(self) -> None:
         for value in reachable(self.outputs):
             has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
 
     @functools.cached_property
     def _derivatives(self) -> dict[frozenset[Leaf], Derivative]:
+        return {}
+
+    def of_whole_batch(self, size: Any) -> Graph | None:
+        """The same graph of a batch that shares all that has no rows; None of one with an author's shardings."""
+        values = reachable(self.outputs)
+        sorts_rows = any(isinstance(x, Product) and x.groups is not None for x in values)  # of a batch they are not
+        if self.of_batch is None or sorts_rows or any(x.spec is not None for x in values):
+            return None
+        if size not in self._of_batches:
+            self._of_batches[size] = self.of_batch(size)
+        return self._of_batches[size]
+
+    @functools.cached_property
+    def _of_batches(self) -> dict[Any, Graph]:
         return {}
 
     def derivative(self, is_differentiated: Sequence[bool] | None = None) -> Derivative:
@@ -103,7 +136,7 @@ class Graph:
 
 
 def _run(graph: Graph, *arrays: jax.Array) -> list[jax.Array]:
-    return graph.made(graph.plan, dict(zip(graph.leaves, arrays, strict=True)), graph.out_dtypes)
+    return graph.made(graph.plan, graph.known(arrays), graph.out_dtypes)
 
 
 @jax.tree_util.register_static
@@ -121,11 +154,16 @@ class Derivative:
 
     def forward(self, *arrays: jax.Array) -> tuple[list[jax.Array], Any]:
         """The outputs, and what a backward pass takes."""
-        graph, known = self.graph, dict[Value, jax.Array](zip(self.graph.leaves, arrays, strict=True))
+        graph, known = self.graph, self.graph.known(arrays)
         dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
-        made, count = graph.made(self.forward_plan, known, dtypes), len(graph.outputs)
-        kept = [x if of is None else checkpoint_name(x, of) for of, x in zip(self._names, made[count:], strict=True)]
-        return made[:count], (arrays, kept, self)
+        made = graph.made(self.forward_plan, known, dtypes)
+        named: dict[Any, Any] = {}
+        for i, (value, x) in enumerate(zip([*graph.outputs, *self.kept], made, strict=True)):
+            if (name := self._names.get(value)) is not None:
+                key = value, x.dtype  # an output that is kept is one array
+                named[key] = made[i] = named[key] if key in named else checkpoint_name(x, name)
+        count = len(graph.outputs)
+        return made[:count], (arrays, made[count:], self)
 
     @functools.cached_property
     def forward_plan(self) -> Plan:
@@ -139,10 +177,10 @@ class Derivative:
         return kept_values(self.graph.outputs, [x for x in of_leaves if x is not None])
 
     @functools.cached_property
-    def _names(self) -> list[str | None]:
-        """Of the kept values: a value's name is that of the tiles that it is made again of."""
-        kept, names = frozenset(self.kept), dict[Value, str]()
-        for value in reachable(self.graph.outputs):
+    def _names(self) -> dict[Value, str]:
+        """Of the outputs and the kept values: a value's name is that of the tiles that it is made again of too."""
+        kept, names = frozenset(self.kept), {x: x.name for x in self.graph.outputs if x.name is not None}
+        for value in reachable([*self.graph.outputs, *self.kept]):
             if value.name is not None:
                 open_ = [value]
                 while open_:
@@ -151,7 +189,7 @@ class Derivative:
                         names.setdefault(x, value.name)
                     elif isinstance(x, Map):
                         open_ += [of for of in x.inputs if of.is_tile]
-        return [names.get(x) for x in self.kept]
+        return names
 
     @functools.cached_property
     def _passes(self) -> dict[frozenset[int], BackwardPass]:
@@ -174,7 +212,10 @@ class Derivative:
         if absent not in self._of_absent:
             graph = self.graph
             each = enumerate(zip(graph.outputs, graph.out_dtypes, strict=True))
-            given = [None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x)) for i, (x, dtype) in each]
+            given = [
+                None if i in absent else Leaf(x.shape, dtype, has_rows=has_rows(x), has_one_row=x.has_one_row)
+                for i, (x, dtype) in each
+            ]
             wanted = [x for x in graph.leaves if x in self.leaves]
             found = dict(zip(wanted, cotangents_of(graph.outputs, given, wanted), strict=True))
             self._of_absent[absent] = given, [found.get(x) for x in graph.leaves]
@@ -207,10 +248,11 @@ class _Backward(Backward):
         (arrays, values, derivative), graph = kept, self.graph
         backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
         known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
-        known |= dict(zip(graph.leaves, arrays, strict=True))
-        made_again = reachable(backward.plan.by_xla, derivative.kept)
-        again = [x for x in made_again if isinstance(x, Leaf) and x in graph.leaves]
-        # Without a barrier XLA would keep what the forward pass made of these leaves.
+        known |= graph.known(arrays)
+        made_again: set[Value] = {x for x in reachable(backward.plan.by_xla, derivative.kept) if isinstance(x, Leaf)}
+        made_again |= graph.weights & {x for of in backward.plan.steps for x in of.product.inputs}
+        again = [x for x in graph.leaves if x in made_again]
+        # Without a barrier XLA would keep what the forward pass made of these leaves, or what it cast them to.
         known |= dict(zip(again, lax.optimization_barrier([known[x] for x in again]), strict=True))
         given = zip(backward.cotangents, cotangents, strict=True)
         known |= {leaf: x for leaf, x in given if leaf is not None}
@@ -219,7 +261,43 @@ class _Backward(Backward):
         return tuple(None if of is None else next(made).reshape(x.shape) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
-        return None
+        """Of a batch that shares all that has no rows the pass of more rows."""
+        whole = self.graph.of_whole_batch(size)
+        # Of an output that the batch shares JAX gives the cotangent once for all.
+        given = jax.tree.map(lambda x, has_batch: x if has_batch else _first_of(size, x), cotangents, batched[1])
+        (arrays, values, derivative), (of_arrays, of_values, _) = kept, batched[0]
+        if whole is not None:
+            of_whole = whole.derivative([x in derivative.leaves for x in self.graph.leaves])
+            arrays = _of_batch(size, whole.leaves, arrays, of_arrays)
+            values = _of_batch(size, of_whole.kept, values, of_values)
+            if arrays is not None and values is not None:
+                return OfBatch(_Backward(whole), (arrays, values, of_whole), given, list(map(has_rows, whole.leaves)))
+        if all(jax.tree.leaves(batched[1])):
+            return None
+        axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched[0])
+
+        def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+            found = jax.vmap(self, in_axes=(axes, 0), axis_size=size)(kept, cotangents)
+            each = zip(found, of_arrays, strict=True)
+            return tuple(x if x is None or has_batch else jnp.sum(x, axis=0) for x, has_batch in each)
+
+        return OfBatch(backward, kept, given, list(of_arrays))
+
+
+def _first_of(size: Any, x: jax.Array) -> jax.Array:
+    """x as the first of a batch whose others are zeros."""
+    return jnp.concatenate([x[None], jnp.zeros_like(x, shape=(size - 1, *x.shape))])
+
+
+def _of_batch(size: Any, values: Sequence[Value], arrays: Sequence[Any], has_batch: Sequence[Any]) -> list[Any] | None:
+    """The arrays of a batch, those of rows with its axis; None where one that has no rows differs in it."""
+    made = []
+    for value, x, flags in zip(values, arrays, has_batch, strict=True):
+        is_batched = any(jax.tree.leaves(flags))
+        if is_batched and not has_rows(value):
+            return None
+        made.append(jnp.broadcast_to(x, (size, *x.shape)) if has_rows(value) and not is_batched else x)
+    return made
 
 
 def graph_of(

@@ -26,11 +26,14 @@ def _read_of_forward(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[
     """The values of the forward pass that a backward pass reads, but leaves; inputs before users."""
     forward = set(reachable(outputs))
     calls = {value.call for value in forward if isinstance(value, Result)}
+    origins = {value.origin for value in forward if isinstance(value, Map)}
     found, open_, seen = set[Value](), list(wanted), set(wanted)
     while open_:
         value = open_.pop()
         is_copy = isinstance(value, Turned) and value.inputs[0] in forward  # made beside it
-        if value in forward or is_copy or (isinstance(value, Result) and value.call in calls):
+        is_beside = isinstance(value, Map) and value.origin in origins  # another result of a function
+        is_result = isinstance(value, Result) and value.call in calls
+        if value in forward or is_copy or is_beside or is_result:
             if not isinstance(value, Leaf):
                 found.add(value)
             continue

@@ -44,11 +44,18 @@ class NormValues:
     bias: Value | None
     dtype: Any
 
+    @property
+    def is_applied(self) -> bool:
+        """True for a norm that products read applied: a LayerNorm, and one of products of a narrow range."""
+        return self.mean is not None or has_narrow_range(self.dtype)
+
     def product(self, w: Value) -> Value:
-        """norm(x) w for w (D, N); the products of a narrow range are of the norm applied, and so are a LayerNorm's."""
-        if self.mean is not None or has_narrow_range(self.dtype):
+        """norm(x) w for w (D, N)."""
+        if self.is_applied:
             return Product(self.applied, w)
-        acc = Product(self.x, mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), w, derived="scale"))
+        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), w, derived="scale")
+        scaled_weight.is_factor = w.is_factor  # it is kept in the weight's place
+        acc = Product(self.x, scaled_weight)
         scaled: Value = mapped(
             jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True, derived="rms_norm"
         )

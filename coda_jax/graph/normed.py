@@ -17,10 +17,10 @@ from coda_jax.graph.values import Value as Node
 
 
 class NormedValue(Value):
-    """A norm of a value. What multiplies it scales its product; for anything else it is applied."""
+    """A norm of a value, x. What multiplies it scales its product; for anything else it is applied."""
 
     def __init__(self, norm: norms.NormValues, x: Value, plain: jax.Array | None):
-        self._trace, self.shape, self.norm, self._plain = x._trace, x.shape, norm, plain
+        self._trace, self.shape, self.norm, self.x, self._plain = x._trace, x.shape, norm, x, plain
         self.dtype = norm.x.stored_as(x._trace.dtype)
 
     @property

@@ -10,9 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coda_jax.epilogue.values import same_size
+from coda_jax.graph.unflattened import ELEMENTWISE
 from coda_jax.jaxprs.bind import Bind, bind
 from coda_jax.jaxprs.evaluate import evaluate
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
+from coda_jax.primitives.mesh_types import (
+    cutting_evenly,
+    explicit_cuts,
+    explicit_sharding,
+    partition_spec,
+    placed,
+    reshaped,
+    vary,
+    varying_axes,
+)
 
 
 def on_mesh(
@@ -49,13 +60,47 @@ def _bound(
     if primitive.name == "reshard":  # to no mesh
         return inputs
     arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
-    return bind(primitive, _alike(arrays), params)
+    if primitive.name == "reshape" and any(explicit_cuts(arrays[0])):
+        return [_reshaped(arrays[0], params["new_sizes"])]
+    alike = _beside_the_first if primitive.name in ELEMENTWISE else _alike
+    return bind(primitive, alike(arrays), params)
 
 
 def _alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Those that are sharded over no explicit axis, as the first of their shape that is."""
+    """Those of one shape, as the first of these that is sharded over explicit axes."""
     sharded: dict[tuple[Any, ...], Any] = {}
     for x in arrays:
         if any(explicit_cuts(x)):
             sharded.setdefault(x.shape, explicit_sharding(x))
-    return [placed(x, sharded.get(x.shape)) if sharded and not any(explicit_cuts(x)) else x for x in arrays]
+    return [placed(x, sharded.get(x.shape)) for x in arrays]
+
+
+def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays that broadcast against each other, sharded as the first that is sharded of those with most elements."""
+    cuts = [explicit_cuts(x) for x in arrays]
+    sharded = [i for i, names in enumerate(cuts) if any(names)]
+    if not sharded:
+        return list(arrays)
+    first = max(sharded, key=lambda i: arrays[i].size)
+    mesh = jax.typeof(arrays[first]).sharding.mesh
+
+    def beside(x: jax.Array) -> jax.Array:
+        if x.ndim != arrays[first].ndim:
+            return x
+        same = (same_size(*pair) for pair in zip(x.shape, arrays[first].shape, strict=True))
+        wanted = [names if is_same else () for names, is_same in zip(cuts[first], same, strict=True)]
+        return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(wanted)))
+
+    return [x if of == cuts[first] else beside(x) for x, of in zip(arrays, cuts, strict=True)]
+
+
+def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
+    """x in this shape: what cuts an axis that is split cuts the first of its parts, if evenly; else it is gathered."""
+    first = next((i for i, pair in enumerate(zip(x.shape, shape, strict=False)) if not same_size(*pair)), None)
+    if first is None:
+        first = min(x.ndim, len(shape))
+    lead, (cut, *others) = explicit_cuts(x)[:first], [*explicit_cuts(x)[first:], ()]
+    kept = cutting_evenly(cut, jax.typeof(x).sharding.mesh.shape, shape[first]) if cut and first < len(shape) else ()
+    wanted = [*lead, kept, *(() for _ in others)][: x.ndim]
+    x = placed(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(wanted)))
+    return reshaped(x, tuple(shape), cuts=[*lead, kept, *(() for _ in shape)][: len(shape)])

@@ -15,7 +15,6 @@ from coda_jax.graph.pieces import Part, Pieces, in_pieces, whole
 from coda_jax.graph.unflattened import Unflattened
 from coda_jax.graph.values import Map, Turned
 from coda_jax.jaxprs.bind import Bind
-from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 
@@ -24,18 +23,20 @@ def in_pass(value: Map | Turned, inputs: Sequence[Part | Pieces]) -> Part | Piec
     if isinstance(value, Turned):
         matrix: jax.Array = unflattened.flat(whole(inputs[0]))
         return matrix.T
-    given = [Pieces([_seen(x) for x in of.parts]) if isinstance(of, Pieces) else _seen(of) for of in inputs]
-    arrays = [x for of in given for x in jax.tree.leaves(of.parts if isinstance(of, Pieces) else of)]
+    arrays = [x for of in inputs for x in jax.tree.leaves(of.parts if isinstance(of, Pieces) else of)]
     bind, axes = bind_on_mesh(*arrays), varying_axes(*arrays)
+    given = [_varied(axes, x) for x in inputs]
+    if value.is_weight:
+        return given[0]
     with default_types():
         if value.pullback is not None:
-            return _varied(axes, _by_its_pullback(value, [_varied(axes, whole(x)) for x in given], bind))
-        (made,) = in_pieces(value.jaxpr, [_varied(axes, x) for x in given], bind)
+            return _varied(axes, _by_its_pullback(value, list(map(whole, given)), bind))
+        (made,) = in_pieces(value.jaxpr, list(map(_seen, given)), bind)
     return _varied(axes, made)
 
 
-def _seen(x: Part) -> Part:
-    return jax.tree.map(as_seen, x)
+def _seen(x: Any) -> Any:
+    return Pieces(list(map(_seen, x.parts))) if isinstance(x, Pieces) else jax.tree.map(as_seen, x)
 
 
 def _varied(axes: frozenset[str], x: Any) -> Any:
@@ -49,8 +50,10 @@ def _varied(axes: frozenset[str], x: Any) -> Any:
 def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
     """A map with a pullback, by which the pass is differentiated once more."""
 
+    primal, is_read = value.primal()
+
     def made(*inputs: Part) -> Part:
-        (y,) = in_pieces(value.jaxpr, inputs, bind, CALLS | CUSTOM_DERIVATIVES)
+        (y,) = in_pieces(primal, [_seen(x) for x, flag in zip(inputs, is_read, strict=True) if flag], bind)
         return y
 
     def forward(*inputs: Part) -> tuple[Part, tuple[Part, ...]]:
@@ -58,7 +61,7 @@ def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
         return y, (y, *inputs)
 
     def backward(kept: tuple[Part, ...], dy: Part) -> tuple[Part, ...]:
-        found = in_pieces(value.backward(), [*kept, dy], bind)
+        found = in_pieces(value.backward(), list(map(_seen, [*kept, dy])), bind)
         return tuple(_like(x, whole(d)) for x, d in zip(kept[1:], found, strict=True))
 
     function = jax.custom_vjp(made)
@@ -67,10 +70,10 @@ def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
 
 
 def _like(x: Part, of_x: Part) -> Part:
-    """A cotangent with the axes that x has."""
+    """A cotangent with the axes and the dtype that x has."""
     if not isinstance(x, Unflattened):
         flat: jax.Array = unflattened.flat(of_x)
-        return flat
-    if isinstance(of_x, Unflattened) and of_x.halves == x.halves:
-        return of_x
-    return Unflattened(unflattened.flat(of_x).reshape(x.array.shape), x.rows, x.halves)
+        return flat.astype(x.dtype)
+    is_alike = isinstance(of_x, Unflattened) and of_x.halves == x.halves
+    array = of_x.array if isinstance(of_x, Unflattened) and is_alike else unflattened.flat(of_x).reshape(x.array.shape)
+    return Unflattened(array.astype(x.array.dtype), x.rows, x.halves)

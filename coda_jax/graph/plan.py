@@ -217,13 +217,14 @@ class Plan:
         for value in [x for x in self._in_memory if isinstance(x, Map | Turned) and x not in self._epilogue]:
             sources = self._sources(value)
             # Of a tile the epilogue that makes it may read it; a sum is known behind it.
-            last = min([len(self.steps), *(step + value.is_tile for step in users[value])])
+            last = min([len(self.steps), *(step + value.is_tile for step in [*users[value], *readers[value]])])
             if value.is_tile:
                 last = min(last, first_use.get(value, 0))
             read = [readers[x] for x in sources]
             near = set[int]().union(readers[value], *read) if value.is_tile else set(*read[:1]).intersection(*read)
             for step in sorted(near):
-                if self.place[value].step < step < last and self._joins(value, step):
+                product = self.steps[step].product
+                if self.place[value].step < step < last and is_of_tile(value, product) and self._joins(value, step):
                     self._epilogue[value] = step
                     self.place[value] = Place(step, not value.is_tile)
                     break
@@ -250,6 +251,12 @@ def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] |
         else:
             open_ += list(inputs)[::-1]
     return list(found)
+
+
+def is_of_tile(value: Value, product: Value) -> bool:
+    """False for a vector that is made of vectors, though a tile is among its inputs, as a norm's rstd of x."""
+    program = program_beside(value, product.shape) if isinstance(value, Map) and not value.is_tile else None
+    return program is None or bool(program.reductions)
 
 
 def lies_beside(value: Value, product: Value) -> bool:
@@ -304,8 +311,10 @@ def has_halves(value: Value) -> bool:
         return value.has_halves
     if isinstance(value, Product):
         return not value.transpose_b and has_halves(value.b)
-    alike = [x for x in value.inputs if x.is_tile and same_size(x.shape[-1], value.shape[-1])] if value.is_tile else []
-    return isinstance(value, Map) and any(map(has_halves, alike))
+    is_matrix = isinstance(value, Map) and len(value.shape) > 1
+    return is_matrix and any(
+        x.shape[-1:] == value.shape[-1:] and len(x.shape) > 1 and has_halves(x) for x in value.inputs
+    )
 
 
 def _reduces_rows(value: Value) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, whole
-from coda_jax.graph.plan import Plan, has_halves, has_rows, is_of_rows
+from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.unflattened import Unflattened
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
 from coda_jax.primitives.axes import Dimension
@@ -23,21 +25,22 @@ from coda_jax.primitives.layout import spec_of_sum
 from coda_jax.primitives.mesh_types import (
     constrained,
     explicit_sharding,
+    placed_alike,
     sharding_over_explicit,
 )
 
 
 def run(
     plan: Plan,
-    arrays: Mapping[Value, jax.Array],
+    arrays: Mapping[Value, Any],
     *,
     dtype: Any,
     out_dtypes: Sequence[Any],
     name: str,
     rows: Sequence[Any] = (),
     implementation: str = "auto",
-) -> list[jax.Array]:
-    """The arrays of what the plan makes.
+) -> list[Any]:
+    """The arrays of what the plan makes; a factor that is kept may be a tuple of these, pieces of one.
 
     Args:
       arrays: of leaves and of values that are given.
@@ -50,11 +53,13 @@ def run(
     stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
     for value, of in zip(plan.wanted, out_dtypes, strict=True):
         stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
-    running = _Run(plan, dict(arrays), np.dtype(dtype), stored, tuple(rows), implementation)
+    parts = {x: list(of) for x, of in arrays.items() if isinstance(of, tuple)}
+    arrays = {x: of for x, of in arrays.items() if x not in parts}
+    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation)
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
-    return [running.known(value).astype(of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
+    return [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
 
 
 @dataclasses.dataclass
@@ -63,6 +68,7 @@ class _Run:
 
     plan: Plan
     arrays: dict[Value, jax.Array]
+    parts: dict[Value, list[jax.Array]]  # of factors
     dtype: np.dtype[Any]
     dtypes: dict[Value, np.dtype[Any]]
     rows: tuple[Any, ...]
@@ -70,7 +76,6 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.passing: dict[Value, Part | Pieces] = {}
-        self.parts: dict[Value, list[jax.Array]] = {}
         self._by_xla = frozenset(self.plan.by_xla)
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
@@ -84,12 +89,19 @@ class _Run:
         """The value, which XLA makes if it is not known."""
         if value not in self.arrays and isinstance(value, Result):
             self.arrays.update(self._called(value))
+        if value in self.parts and value not in self.arrays:
+            self.arrays[value] = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
         if value not in self.arrays:
             x = whole(self._in_pass(value))
             array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
             array = array.astype(self.dtype_of(value)) if value in self._by_xla else array
             self.arrays[value] = self.constrained(value, array)
         return self.arrays[value]
+
+    def result(self, value: Value, dtype: Any) -> Any:
+        """What is wanted: an array; of a factor that is kept maybe several, pieces of one."""
+        parts = self.in_parts(value) if value.is_factor else []
+        return tuple(parts) if len(parts) > 1 else self.known(value).astype(dtype)
 
     def in_parts(self, value: Value) -> list[jax.Array]:
         """A factor as the arrays that a pass makes of its columns; another as the one that it is."""
@@ -107,14 +119,15 @@ class _Run:
         read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
         for of in reachable([value], read):
             if isinstance(of, Map | Turned) and of not in read and of not in made:
-                made[of] = in_pass(of, [made[x] if x in made else self._unflattened(x) for x in of.inputs])
+                made[of] = in_pass(of, [made[x] if x in made else self._input(x) for x in of.inputs])
         return made[value]
 
-    def _unflattened(self, value: Value) -> Part:
-        """A value that is known, as a matrix whose axes may be several of its array."""
-        x, halves = self.known(value), has_halves(value)
-        rows = self.rows if self.rows and has_rows(value) else x.shape[:1] if halves else ()
-        return Unflattened(x, tuple(rows), halves) if rows else x
+    def _input(self, value: Value) -> Part | Pieces:
+        """A value in memory, as a matrix whose axes may be several of its array."""
+        halves, arrays = has_halves(value), self.in_parts(value)
+        rows = self.rows if self.rows and has_rows(value) else arrays[0].shape[:1] if halves else ()
+        parts = [Unflattened(x, tuple(rows), halves) if rows else x for x in arrays]
+        return Pieces(parts) if len(parts) > 1 else parts[0]
 
     def _called(self, value: Result) -> dict[Value, jax.Array]:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
@@ -125,7 +138,9 @@ class _Run:
     def multiply(self, step: int, name: str) -> None:
         """Runs a product; what its epilogue stores is known then."""
         of, stores = self.plan.steps[step].product, self.plan.steps[step].stores
-        operands = {x: self.known(x) for x in self.plan.operands(step)}
+        spec = self._spec_of_rows(stores)
+        a, b = self._factors(of, spec)
+        operands = {x: self._as_operand(x, spec, b) for x in self.plan.operands(step)}
         vectors = [x for x in operands if is_of_rows(x)]
 
         def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -135,15 +150,13 @@ class _Run:
             return [_made(value, values) for value in stores]
 
         epilogue.__name__ = name
-        spec = self._spec_of_rows(stores)
-        a, b = self._factors(of, spec)
         outputs, _ = product(
             a,
             b,
-            [self._as_operand(value, x, spec, value in vectors) for value, x in operands.items()],
+            list(operands.values()),
             None if stores == [of] else epilogue,
             lambda _: [self.dtype_of(value) for value in stores],
-            self._options(of, a, b, operands.values()),
+            self._options(self.plan.steps[step], a, b, operands),
             None if of.groups is None else self.known(of.groups),
         )
         for value, x in zip(stores, outputs, strict=True):
@@ -163,30 +176,43 @@ class _Run:
         specs = [x.spec for x in stores if x.spec is not None and x.is_tile and has_rows(x)]
         return tuple(specs[0][: max(len(self.rows), 1)]) if specs else None
 
-    def _as_operand(self, value: Value, x: jax.Array, spec: Sequence[Any] | None, is_vector: bool) -> jax.Array:
-        x = x[..., None] if is_vector else x
-        is_column = spec is not None and not value.is_tile and has_rows(value)
+    def _as_operand(self, value: Value, spec: Sequence[Any] | None, b: Parts) -> Parts:
+        """Beside b in pieces of the columns, pieces too where these are how a pass makes it."""
+        parts = self.in_parts(value) if isinstance(b, list) and value.is_tile else []
+        if isinstance(b, list) and [x.shape[-1] for x in parts] == [x.shape[-1] for x in b]:
+            return parts
+        x = self.known(value)
+        x = x[..., None] if is_of_rows(value) else x
+        is_column = not value.is_tile and has_rows(value)
         return constrained(x, jax.P(*spec, None)) if spec is not None and is_column else x
 
-    def _options(self, of: Product, a: Parts, b: Parts, operands: Iterable[jax.Array]) -> Options:
+    def _options(self, step: Step, a: Parts, b: Parts, operands: Mapping[Value, Parts]) -> Options:
+        of = step.product
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
         if of.transpose_b and has_halves(of.b):
             k_axes = 2
-        like = None if of.like is None else self.arrays.get(of.like)
+        like = self._alike(of.like)
         spec = of.spec
         is_plain = ragged is None and not of.transpose_a
         if spec is None and is_plain and isinstance(a, jax.Array) and isinstance(b, jax.Array):
-            spec = spec_of_sum(a, b, *operands, transpose_b=of.transpose_b)
+            arrays = [x for x in operands.values() if isinstance(x, jax.Array)]
+            spec = spec_of_sum(a, b, *arrays, transpose_b=of.transpose_b)
         return Options(
             of.transpose_a,
             of.transpose_b,
             implementation=self.implementation,
             ragged=ragged,
             k_axes=k_axes,
-            halves=has_halves(of) and not of.transpose_a,
+            halves=not of.transpose_a and any(map(has_halves, (of, *step.stores, *operands))),
             out_sharding=sharding_over_explicit(spec) if like is None else explicit_sharding(like),
         )
+
+    def _alike(self, value: Value | None) -> jax.Array | None:
+        """A known array that lies as the value: its own, or that of what it is made of."""
+        while value is not None and value not in self.arrays:
+            value = next((x for x in value.inputs if same_shape(x.shape[:-1], value.shape[:-1]) and x.is_tile), None)
+        return None if value is None else self.arrays[value]
 
     def _factors(self, of: Product, spec: Sequence[Any] | None) -> list[Parts]:
         """Both factors, in the products' dtype: arrays, or several that are pieces of one."""

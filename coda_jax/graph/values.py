@@ -24,12 +24,10 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.on_mesh import on_mesh
-from coda_jax.jaxprs.evaluate import bound, evaluate
+from coda_jax.graph.pullbacks import Pullback, backward_of, with_pullback
+from coda_jax.jaxprs.evaluate import bound, evaluate, opened_jaxpr
 
 _numbers = itertools.count()
-
-# of the output, the inputs and the output's cotangent: the inputs' cotangents, None where there is none
-Pullback = Callable[..., Sequence[Any]]
 
 
 class Value:
@@ -43,6 +41,7 @@ class Value:
       name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
       spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
       recovered: the same, made of values behind it; backward passes read that.
+      has_one_row: its rows are the block's, which are one, so that (1, N) is a tile.
       is_factor: it lies in memory in the dtype of products' factors, and is kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
@@ -52,6 +51,7 @@ class Value:
     name: str | None = None
     spec: jax.P | None = None
     recovered: Value | None = None
+    has_one_row: bool = False
     is_factor: bool = False
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
 
@@ -80,7 +80,9 @@ class Value:
     @property
     def is_tile(self) -> bool:
         """True if it has elements for rows and columns both."""
-        return len(self.shape) > 1 and not any(same_size(size, 1) for size in self.shape[-2:])
+        if len(self.shape) < 2 or same_size(self.shape[-1], 1):
+            return False
+        return self.has_one_row or not same_size(self.shape[-2], 1)
 
 
 class Leaf(Value):
@@ -100,8 +102,10 @@ class Leaf(Value):
         has_cotangent: bool = True,
         has_rows: bool = False,
         has_halves: bool = False,
+        has_one_row: bool = False,
     ):
         super().__init__(shape, dtype)
+        self.has_one_row = has_one_row
         self.has_cotangent, self.has_rows = has_cotangent and is_float(self.dtype), has_rows
         self.has_halves = has_halves
         self.made_of = frozenset({self.dtype})
@@ -146,6 +150,7 @@ class Product(Value):
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
+        self.has_one_row = a.has_one_row and not transpose_a
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,16 +204,29 @@ class Map(Value):
         super().__init__(out.shape, out.dtype)
         self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
         self.takes_inner, self.function = takes_inner, function
+        self.has_one_row = any(x.has_one_row for x in inputs) and self.shape[:1] == (1,)
         self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
         self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
         self.programs: dict[tuple[Any, ...], Any] = {}
         self._backward: core.ClosedJaxpr | None = None
+        self._primal: tuple[core.ClosedJaxpr, list[bool]] | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        """True of `kept_weight`."""
+        return self.is_factor and self.pullback is not None
+
+    def primal(self) -> tuple[core.ClosedJaxpr, list[bool]]:
+        """The function without its pullback, of the inputs that it reads, and which these are."""
+        if self._primal is None:
+            self._primal = opened_jaxpr(self.jaxpr)
+        return self._primal
 
     def backward(self) -> core.ClosedJaxpr:
         """Of the result, the inputs and the result's cotangent: the inputs' cotangents, of a map with a pullback."""
         if self._backward is None:
             assert self.pullback is not None
-            rule = _backward_of(self.pullback, self.takes_inner)
+            rule = backward_of(self.pullback, self.takes_inner)
             types = [self.type, *(x.type for x in self.inputs)]
             with default_types():
                 self._backward = jax.make_jaxpr(lambda *arrays: rule(arrays[:-1], arrays[-1]))(*types, self.type)
@@ -274,7 +292,7 @@ def mapped(
     name = getattr(f, "__name__", type(f).__name__).strip("<>")
     trees: list[Any] = []
 
-    function = f if pullback is None else _with_pullback(f, pullback, takes_inner)
+    function = f if pullback is None else with_pullback(f, pullback, takes_inner)
 
     def flat(*arrays: jax.Array) -> list[Any]:
         leaves, tree = jax.tree.flatten(function(*arrays))
@@ -297,6 +315,13 @@ def mapped(
         return jax.tree.unflatten(trees[-1], [one])
     origin = Function(closed, tuple(inputs), derived or name, not derived)
     return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
+
+
+def kept_weight(w: Value) -> Value:
+    """w, in the dtype of products' factors, which is kept for a backward pass."""
+    made: Value = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
+    made.is_factor = True
+    return made
 
 
 def has_captured(closed: core.ClosedJaxpr) -> bool:
@@ -329,31 +354,13 @@ def _leaves(f: Callable[..., Any], *arrays: jax.Array) -> list[Any]:
     return jax.tree.leaves(f(*arrays))
 
 
-def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
-    """Along rows, (M, 1)."""
-    return jnp.sum(y * dy, axis=1, keepdims=True)
-
-
-def _with_pullback(f: Callable[..., Any], pullback: Pullback, takes_inner: bool) -> Callable[..., Any]:
-    """f with this derivative, which what runs the graph is differentiated by once more."""
-
-    def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        (result,) = jax.tree.leaves(f(*inputs))
-        return f(*inputs), (result, *inputs)
-
-    with_pullback = jax.custom_vjp(lambda *inputs: f(*inputs))
-    with_pullback.defvjp(forward, _backward_of(pullback, takes_inner))
-    return with_pullback
-
-
-def _backward_of(pullback: Pullback, takes_inner: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    """The pullback as `jax.custom_vjp` takes it."""
-
-    def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        found = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
-        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
-
-    return backward
+def lies(value: Value, spec: jax.P | None) -> None:
+    """Says how the value lies over the mesh, and what the library made it of too, as a product that a norm scales."""
+    value.spec = spec
+    if isinstance(value, Map) and not value.origin.is_stated:
+        for x in value.inputs:
+            if isinstance(x, Map | Product) and x.shape == value.shape:
+                lies(x, spec)
 
 
 def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:

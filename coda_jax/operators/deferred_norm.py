@@ -249,6 +249,13 @@ def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
     return _known(norm.x, norm.mean[..., None], norm.sumsq[..., None], norm.epsilon)
 
 
+def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
+    """scale * w in the compute dtype, (D, ...), or with `transpose` (N, D), as w is; a product rounded once."""
+    wide = scale.astype(jnp.float32)
+    of_w = wide if transpose else jnp.expand_dims(wide, range(1, w.ndim))
+    return (of_w * w.astype(jnp.float32)).astype(dtype)
+
+
 def row_flags(tree: Any) -> Any:
     """Which arrays of a tree have the rows of x: of a norm x and its statistics, of all else none."""
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import INT32
-from coda_jax.epilogue.groups import GroupOffsets, group_offsets
-from coda_jax.operators.chain import Chain, run_chain
+from coda_jax.graph.author import Value
+from coda_jax.graph.lines import column, fused, grouped_product, like, stored
 from coda_jax.operators.deferred_norm import check_shapes
-from coda_jax.operators.feed_forward import MLP_NAME, Activation, activated, activation_pullback, gated
-from coda_jax.operators.norm_products import multiply, named
+from coda_jax.operators.feed_forward import MLP_NAME, Activation, gated
+from coda_jax.operators.run import run_operator
 from coda_jax.primitives.call_arguments import check_implementation
 from coda_jax.primitives.dtypes import check_dtype, check_floats, joined_halves, resolve_dtype
 
@@ -35,8 +31,8 @@ def expert_mlp(
 ) -> jax.Array:
     """row_scale * (activation(gate) * up) w_down of each row's expert, gate and up the halves of x w_gate_up.
 
-        u = x w_gate_up[e], hidden = activation(gate) * up             one grouped product
-        y = row_scale * (hidden w_down[e])                             one
+        u = x w_gate_up[e], hidden = row_scale * activation(gate) * up      one grouped product
+        y = hidden w_down[e]                                                one
 
     e is the row's expert. The backward pass is four grouped products, of which the first says in its epilogue all that
     is elementwise, and what row_scale takes of it:
@@ -94,114 +90,37 @@ def expert_mlp(
         raise ValueError(
             f"{name}: group_sizes has shape {group_sizes.shape}; beside w_down {w_down.shape} it must be {(experts,)}"
         )
-    chain = _ExpertFeedForward(
-        gated(activation),
-        dtype=resolve_dtype(name, dtype, x, gate_up),
-        keep_weights=keep_weights,
-        implementation=implementation,
-    )
     arguments = [x, gate_up, w_down, group_sizes, row_scale]
-    (y,) = run_chain(name, chain, arguments, [None if array is None else False for array in arguments])
+    y: jax.Array = run_operator(
+        name,
+        _expert_feed_forward,
+        arguments,
+        [None if of is None else of is x or of is row_scale for of in arguments],
+        dtype=resolve_dtype(name, dtype, x, gate_up),
+        implementation=implementation,
+        activation=gated(activation),
+        keep_weights=keep_weights,
+    )
     return y
 
 
-@dataclasses.dataclass(frozen=True)
-class _ExpertFeedForward(Chain):
-    """`expert_mlp`, forward and backward: what it is beside its arrays."""
-
-    activation: gated
-    dtype: Any
-    keep_weights: bool
-    implementation: str
-
-    def products(
-        self,
-        x: jax.Array,
-        gate_up: jax.Array,
-        down: jax.Array,
-        group_sizes: jax.Array,
-        row_scale: jax.Array | None,
-        *,
-        keep: bool,
-    ) -> Any:
-        """y; beside it, if asked for, what `backward` takes."""
-        casts = (gate_up.astype(self.dtype), down.astype(self.dtype))
-        offsets = group_offsets(group_sizes, x.shape[0])
-        *kept, hidden = multiply(
-            x.astype(self.dtype),
-            casts[0],
-            epilogue=named("expert_gated", activated, shift=None, activation=self.activation, keep=keep),
-            out_dtypes=[self.dtype] * (1 + keep),
-            implementation=self.implementation,
-            halves=gate_up.ndim == 4,
-            group_sizes=GroupOffsets(offsets),
-        )
-        kept = [checkpoint_name(u, MLP_NAME) for u in kept]
-        outputs = multiply(
-            hidden,
-            casts[1],
-            _column(row_scale),
-            epilogue=None if row_scale is None else scale_rows,
-            out_dtypes=[x.dtype],
-            implementation=self.implementation,
-            like=x,
-            group_sizes=GroupOffsets(offsets),
-        )
-        kept_casts = casts if self.keep_weights else None
-        return (outputs, (x, gate_up, down, kept_casts, offsets, row_scale, *kept)) if keep else outputs
-
-    def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
-        (x, gate_up, down, casts, offsets, row_scale, u), (dy,) = kept, cotangents
-        if dy is None:
-            return (None,) * 5
-        if casts is None:
-            casts = [_cast_again(w, self.dtype) for w in (gate_up, down)]
-        of_groups: dict[str, Any] = {"implementation": self.implementation, "group_sizes": GroupOffsets(offsets)}
-        dout = dy.astype(self.dtype)
-        t, hidden, *sums = multiply(
-            dout,
-            casts[1],
-            u,
-            _column(row_scale),
-            epilogue=named("expert_gated_backward", expert_backward, activation=self.activation),
-            out_dtypes=[self.dtype] * 2 + [jnp.float32] * (row_scale is not None),
-            transpose_b=True,
-            halves=gate_up.ndim == 4,
-            **of_groups,
-        )
-        (ddown,) = multiply(hidden, dout, out_dtypes=[down.dtype], transpose_a=True, like=down, **of_groups)
-        k_axes = gate_up.ndim - 2
-        (dx,) = multiply(t, casts[0], out_dtypes=[x.dtype], transpose_b=True, k_axes=k_axes, like=x, **of_groups)
-        (dgate_up,) = multiply(
-            x.astype(self.dtype), t, out_dtypes=[gate_up.dtype], transpose_a=True, like=gate_up, **of_groups
-        )
-        drow_scale = None if row_scale is None else sums[0].astype(row_scale.dtype)
-        return dx, dgate_up, ddown, None, drow_scale
-
-    def with_batch(self, size: Any) -> None:
-        return None  # rows of a batch are not sorted by expert
+def _expert_feed_forward(
+    x: Value,
+    gate_up: Value,
+    down: Value,
+    group_sizes: Value,
+    row_scale: Value | None,
+    *,
+    activation: gated,
+    keep_weights: bool,
+) -> Value:
+    z = grouped_product(x, gate_up, group_sizes, keep_weights=keep_weights).named(MLP_NAME)
+    scale = None if row_scale is None else column(row_scale)
+    hidden = fused("activated", scaled, z, scale, activation=activation)
+    return stored(like(grouped_product(hidden, down, group_sizes, keep_weights=keep_weights), x), x.dtype)
 
 
-def scale_rows(acc: jax.Array, row_scale: jax.Array) -> jax.Array:
-    """Epilogue: y = row_scale * acc."""
-    return acc * row_scale
-
-
-def expert_backward(
-    acc: jax.Array, u: jax.Array, row_scale: jax.Array | None, *, activation: Activation
-) -> tuple[jax.Array, ...]:
-    """Epilogue of dy w_down^T: t, row_scale * hidden, and the row sums that are the cotangent of row_scale."""
-    if row_scale is None:
-        hidden, t = activation_pullback(acc, u, None, activation=activation)
-        return t, hidden
-    hidden, t = activation_pullback(acc * row_scale, u, None, activation=activation)
-    return t, hidden * row_scale, jnp.sum(acc * hidden, axis=1)
-
-
-def _column(rows: jax.Array | None) -> jax.Array | None:
-    return None if rows is None else rows[:, None]
-
-
-def _cast_again(w: jax.Array, dtype: Any) -> jax.Array:
-    """w in another dtype; without a barrier XLA would take the forward's, and so keep it."""
-    return w if w.dtype == dtype else lax.optimization_barrier(w).astype(dtype)
+def scaled(z: jax.Array, row_scale: jax.Array | None, *, activation: Activation) -> jax.Array:
+    """Epilogue: row_scale * activation(z)."""
+    hidden = activation(z)
+    return hidden if row_scale is None else hidden * row_scale

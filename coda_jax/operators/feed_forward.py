@@ -1,30 +1,20 @@
-"""The feed-forward sub-layer of a pre-norm block, gated or not, as one chain of products."""
+"""The feed-forward sub-layer of a pre-norm block, gated or not, as one graph of products."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.operators import norm_products
-from coda_jax.operators.chain import Chain, row_spec, run_chain
+from coda_jax.graph.author import Value
+from coda_jax.graph.lines import fused, like, product, row_sums, stored
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
-from coda_jax.operators.norm_products import (
-    Sums,
-    cotangents,
-    multiply,
-    named,
-    of_norm,
-    with_rows_of,
-)
+from coda_jax.operators.run import norm_value, row_spec, run_operator
 from coda_jax.operators.stream import Stream, array, separate_residual
 from coda_jax.primitives.dtypes import joined_halves, resolve_dtype
-from coda_jax.primitives.mesh_types import constrained
 
 MLP_NAME = "mlpwi"  # MaxText's
 
@@ -54,38 +44,9 @@ class gated:
         return self.activation(gate) * up
 
 
-def activated(u: jax.Array, shift: jax.Array | None, *, activation: Activation, keep: bool) -> Any:
-    """Epilogue: the activation of z = u + shift, and u before it if it is to be kept."""
-    hidden = activation(u if shift is None else u + shift[None, :])
-    return (u, hidden) if keep else hidden
-
-
-def activation_pullback(
-    dhidden: jax.Array, u: jax.Array, shift: jax.Array | None, *, activation: Activation
-) -> tuple[jax.Array, jax.Array]:
-    """The activation of z = u + shift again, and the cotangent of z from the activation's; all float32."""
-    hidden, pullback = jax.vjp(functools.partial(activated, shift=shift, activation=activation, keep=False), u)
-    (dz,) = pullback(dhidden)
-    return hidden, dz
-
-
-def activation_backward(
-    acc: jax.Array,
-    u: jax.Array,
-    t_scale: jax.Array,
-    mean: Any = None,
-    column_sums: Any = None,
-    shift: Any = None,
-    *,
-    activation: Activation,
-    dtype: Any = None,
-) -> tuple[jax.Array, jax.Array, Sums]:
-    """Epilogue of the hidden activation's cotangent: t, the activation again, and the sums of dz and t."""
-    hidden, dz = activation_pullback(acc, u, shift, activation=activation)
-    t, sums = cotangents(
-        dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: t.astype(dtype).astype(jnp.float32)
-    )
-    return t, hidden, sums
+def activated(z: jax.Array, bias: jax.Array | None = None, *, activation: Activation) -> jax.Array:
+    """Epilogue: activation(z + bias)."""
+    return activation(z if bias is None else z + bias[None, :])
 
 
 def add_residual(acc: jax.Array, residual: jax.Array | None = None, bias: jax.Array | None = None) -> jax.Array:
@@ -105,112 +66,32 @@ def add_residual_sumsq(
     return y, jnp.sum(z * z, axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _FeedForward(Chain):
-    """`mlp` of a norm of x (..., D), forward and backward: what it is beside its arrays."""
+def _feed_forward(
+    norm: Any,
+    up: Value,
+    up_bias: Value | None,
+    down: Value,
+    down_bias: Value | None,
+    other: Value | None,
+    *,
+    activation: Activation,
+    adds_x: bool,
+    out_dtype: Any,
+    hidden_sharding: jax.P | None,
+    keep_weights: bool,
+) -> tuple[Value, ...]:
+    """y, and for an RMSNorm the row sums of its squares."""
+    h = norm_value(norm)
+    z = product(h, [up], keep_weights=keep_weights).named(MLP_NAME).constrained(_of_columns(hidden_sharding, up))
+    hidden = fused("activated", activated, z, up_bias, activation=activation).constrained(hidden_sharding)
+    acc = like(product(hidden, [down], keep_weights=keep_weights), h.x)
+    y = stored(fused("add_residual", add_residual, acc, h.x if adds_x else other, down_bias), out_dtype)
+    return (y,) if h.norm.mean is not None else (y, row_sums(y))
 
-    activation: Activation
-    adds_x: bool
-    adds_other: bool
-    dtype: Any
-    out_dtype: Any
-    hidden_sharding: Any
-    keep_weights: bool
-    implementation: str
 
-    @property
-    def kind(self) -> str:
-        return "gated" if isinstance(self.activation, gated) else "activation"
-
-    def products(
-        self,
-        norm: DeferredNorm,
-        up: jax.Array,
-        up_bias: jax.Array | None,
-        down: jax.Array,
-        down_bias: jax.Array | None,
-        other: jax.Array | None,
-        *,
-        keep: bool,
-    ) -> Any:
-        """y, and for RMSNorm the row sums of its squares; beside them, if asked for, what `backward` takes."""
-        (x, *arrays), of_z = norm_products.factors(norm, up, up_bias, self.dtype, keep_weights=self.keep_weights)
-        *kept, hidden = multiply(
-            with_rows_of(x, self.hidden_sharding),
-            *arrays,
-            epilogue=of_norm(named(f"norm_{self.kind}", activated, activation=self.activation, keep=keep)),
-            out_dtypes=[self.dtype] * (1 + keep),
-            implementation=self.implementation,
-            halves=up.ndim == 3,
-        )
-        kept = [checkpoint_name(self._lies(u), MLP_NAME) for u in kept]
-        has_sums = norm.mean is None
-        cast = down.astype(self.dtype)
-        outputs = multiply(
-            self._lies(hidden),
-            cast,
-            norm.x if self.adds_x else other,
-            down_bias,
-            epilogue=add_residual_sumsq if has_sums else add_residual,
-            out_dtypes=[self.out_dtype, jnp.float32] if has_sums else [self.out_dtype],
-            implementation=self.implementation,
-            like=norm.x,
-        )
-        kept_cast = cast if self.keep_weights else None
-        return (outputs, (of_z, down, kept_cast, down_bias, *kept)) if keep else outputs
-
-    def backward(self, kept: tuple[Any, ...], dys: list[Any]) -> tuple[Any, ...]:
-        (of_z, down, cast, down_bias, u), dy = kept, dys[0]
-        if dy is None:  # no gradient flows through the row sums
-            return (None,) * 6
-        dout = dy.astype(self.dtype)
-        t_scale, mean, *of_columns = of_z.of_cotangents(self.dtype)
-        of_rows = (None if x is None else with_rows_of(x, self.hidden_sharding) for x in (t_scale, mean))
-        beside_dz = (*of_rows, *of_columns)
-        present = Sums.structure(*beside_dz)
-        options: dict[str, Any] = {"activation": self.activation, "dtype": self.dtype}
-        t, hidden, *sums = multiply(
-            with_rows_of(dout, self.hidden_sharding),
-            down.astype(self.dtype) if cast is None else cast,
-            u,
-            *beside_dz,
-            epilogue=named(f"{self.kind}_backward", activation_backward, **options),
-            out_dtypes=[self.dtype] * 2 + [jnp.float32] * present.num_leaves,
-            implementation=self.implementation,
-            transpose_b=True,
-            halves=of_z.w.ndim == 3,
-        )
-        t, hidden = self._lies(t), self._lies(hidden)
-        (ddown,) = multiply(
-            hidden,
-            dout,
-            out_dtypes=[down.dtype],
-            implementation=self.implementation,
-            transpose_a=True,
-            k_axes=hidden.ndim - 1,
-            like=down,
-        )
-        of_dz, dresidual = self._sums(present.unflatten(sums)), dy if self.adds_x else None
-        dnorm, dup, dup_bias = norm_products.backward(of_z, t, of_dz, dresidual, implementation=self.implementation)
-        ddown_bias = None
-        if down_bias is not None:  # a pass over dy: the product that made it belongs to someone else
-            ddown_bias = jnp.sum(dy.astype(jnp.float32), axis=range(dy.ndim - 1)).astype(down_bias.dtype)
-        return dnorm, dup, dup_bias, ddown, ddown_bias, dy if self.adds_other else None
-
-    def with_batch(self, size: Any) -> _FeedForward | None:
-        return self if self.hidden_sharding is None else None
-
-    def _sums(self, sums: Sums) -> Sums:
-        rows = None if self.hidden_sharding is None else jax.P(*self.hidden_sharding[:-1])
-        s, centring = (None if x is None else constrained(x, rows) for x in (sums.s, sums.centring))
-        return sums._replace(s=s, centring=centring)
-
-    def _lies(self, x: jax.Array) -> jax.Array:
-        """x (..., F), or (..., 2, F) of a gate, as `hidden_sharding` says."""
-        spec = self.hidden_sharding
-        if spec is None or x.ndim == len(spec):
-            return constrained(x, spec)
-        return constrained(x, jax.P(*spec[:-1], None, spec[-1]))
+def _of_columns(spec: jax.P | None, w: Value) -> jax.P | None:
+    """That of (..., F) for the product with w (D, F) or (D, 2, F)."""
+    return spec if spec is None or w.ndim == 2 else jax.P(*spec[:-1], None, spec[-1])
 
 
 def mlp(
@@ -289,19 +170,20 @@ def mlp(
     )
     if other is not None:
         other = separate_residual(other, name)
-    chain = _FeedForward(
-        activation,
-        adds_x=residual is True,
-        adds_other=other is not None,
+    arguments = [norm, up, up_bias, w_down, down_bias]
+    y, *squares = run_operator(
+        name,
+        _feed_forward,
+        [*arguments, other],
+        [*row_flags(arguments), None if other is None else True],
         dtype=resolve_dtype(name, dtype, norm.x, up),
+        implementation=implementation,
+        activation=activation,
+        adds_x=residual is True,
         out_dtype=norm.dtype if other is None else other.dtype,
         hidden_sharding=row_spec(hidden_sharding, norm),
         keep_weights=keep_weights,
-        implementation=implementation,
     )
-    arguments = [norm, up, up_bias, w_down, down_bias]
-    rows = [*row_flags(arguments), None if other is None else True]
-    y, *squares = run_chain(name, chain, [*arguments, other], rows)
     return Stream(y, squares[0] if squares else None)
 
 

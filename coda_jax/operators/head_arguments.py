@@ -14,7 +14,7 @@ from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays
 from coda_jax.operators.head_arrays import Kernel, Tokens
 from coda_jax.operators.head_rows import Rows
 from coda_jax.operators.loss_head import LossHead
-from coda_jax.operators.norm_products import multiply
+from coda_jax.operators.multiply import multiply
 from coda_jax.operators.projection import norm_projection
 from coda_jax.operators.token_chunks import columns_of
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype

@@ -35,7 +35,7 @@ from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
 from coda_jax.operators.logit_curve import LogitCurve
-from coda_jax.operators.norm_products import multiply
+from coda_jax.operators.multiply import multiply
 from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax.epilogue.rounding import rounded
-from coda_jax.operators import norm_products
-from coda_jax.operators.chain import Chain, row_spec, run_chain
-from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, in_row, row_flags, width_of
+from coda_jax.graph.author import Value
+from coda_jax.graph.lines import fused, joined, product
+from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.feed_forward import add_residual_sumsq
-from coda_jax.operators.norm_products import (
-    NormProduct,
-    Sums,
-    cotangents,
-    ends_of,
-    joined_sums,
-    multiply,
-    named,
-    of_norm,
-    one_or_parts,
-    parts_of,
-    with_rows_of,
-)
+from coda_jax.operators.multiply import multiply
+from coda_jax.operators.parts import ends_of, one_or_parts, parts_of
+from coda_jax.operators.run import norm_value, row_spec, run_operator
 from coda_jax.operators.stream import Stream, array
-from coda_jax.primitives.derivative import Parts
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import constrained
 
 PROJECTION_NAME = "norm_projection"
 
@@ -144,87 +129,50 @@ def norm_projection(
     check_arrays("norm_projection", norm, arrays)
     dtype = resolve_dtype("norm_projection", dtype, norm.x, *weights)
     specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
-    chain = _NormProjection(
-        ends=ends_of(weights),
+    given = None if bias is None else tuple(biases)
+    arguments = [norm, tuple(weights), given]
+    zs, x = run_operator(
+        "norm_projection",
+        _norm_projection,
+        arguments,
+        row_flags(arguments),
         dtype=dtype,
-        specs=[row_spec(spec, norm) for spec in specs],
-        keep_weights=keep_weights,
         implementation=implementation,
+        out_sharding=tuple(row_spec(spec, norm) for spec in specs),
+        keep_weights=keep_weights,
     )
-    arguments = [norm, one_or_parts(weights), None if bias is None else one_or_parts(biases)]
-    *zs, x = run_chain("norm_projection", chain, arguments, row_flags(arguments))
     return one_or_parts(zs), x
 
 
-@dataclasses.dataclass(frozen=True)
-class _NormProjection(Chain):
-    """`norm_projection` of a norm of x (..., D), forward and backward: what it is beside its arrays.
-
-    Attributes:
-      ends: where the columns of each z but the last end.
-      dtype: compute dtype.
-      specs: how each z lies.
-      keep_weights: whether w with the norm's scale is kept for the backward pass.
-      implementation: as in `gemm`.
-    """
-
-    ends: list[int]
-    dtype: Any
-    specs: list[Any]
-    keep_weights: bool
-    implementation: str
-
-    def products(self, norm: DeferredNorm, w: Parts, bias: Parts | None, *, keep: bool) -> Any:
-        """Each z, and x; beside them, if asked for, what `backward` takes."""
-        (x, *arrays), of_z = norm_products.factors(norm, w, bias, self.dtype, keep_weights=self.keep_weights)
-        zs = multiply(
-            with_rows_of(x, self.specs[0]),
-            *arrays,
-            epilogue=of_norm(named("norm_shift", _shifted, ends=self.ends)),
-            out_dtypes=[self.dtype] * len(self.specs),
-            implementation=self.implementation,
-        )
-        zs = [checkpoint_name(constrained(z, spec), PROJECTION_NAME) for z, spec in zip(zs, self.specs, strict=True)]
-        outputs = [*zs, norm.x]
-        return (outputs, (of_z, zs)) if keep else outputs
-
-    def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
-        (of_z, zs), (*dzs, dresidual) = kept, cotangents
-        if all(dz is None for dz in dzs):
-            return of_z.norm.cotangent(dresidual), None, None
-        dzs = [jnp.zeros_like(z) if dz is None else dz for z, dz in zip(zs, dzs, strict=True)]
-        dzs = [constrained(dz, spec) for dz, spec in zip(dzs, self.specs, strict=True)]
-        ts, sums = _cotangents(of_z, zs, dzs, self.ends, self.dtype)
-        ts = one_or_parts([constrained(t, spec) for t, spec in zip(parts_of(ts), self.specs, strict=True)])
-        return norm_products.backward(of_z, ts, sums, dresidual, implementation=self.implementation)
-
-    def with_batch(self, size: Any) -> _NormProjection | None:
-        return self if all(spec is None for spec in self.specs) else None
-
-    def arguments(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        of_z, _ = kept
-        return of_z.norm, of_z.w, of_z.bias
+def _norm_projection(
+    norm: Any,
+    weights: tuple[Value, ...],
+    biases: tuple[Value, ...] | None,
+    *,
+    out_sharding: Sequence[jax.P | None],
+    keep_weights: bool,
+) -> tuple[tuple[Value, ...], Value]:
+    """Each z, and x."""
+    h = norm_value(norm)
+    z = product(h, weights, keep_weights=keep_weights)
+    ends = ends_of(weights)
+    if biases is not None:
+        bias = joined(biases) if len(biases) > 1 else biases[0]
+        zs = fused("norm_shift", _shifted, z, bias, inverse=_not_shifted, ends=ends)
+    else:
+        zs = fused("norm_split", _shifted, z, None, inverse=_not_shifted, ends=ends) if ends else [z]
+    each = zip(zs, out_sharding, strict=True)
+    return tuple(z.named(PROJECTION_NAME).constrained(spec) for z, spec in each), h.x
 
 
-def _shifted(u: jax.Array, shift: jax.Array | None, *, ends: list[int]) -> Any:
-    z = u if shift is None else u + shift[None, :]
-    return jnp.split(z, ends, axis=1) if ends else z
+def _shifted(z: jax.Array, bias: jax.Array | None, *, ends: Sequence[int]) -> list[jax.Array]:
+    """Epilogue: z + bias, apart at these columns."""
+    z = z if bias is None else z + bias[None, :]
+    return jnp.split(z, ends, axis=1) if ends else [z]
 
 
-def _cotangents(
-    of_z: NormProduct, zs: Sequence[jax.Array], dzs: Sequence[jax.Array], ends: list[int], dtype: Any
-) -> tuple[Parts, Sums]:
-    """t, and the sums, of parts of z that are kept rounded."""
-    t_scale, mean, column_sums, shift = of_z.of_cotangents(dtype)
-
-    def of_part(dz: jax.Array, z: jax.Array, column_sums: Any, shift: Any) -> tuple[jax.Array, Sums]:
-        dz, z = dz.astype(jnp.float32), z.astype(jnp.float32)
-        u = z if shift is None else z - in_row(shift, z)
-        t, sums = cotangents(dz, u, t_scale, mean, column_sums, shift, round_t=lambda t: rounded(t, dtype))
-        return t.astype(dtype), sums
-
-    def apart(vector: jax.Array | None) -> list[Any]:
-        return [vector] if not ends else [None] * len(zs) if vector is None else jnp.split(vector, ends)
-
-    ts, sums = zip(*map(of_part, dzs, zs, apart(column_sums), apart(shift)), strict=True)
-    return one_or_parts(ts), joined_sums(sums)
+def _not_shifted(*arrays: jax.Array, ends: Sequence[int]) -> jax.Array:
+    """z again, of the arrays that `_shifted` gives, and the bias."""
+    zs, bias = arrays[: len(ends) + 1], arrays[len(ends) + 1 :]
+    z = jnp.concatenate(zs, axis=1) if ends else zs[0]
+    return z - bias[0][None, :] if bias else z

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 
-from coda_jax.operators import norm_products
-from coda_jax.operators.chain import Chain, run_chain
+from coda_jax.graph.author import Value
+from coda_jax.graph.lines import by_xla, fused, product
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
-from coda_jax.operators.norm_products import Sums, multiply, named, of_norm, with_rows_of
+from coda_jax.operators.parts import parts_of
+from coda_jax.operators.run import norm_value, run_operator
 from coda_jax.primitives.columns import axes_of_heads, in_heads
-from coda_jax.primitives.derivative import Parts
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import axes_of_dimension, constrained, placed_alike, without_axes
+from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
 from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
@@ -62,11 +61,10 @@ def _check_tables(operator: str, rows: tuple[Any, ...], head_dim: int, cos: jax.
             )
 
 
-def _unit_heads(z: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """z (..., Dh) over its root mean square, and the reciprocal of that, float32."""
+def _unit_heads(z: jax.Array, epsilon: float) -> jax.Array:
+    """z (..., Dh) over its root mean square, float32."""
     z = z.astype(jnp.float32)
-    rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + epsilon)
-    return z * rstd, rstd
+    return z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + epsilon)
 
 
 def _of_heads(scale: jax.Array, ndim: int) -> jax.Array:
@@ -74,143 +72,102 @@ def _of_heads(scale: jax.Array, ndim: int) -> jax.Array:
     return jnp.expand_dims(scale.astype(jnp.float32), range(ndim - 1))
 
 
-def _unit_heads_backward(z: jax.Array, scale: jax.Array, dy: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of z (..., Dh) and scale (Dh,) through y = _unit_heads(z) * scale, float32."""
-    unit, rstd = _unit_heads(z, epsilon)
-    dunit = dy * _of_heads(scale, dy.ndim)
-    dz = rstd * (dunit - unit * jnp.mean(unit * dunit, axis=-1, keepdims=True))
-    return dz, jnp.sum(unit * dy, axis=range(dy.ndim - 1))
+def _split(z: jax.Array, *, ends: Sequence[int]) -> list[jax.Array]:
+    """Epilogue: the columns of q, of k and of v."""
+    return jnp.split(z, ends, axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _QKVProjection(Chain):
-    """`qkv_projection` of a norm of x (..., T, D), forward and backward: what it is beside its arrays.
+def _joined(q: jax.Array, k: jax.Array, v: jax.Array, *, ends: Sequence[int]) -> jax.Array:
+    return jnp.concatenate([q, k, v], axis=1)
 
-    Attributes:
-      rows: the leading axes of x.
-      head_dim: Dh.
-      ends: where the columns of q and of k end.
-      epsilon: of the norms of heads.
-      dtype: compute dtype.
-      out_sharding: how q, k and v lie.
-      keep_weights: whether w with the norm's scale is kept for the backward pass.
-      implementation: as in `gemm`.
-    """
 
-    rows: tuple[Any, ...]
-    head_dim: int
-    ends: tuple[int, int]
+def _turned(z: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array | None, *, of_head: _Head) -> jax.Array:
+    """Epilogue: the heads of z (M, H Dh), normalised where there is a scale, turned."""
+    rows = z.shape[0]
+    count = cos.shape[0]
+    repeats = 0 if isinstance(count, int) and count == 0 else rows // count
+    cos, sin = (jnp.tile(table, (repeats, 1)) for table in (cos, sin))
+    heads = z.reshape(rows, z.shape[1] // of_head.dim, of_head.dim)
+    if scale is not None:
+        heads = _unit_heads(heads, of_head.epsilon) * _of_heads(scale, heads.ndim)
+    return rotary(heads, cos, sin).reshape(z.shape)
+
+
+def _split_and_turned(
+    z: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array | None,
+    k_scale: jax.Array | None,
+    *,
+    ends: Sequence[int],
+    of_head: _Head,
+) -> list[jax.Array]:
+    """Epilogue: q, k and v; with norms of heads also q and k before them, from which alone z is known again."""
+    q, k, v = _split(z, ends=ends)
+    turned = [_turned(x, cos, sin, scale, of_head=of_head) for x, scale in ((q, q_scale), (k, k_scale))]
+    return [*turned, v, *(() if q_scale is None else (q, k))]
+
+
+def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: _Head) -> jax.Array:
+    """z again, of what `_split_and_turned` gives: a rotation turns back, a norm does not."""
+    if len(arrays) > 5:  # with scales
+        _, _, v, q, k, *_ = arrays
+    else:
+        q, k, v, cos, sin = arrays
+        q, k = (_turned(x, cos, -sin, None, of_head=of_head) for x in (q, k))
+    return _joined(q, k, v, ends=ends)
+
+
+class _Head(NamedTuple):
+    """The width of a head, and what is added to its mean of squares."""
+
+    dim: int
     epsilon: float
-    dtype: Any
-    out_sharding: tuple[jax.P | None, ...]
-    keep_weights: bool
-    implementation: str
 
-    def products(self, norm: DeferredNorm, w: Parts, tables: Any, scales: tuple[Any, ...], *, keep: bool) -> Any:
-        """q, k, v and x; beside them, if asked for, what `backward` takes."""
-        cos, sin = tables
-        (x, scaled, *arrays), of_z = norm_products.factors(norm, w, None, self.dtype, keep_weights=self.keep_weights)
-        in_epilogue = takes_heads(self.head_dim)
-        keeps_columns = bool(keep and scales)  # a rotation keeps sum(z dz), a norm of heads does not
-        name = f"row_scale{'_norm' if scales else ''}_rotary{'_kept' if keeps_columns else ''}"
-        made = multiply(
-            with_rows_of(x, self.out_sharding[0]),
-            self._in_whole_heads(scaled),
-            *arrays,
-            *((self._of_rows(cos), self._of_rows(sin), *scales) if in_epilogue else ()),
-            epilogue=of_norm(
-                named(name, self.split_and_turned, keep=keeps_columns)
-                if in_epilogue
-                else named("row_scale_split", self.split)
-            ),
-            out_dtypes=[self.dtype] * (5 if in_epilogue and keeps_columns else 3),
-            implementation=self.implementation,
+
+def _qkv_projection(
+    norm: Any,
+    weights: tuple[Value, ...],
+    tables: tuple[Value, Value],
+    scales: tuple[Value, Value] | tuple[()],
+    *,
+    head: _Head,
+    ends: tuple[int, int],
+    out_sharding: Sequence[jax.P | None],
+    keep_weights: bool,
+) -> tuple[Value, ...]:
+    """q, k, v, each (..., H Dh), and x."""
+    h = norm_value(norm)
+    z = product(h, weights, keep_weights=keep_weights)
+    of_q, of_k = scales or (None, None)
+    if takes_heads(head.dim):
+        operands = (*tables, of_q, of_k)
+        q, k, v, *before = fused(
+            "split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, of_head=head
         )
-        specs = (*self.out_sharding, *self.out_sharding[:2])
-        q, k, v, *before = (constrained(in_heads(y, self.head_dim), spec) for y, spec in zip(made, specs, strict=False))
-        if not in_epilogue:
-            before = [q, k] if keeps_columns else []
-            q, k = self._turned([q, k], cos, sin, scales)
-        if keep:
-            of_names = zip([q, k, v, *before], NAMES + NAMES[:2], strict=False)
-            q, k, v, *before = (checkpoint_name(y, name) for y, name in of_names)
-        outputs = [q, k, v, norm.x]
-        return (outputs, (of_z, tables, scales, (*before, v) if before else (q, k, v))) if keep else outputs
+    else:
+        q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
+        before = [q, k] if scales else []
+        q, k = (by_xla("turned", _turned, x, *tables, of, of_head=head) for x, of in ((q, of_q), (k, of_k)))
+    made = zip((q, k, v, *before), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False)
+    q, k, v, *_ = (y.named(name).constrained(spec) for y, name, spec in made)
+    return q, k, v, h.x
 
-    def backward(self, kept: tuple[Any, ...], cotangents: list[Any]) -> tuple[Any, ...]:
-        of_z, (cos, sin), scales, zs = kept
-        *dqkv, dresidual = cotangents
-        if all(dy is None for dy in dqkv):
-            return of_z.norm.cotangent(dresidual), None, (None, None), (None,) * len(scales)
-        dqkv = [jnp.zeros_like(z) if dy is None else dy for z, dy in zip(zs, dqkv, strict=True)]
-        dqkv = [constrained(dy, spec) for dy, spec in zip(dqkv, self.out_sharding, strict=True)]
-        wide = [dy.astype(jnp.float32) for dy in dqkv]
-        dz = [rotary(wide[0], cos, -sin), rotary(wide[1], cos, -sin), wide[2]]
-        dscales: list[jax.Array] = []
-        for i, scale in enumerate(scales):
-            dz[i], dscale = _unit_heads_backward(zs[i], scale, dz[i], self.epsilon)
-            dscales.append(dscale.astype(scale.dtype))
-        # A rotation keeps sum(z dz): without norms of heads z before it is not needed.
-        pairs = zip(zs, dz if scales else wide, strict=True)
-        products = [jnp.sum(y.astype(jnp.float32) * dy, axis=(-2, -1)) for y, dy in pairs]
-        t_scale, *_ = of_z.of_cotangents(self.dtype)
-        if not isinstance(of_z.w, tuple):
-            dz = [jnp.concatenate(placed_alike(dz, -2), axis=-2)]
-        columns = (y.reshape(*self.rows, y.shape[-2] * y.shape[-1]) for y in dz)
-        ts = [(t_scale * y).astype(self.dtype) for y in columns]
-        if len(ts) > 1:
-            specs = (None if spec is None else jax.P(*spec[:-1]) for spec in self.out_sharding)
-            ts = [constrained(t, spec) for t, spec in zip(ts, specs, strict=True)]
-        t = norm_products.one_or_parts(ts)
-        sums = Sums(products[0] + products[1] + products[2])
-        dnorm, dw, _ = norm_products.backward(of_z, t, sums, dresidual, implementation=self.implementation)
-        return dnorm, dw, (None, None), tuple(dscales)
 
-    def with_batch(self, size: Any) -> _QKVProjection | None:
-        is_open = all(spec is None for spec in self.out_sharding)
-        return dataclasses.replace(self, rows=(size, *self.rows)) if is_open else None
+def _in_whole_heads(weights: Sequence[jax.Array], head_dim: int) -> list[jax.Array]:
+    """The weights, gathered over explicit mesh axes that do not cut them in whole heads; where it is one, over all."""
+    kept = [axes_of_heads(part, head_dim) if len(weights) > 1 else () for part in weights]
+    lost = [axes_of_dimension(part, 1) - set(axes) for part, axes in zip(weights, kept, strict=True)]
+    return [without_axes(x, 1, frozenset().union(*lost)) for x in weights]
 
-    def arguments(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        of_z, tables, scales, _ = kept
-        return of_z.norm, of_z.w, tables, scales
 
-    def _in_whole_heads(self, w: Parts) -> Parts:
-        """w, gathered over explicit mesh axes that do not cut q, k and v in whole heads; where it is one, over all."""
-        parts = norm_products.parts_of(w)
-        kept = [axes_of_heads(part, self.head_dim) if len(parts) > 1 else () for part in parts]
-        lost = [axes_of_dimension(part, 1) - set(axes) for part, axes in zip(parts, kept, strict=True)]
-        made: Parts = norm_products.one_or_parts([without_axes(x, 1, frozenset().union(*lost)) for x in parts])
-        return made
-
-    def _of_rows(self, table: jax.Array) -> jax.Array:
-        """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""
-        if table.ndim == 2 and isinstance(table.shape[0], int) and table.shape[0] in (1, self.rows[-1]):
-            return table
-        return jnp.broadcast_to(table, (*self.rows, table.shape[-1])).reshape(-1, table.shape[-1])
-
-    def _turned(self, zs: Sequence[jax.Array], cos: jax.Array, sin: jax.Array, scales: Sequence[Any]) -> Any:
-        """q and k (..., H, Dh), normalised where there are scales."""
-        if scales:
-            units = (_unit_heads(z, self.epsilon)[0] for z in zs)
-            ys = [unit * _of_heads(scale, unit.ndim) for unit, scale in zip(units, scales, strict=True)]
-        else:
-            ys = list(zs)
-        return [rotary(y, cos, sin).astype(z.dtype) for y, z in zip(ys, zs, strict=True)]
-
-    # The epilogues, of z = rstd * acc and no shift.
-
-    def split(self, z: jax.Array, _: None) -> list[jax.Array]:
-        return jnp.split(z, self.ends, axis=1)
-
-    def split_and_turned(
-        self, z: jax.Array, _: None, cos: jax.Array, sin: jax.Array, *scales: jax.Array, keep: bool
-    ) -> list[jax.Array]:
-        q, k, v = self.split(z, _)
-        rows = z.shape[0]
-        cos, sin = (jnp.tile(table, (rows // table.shape[0], 1)) for table in (cos, sin))
-        heads = [x.reshape(rows, x.shape[1] // self.head_dim, self.head_dim) for x in (q, k)]
-        turned = [x.reshape(rows, -1) for x in self._turned(heads, cos, sin, scales)]
-        return [*turned, v, *((q, k) if keep else ())]
+def _of_rows(table: jax.Array, rows: tuple[Any, ...]) -> jax.Array:
+    """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""
+    table = lax.stop_gradient(table)
+    if table.ndim == 2 and isinstance(table.shape[0], int) and table.shape[0] in (1, rows[-1]):
+        return table
+    return jnp.broadcast_to(table, (*rows, table.shape[-1])).reshape(-1, table.shape[-1])
 
 
 def qkv_projection(
@@ -267,7 +224,7 @@ def qkv_projection(
     """
     check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     heads = num_heads + 2 * num_kv_heads
-    weights = norm_products.parts_of(w)
+    weights = parts_of(w)
     head_dim = sum(part.shape[-1] for part in weights) // heads
     width = width_of("qkv_projection", norm)
     if norm.ndim < 2:
@@ -295,16 +252,22 @@ def qkv_projection(
             )
     scales = tuple(without_axes(x, 0, axes_of_dimension(x, 0)) for x in scales)  # every head reads all of them
     _check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
-    chain = _QKVProjection(
-        rows=norm.shape[:-1],
-        head_dim=head_dim,
-        ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
-        epsilon=float(norm.epsilon if qk_epsilon is None else qk_epsilon),
+    if takes_heads(head_dim):
+        weights = tuple(_in_whole_heads(weights, head_dim))
+    rows = norm.shape[:-1]
+    arguments = [norm, weights, tuple(_of_rows(table, rows) for table in (cos, sin)), scales]
+    specs = (None,) * 3 if out_sharding is None else tuple(out_sharding)
+    q, k, v, x = run_operator(
+        "qkv_projection",
+        _qkv_projection,
+        arguments,
+        row_flags(arguments),
         dtype=resolve_dtype("qkv_projection", dtype, norm.x, *weights),
-        out_sharding=(None,) * 3 if out_sharding is None else tuple(out_sharding),
-        keep_weights=keep_weights,
         implementation=implementation,
+        head=_Head(head_dim, float(norm.epsilon if qk_epsilon is None else qk_epsilon)),
+        ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
+        out_sharding=tuple(None if spec is None else jax.P(*spec[:-1]) for spec in specs),
+        keep_weights=keep_weights,
     )
-    arguments = [norm, norm_products.one_or_parts(weights), (cos, sin), scales]
-    q, k, v, x = run_chain("qkv_projection", chain, arguments, row_flags(arguments))
+    q, k, v = (in_heads(y, head_dim) for y in (q, k, v))
     return q, k, v, x

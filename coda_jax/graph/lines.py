@@ -1,0 +1,115 @@
+"""What the library's own operators write on values, beside what any author of a block writes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.values import same_size
+from coda_jax.graph.author import Argument, Computed, Value, mapped_values
+from coda_jax.graph.normed import NormedValue
+from coda_jax.graph.values import Product, kept_weight, mapped
+from coda_jax.graph.values import Value as Node
+
+
+def fused(
+    name: str,
+    f: Callable[..., Any],
+    x: Value,
+    *operands: Value | None,
+    inverse: Callable[..., Any] | None = None,
+    derived: str = "",
+    **options: Any,
+) -> Any:
+    """x.map(f, *operands, inverse=inverse) under a name; f gets operands that are None as None, and the options."""
+    present = [of is not None for of in operands]
+
+    def with_options(x: jax.Array, *arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        return f(x, *(next(given) if flag else None for flag in present), **options)
+
+    with_options.__name__ = name
+    back = None if inverse is None else functools.partial(inverse, **options)
+    inputs = [x, *(of for of in operands if of is not None)]
+    return mapped_values(x._trace, with_options, inputs, inverse=back, derived=derived)
+
+
+def by_xla(name: str, f: Callable[..., Any], x: Value, *operands: Value | None, **options: Any) -> Any:
+    """`fused` of what no epilogue can make, which nobody has to be told of."""
+    return fused(name, f, x, *operands, derived=name, **options)
+
+
+def product(x: Value, weights: Sequence[Value], *, keep_weights: bool) -> Value:
+    """x w, of weights (K, N_i) that are pieces of w, or of one (K, N), or (K, 2, F) of which a mesh may cut F.
+
+    With keep_weights w is kept for the backward pass in the products' dtype, or in its place the norm's scale in it.
+    """
+    w = weights[0] if len(weights) == 1 else joined(weights)
+    node = _factor(w, 1, keep_weights)
+    made = x.norm.product(node) if isinstance(x, NormedValue) else Product(x._node, node)
+    return Computed(x._trace, made, x._plain_product(w), (*x.shape[:-1], *w.shape[1:]))
+
+
+def grouped_product(x: Value, w: Value, group_sizes: Value, *, keep_weights: bool) -> Value:
+    """As `Value.ragged_dot` for w (G, K, N), or (G, K, 2, F)."""
+    flat = Computed(w._trace, _factor(w, 2, keep_weights), None, (*w.shape[:2], math.prod(w.shape[2:])))
+    if w._plain is not None:
+        flat._plain = w._plain.reshape(flat.shape)
+    return x.ragged_dot(flat, group_sizes)
+
+
+def joined(arrays: Sequence[Value]) -> Value:
+    """Matrices (K, N_i), or vectors (N_i,), side by side."""
+    first, *others = arrays
+    made: Value = mapped_values(first._trace, _concatenated, [first, *others])
+    return made
+
+
+def column(x: Value) -> Value:
+    """(M,) as (M, 1)."""
+    plain = None if x._plain is None else x._plain[:, None]
+    return Computed(x._trace, x._viewed((*x.shape, 1)), plain)
+
+
+def row_sums(x: Value) -> Value:
+    """(...,), the row sums of x * x, a vector, so that a batch of rows is more rows; no gradient flows through it."""
+    plain = None
+    if x._plain is not None:
+        plain = jnp.sum(jnp.square(lax.stop_gradient(x._plain).astype(FLOAT32)), axis=-1)
+    sums = mapped(lambda x: jnp.sum(jnp.square(lax.stop_gradient(x)), axis=1), x._node, derived="sum of squares")
+    return Computed(x._trace, sums, plain, x.shape[:-1])
+
+
+def like(value: Value, x: Value) -> Value:
+    """A product, sharded as x over explicit mesh axes."""
+    if isinstance(value._node, Product):
+        value._node.like = x._node
+    return value
+
+
+def stored(value: Value, dtype: Any) -> Value:
+    """A result of the block, in this dtype."""
+    value.dtype = np.dtype(dtype)
+    return value
+
+
+def _concatenated(*arrays: jax.Array) -> jax.Array:
+    return jnp.concatenate(arrays, axis=-1)
+
+
+def _factor(w: Value, lead: int, keep: bool) -> Node:
+    """A weight as a matrix, or one for each group; the first `lead` axes are not its columns."""
+    if isinstance(w, Argument) and w.ndim == lead + 2 and same_size(w.shape[-2], 2):
+        w.has_halves = True
+    node = w._viewed((*w.shape[:lead], math.prod(w.shape[lead:])))
+    if keep:
+        return kept_weight(node)
+    return node

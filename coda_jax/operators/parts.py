@@ -1,0 +1,26 @@
+"""Arguments that are one array, or several that are pieces of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from coda_jax.primitives.derivative import Parts
+
+
+def parts_of(x: Parts) -> tuple[jax.Array, ...]:
+    """The arrays that x is joined of; one array is its only part."""
+    parts: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
+    return parts
+
+
+def one_or_parts(arrays: Sequence[Any]) -> Any:
+    """Undoes `parts_of`: one array as it is, several as a tuple."""
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def ends_of(parts: Sequence[Any]) -> list[int]:
+    """The column at which each part but the last ends, as `jnp.split` takes it."""
+    return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]
