@@ -12,6 +12,7 @@ import coda_jax as coda
 from benchmarks.lab.tile_losses import Shape
 from benchmarks.programs import PROGRAMS, kernel_source
 from coda_jax.epilogue import trace
+from coda_jax.operators.feed_forward import gated
 from coda_jax.tiles.choose import candidates, choose_config
 from coda_jax.tiles.config import TileShape
 from coda_jax.tiles.constants import by_time, constants_for
@@ -226,6 +227,23 @@ def test_boxes_are_as_wide_as_turns_of_cached_code_allow():
     config = coda.GemmConfig(tile_m=128, tile_n=128)
     config = choose_config(GemmShape(4096, 4096, 4096), program, [np.dtype(jnp.bfloat16)], config, DEVICE)
     assert (config.box_n, config.column_passes) == (32, 4)
+
+
+@pytest.mark.parametrize("sums, tile", [((), (128, 192)), (("rows",), (128, 192)), (("rows", "columns"), (128, 128))])
+def test_sums_of_both_halves_beside_rows_leave_128_x_192(sums, tile):
+    """As those of a gate with a bias: there alone they spill kilobytes."""
+
+    def gate_with_bias(acc, z, bias):
+        hidden, pullback = jax.vjp(gated(jax.nn.gelu), z + bias[None, :])
+        (dz,) = pullback(acc)
+        made = {"rows": jnp.sum(dz * z, axis=1), "columns": jnp.sum(dz, axis=0)}
+        return dz, hidden, *(made[name] for name in sums)
+
+    shapes = [((16384, 8192), jnp.float32), ((16384, 16384), jnp.bfloat16), ((16384,), jnp.bfloat16)]
+    acc, *operands = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    program = trace(gate_with_bias, acc, operands)[0].program
+    dtypes = [np.dtype(jnp.bfloat16)] * 2
+    assert choose_config(GemmShape(16384, 8192, 2048), program, dtypes, None, DEVICE).tile.kind == tile
 
 
 def test_heads_that_are_long_have_a_tile_of_two():

@@ -1,0 +1,35 @@
+"""The operators that are timed kernel by kernel."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import timing
+from benchmarks.lab import operators
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+TINY = operators.Sizes(
+    batch=2, length=8, width=16, hidden=24, heads=2, kv_heads=1, head_dim=32, experts=2, expert_hidden=8
+)
+CASES = operators.cases(TINY)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_operator_runs(name):
+    results, cotangents = operators.step(name, CASES[name])()
+    arrays = jax.tree.leaves((results, cotangents))
+    assert len(jax.tree.leaves(cotangents)) == len(CASES[name].arrays)
+    assert all(bool(jnp.isfinite(x).all()) and bool((x != 0).any()) for x in arrays)
+
+
+def test_the_table(monkeypatch, capsys):
+    """Medians over rounds, of coda_jax's kernels apart from what XLA does."""
+    kernels = [[("coda_gemm", 3000.0 + i), ("fusion", 500.0), ("coda_gemm", 1000.0)] for i in (0, 100, 2000)]
+    rounds = [[timing.Kernel(name, "", 0.0, us) for name, us in one] for one in kernels]
+    monkeypatch.setattr(operators, "Sizes", lambda: TINY)
+    monkeypatch.setattr(timing, "executions", lambda steps, rounds: dict.fromkeys(steps, executions))
+    executions = rounds
+    assert operators.main(["--rounds", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == list(CASES)
+    assert lines[2].split()[1:] == ["4.6", "0.5", "3.1", "1.0"]
