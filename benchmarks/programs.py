@@ -33,32 +33,32 @@ def swiglu(acc: jax.Array, rstd: jax.Array, *, keep: bool) -> Any:
     """SwiGLU of rstd * acc, and that too if it is to be kept."""
     u = acc * rstd
     hidden = gated(jax.nn.silu)(u)
-    return (u, hidden) if keep else hidden
+    return (hidden, u) if keep else hidden
 
 
-def norm_backward(acc: jax.Array, x: jax.Array, factor: jax.Array, dresidual: jax.Array) -> jax.Array:
+def norm_backward(acc: jax.Array, dresidual: jax.Array, x: jax.Array, factor: jax.Array) -> jax.Array:
     """The cotangent of an RMSNorm's x, with that of the residual stream."""
-    return acc - x * factor + dresidual
+    return dresidual + acc + x * factor
 
 
-def scale_backward(acc: jax.Array, w: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scale_backward(acc: jax.Array, scale: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weight and of the norm's scale in it."""
-    return acc * scale, jnp.sum(acc * w, axis=1)
+    return scale * acc, jnp.sum(acc * w, axis=1)
 
 
 def gated_backward(
-    acc: jax.Array, z: jax.Array, rstd: jax.Array, *, activation: Callable[[jax.Array], jax.Array]
+    acc: jax.Array, rstd: jax.Array, z: jax.Array, *, activation: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The cotangent of rstd * acc's factors from that of activation(gate) * up, that again, and row sums."""
-    hidden, pullback = jax.vjp(gated(activation), z)
+    """The cotangent of z / rstd from that of activation(gate) * up, that again, and the row sums of z dz."""
+    _, pullback = jax.vjp(gated(activation), z)
     (dz,) = pullback(acc)
-    return rstd * dz, hidden, jnp.sum(dz * z, axis=1)
+    return rstd * dz, gated(activation)(z), jnp.sum(z * dz, axis=1)
 
 
 def _back_through_gate(activation: Callable[[jax.Array], jax.Array]) -> Program:
     return Program(
         functools.partial(gated_backward, activation=activation),
-        lambda m, n: (array((m, 2 * n)), array((m, 1), jnp.float32)),
+        lambda m, n: (array((m, 1), jnp.float32), array((m, 2 * n))),
         (jnp.bfloat16, jnp.bfloat16),
     )
 
@@ -71,10 +71,10 @@ PROGRAMS: dict[str, Program] = {name: Program(**vars(epilogue)) for name, epilog
     ),
     "gated_backward": _back_through_gate(jax.nn.silu),
     "geglu_backward": _back_through_gate(jax.nn.gelu),
-    "norm_backward": Program(norm_backward, lambda m, n: (array((m, n)), array((m, 1), jnp.float32), array((m, n)))),
+    "norm_backward": Program(norm_backward, lambda m, n: (array((m, n)), array((m, n)), array((m, 1), jnp.float32))),
     "scale_backward": Program(
         scale_backward,
-        lambda m, n: (array((m, n), jnp.float32), array((m, 1), jnp.float32)),
+        lambda m, n: (array((m, 1), jnp.float32), array((m, n), jnp.float32)),
         (jnp.float32,),
     ),
 }

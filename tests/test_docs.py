@@ -97,7 +97,7 @@ def test_bytes_and_residuals_of_a_feed_forward_layer():
     assert operators.kept(mlp) == "float32 (M), bfloat16 (M, 2F); 4 M F + 4 M bytes"
     rows = list(operators.product_rows(mlp))
     assert len(rows) == 2 + 6
-    assert rows[1] == "|  | `add_residual_sumsq` | (M, D, F) | 2 M F + 2 D F + 2 M D | 2 M D + 4 M |"
+    assert rows[1] == "|  | `gated_mlp_1` | (M, D, F) | 2 M F + 2 D F + 2 M D | 2 M D + 4 M |"
 
 
 def test_public_names():

@@ -38,7 +38,7 @@ def biased(acc, bias, scale):
 
 
 def back_through_gate(acc, z, scale):
-    return gated_backward(acc, z, scale, activation=jax.nn.silu)
+    return gated_backward(acc, scale, z, activation=jax.nn.silu)
 
 
 def row_sums(acc, column):

@@ -29,8 +29,8 @@ from coda_jax.tiles.table import attached_device, config_for
 JOULES_OF_BYTE, WATTS = 116e-12, 690.0
 
 
-def _backward(outputs: Sequence[int], acc: jax.Array, z: jax.Array, rstd: jax.Array) -> tuple[jax.Array, ...]:
-    whole = gated_backward(acc, z, rstd, activation=jax.nn.silu)
+def _backward(outputs: Sequence[int], acc: jax.Array, rstd: jax.Array, z: jax.Array) -> tuple[jax.Array, ...]:
+    whole = gated_backward(acc, rstd, z, activation=jax.nn.silu)
     return tuple(whole[i] for i in outputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from coda_jax.graph.calls import Result
@@ -104,4 +105,7 @@ def _is_of_leaves(value: Value) -> bool:
 @remembered
 def _is_of_vectors(value: Value) -> bool:
     """True for what is computed from vectors and scalars among the leaves alone."""
-    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, value.inputs))
+    read: Sequence[Value] = value.inputs
+    if isinstance(value, Map) and value.pullback is not None:  # what it is formally a function of it may not read
+        read = list(itertools.compress(value.inputs, value.primal()[1]))
+    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, read))

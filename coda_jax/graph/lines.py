@@ -84,7 +84,7 @@ def row_sums(x: Value) -> Value:
     plain = None
     if x._plain is not None:
         plain = jnp.sum(jnp.square(lax.stop_gradient(x._plain).astype(FLOAT32)), axis=-1)
-    sums = mapped(lambda x: jnp.sum(jnp.square(lax.stop_gradient(x)), axis=1), x._node, derived="sum of squares")
+    sums = mapped(_squares_of_rows, x._node, derived="sum of squares")
     return Computed(x._trace, sums, plain, x.shape[:-1])
 
 
@@ -99,6 +99,11 @@ def stored(value: Value, dtype: Any) -> Value:
     """A result of the block, in this dtype."""
     value.dtype = np.dtype(dtype)
     return value
+
+
+def _squares_of_rows(x: jax.Array) -> jax.Array:
+    x = lax.stop_gradient(x)
+    return jnp.sum(x * x, axis=1)
 
 
 def _concatenated(*arrays: jax.Array) -> jax.Array:
