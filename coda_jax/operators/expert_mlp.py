@@ -54,8 +54,7 @@ def expert_mlp(
       group_sizes: (E,) int32, how many rows each expert has, in their order. Their sum is at most R, and none is
         negative; else the result is that of some other sizes.
       row_scale: (R,), each row's factor in the result, as a routing weight; None for one.
-      activation: a function of float32 arrays, elementwise. It may close over arrays, but not over what is
-        differentiated.
+      activation: a function of float32 arrays, elementwise. Arrays that it closes over have gradients.
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_gate_up.
       keep_weights: whether the weights in the compute dtype are kept for the backward pass and not made anew.
       implementation: as in `gemm`.

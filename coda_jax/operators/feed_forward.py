@@ -25,7 +25,7 @@ Activation = Callable[[jax.Array], jax.Array]
 class gated:
     """activation(gate) * up of z (M, 2F), gate in its first half of the columns and up in its second: SwiGLU of silu.
 
-    Its pullback, which `activation_backward` takes from jax.vjp, for the cotangent dh of the result:
+    Its pullback, JAX's own, for the cotangent dh of the result:
 
         dgate = activation'(gate) * up * dh,   dup = activation(gate) * dh
 
@@ -113,14 +113,14 @@ def mlp(
         z = norm(x) w_up + up_bias                            one product
         y = x + activation(z) w_down + down_bias              one product, which for RMSNorm also sums y * y
 
-    The backward pass is four products:
+    The backward pass is derived, and is four products:
 
         dz = activation'(z) * (dy w_down^T), hidden = activation(z)     one, whose epilogue goes on to t = rstd * dz
         dw_down = hidden^T dy                                            one
-        dx and dw_up from t, as in norm_products.py                      two
+        dx and dw_up from t, as in graph/norm.py                         two
 
-    Kept for it are x, its statistics, and u, z without what the biases add (named "mlpwi" for `jax.checkpoint`
-    policies), rounded to the compute dtype.
+    Kept for it are x, its statistics, and z without what up_bias adds (named "mlpwi" for `jax.checkpoint` policies),
+    rounded to the compute dtype. A LayerNorm is applied, in a pass, and its gradient is one.
 
     Args:
       norm: of x (..., D), the residual stream.
@@ -129,8 +129,8 @@ def mlp(
       w_down: (F, D), F a multiple of 8 for the kernel.
       up_bias: (F,) or (2F,), as w_up's columns.
       down_bias: (D,).
-      activation: a function of float32 arrays, elementwise; or `gated(function)`. It may close over arrays, but not
-        over what is differentiated.
+      activation: a function of float32 arrays, elementwise; or `gated(function)`. Arrays that it closes over have
+        gradients. One that is not local to tiles is a pass of XLA's, with a note.
       residual: what is added: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
         False for nothing; or another array (..., D) or Stream.
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_up.

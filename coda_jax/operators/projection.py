@@ -95,8 +95,8 @@ def norm_projection(
     """z = norm(x) w + bias, and x itself.
 
     The residual of the sub-layer should be the returned x: its cotangent is then added in the epilogue of the product
-    that makes dx. The backward pass is two products and one elementwise pass over dz; see norm_products.py. Kept for it
-    are x, its statistics, and z (named "norm_projection" for `jax.checkpoint` policies).
+    that makes dx. The backward pass is two products and one elementwise pass over dz; see graph/norm.py. Kept for it
+    are x, its statistics, and of an RMSNorm z (named "norm_projection" for `jax.checkpoint` policies).
 
     Args:
       norm: of x (..., D).
