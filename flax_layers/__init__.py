@@ -6,6 +6,7 @@ from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.block import LlamaBlock, TransformerBlock
+from flax_layers.block_orders import NormBeforeSumBlock, ParallelBlock, PostNormBlock, SandwichNormBlock
 from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
 from flax_layers.linear import Linear, project
@@ -40,9 +41,13 @@ __all__ = [
     "LlamaConfig",
     "MoE",
     "MoEConfig",
+    "NormBeforeSumBlock",
+    "ParallelBlock",
+    "PostNormBlock",
     "RMSNorm",
     "RopeScaling",
     "RouterStatistics",
+    "SandwichNormBlock",
     "Stream",
     "TransformerBlock",
     "add_lora",

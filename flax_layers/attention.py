@@ -14,6 +14,7 @@ import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from coda_jax.extend import in_heads
+from flax_layers import on_values
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.decoding.kv_cache import KVCache
@@ -31,6 +32,7 @@ from flax_layers.linear import (
     takes_norm,
 )
 from flax_layers.norm import RMSNorm
+from flax_layers.on_values import Angles
 from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
 from flax_layers.sharding import activation_spec, constrain, keeps_weights
@@ -159,6 +161,8 @@ class Attention(nnx.Module):
         return (self.query, self.key, self.value) if self.separate_qkv else (self.qkv,)
 
     @overload
+    def __call__(self, x: coda.Value, *, positions: Any = None, mask: Any = None, segment_ids: Any = None) -> Any: ...
+    @overload
     def __call__(
         self,
         x: jax.Array | Stream | DeferredNorm,
@@ -193,7 +197,7 @@ class Attention(nnx.Module):
     ) -> tuple[Any, KVCache]: ...
     def __call__(
         self,
-        x: jax.Array | Stream | DeferredNorm,
+        x: jax.Array | Stream | DeferredNorm | coda.Value,
         *,
         residual: Residual = None,
         positions: jax.Array | None = None,
@@ -204,7 +208,7 @@ class Attention(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: (B, T, D) or (T, D).
+          x: (B, T, D) or (T, D). Of a `coda.Value` the result is one; then the other arrays may be values too.
           residual: as in Linear.
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
             cache's. Segments need no positions of their own: a rotated query and key depend on the difference.
@@ -219,15 +223,13 @@ class Attention(nnx.Module):
         Raises:
           ValueError: x, positions or segment_ids of another shape, or a cache beside mask or segment_ids or without
             is_causal.
+          TypeError: beside a value a residual, a cache, or a module that is neither a Linear nor a low-rank adapter.
         """
-        if len(x.shape) not in (2, 3):
-            raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {x.shape}")
-        if positions is None:
-            positions = jnp.arange(x.shape[-2]) if cache is None else cache.positions(x.shape[-2])
-        if positions.shape not in (x.shape[-2:-1], x.shape[:-1]):
-            raise ValueError(
-                f"positions has shape {positions.shape} beside an input of shape {x.shape}: (T,) or (B, T)"
-            )
+        if isinstance(x, coda.Value):
+            on_values.check_call(self, [*self._projections(), self.out], residual=residual, cache=cache)
+            angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions)
+            return on_values.attention(self, x, angles, mask, segment_ids)
+        positions = self._positions(x.shape, positions, cache)
         q, k, v, passed = self._query_key_value(x, positions)
         q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
         target = Sum.of(residual, x, passed)
@@ -274,6 +276,25 @@ class Attention(nnx.Module):
         if passed is not None:  # of norm_projection: the names of qkv_projection's, for policies
             q, k, v = (named(y, name) for y, name in zip((q, k, v), QKV, strict=True))
         return q, k, v, passed
+
+    def _positions(self, shape: tuple[Any, ...], positions: Any, cache: KVCache | None = None) -> Any:
+        """The positions of an input of this shape."""
+        if len(shape) not in (2, 3):
+            raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {shape}")
+        if positions is None:
+            positions = jnp.arange(shape[-2]) if cache is None else cache.positions(shape[-2])
+        if positions.shape not in (shape[-2:-1], shape[:-1]):
+            raise ValueError(f"positions has shape {positions.shape} beside an input of shape {shape}: (T,) or (B, T)")
+        return positions
+
+    def _angles(self, shape: tuple[Any, ...], positions: Any) -> Angles:
+        """What a block takes for the positions of an input of this shape, arrays or values."""
+        positions = self._positions(shape, positions)
+        if self.rope_theta is None:
+            return Angles(None, None)
+        of_positions = partial(rotary_angles, head_dim=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+        is_value = isinstance(positions, coda.Value)
+        return Angles(*(coda.opaque(of_positions, positions) if is_value else of_positions(positions)))
 
     def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
         """How q, k and v lie, by the rules in force."""

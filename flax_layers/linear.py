@@ -38,15 +38,15 @@ def add_bias(acc: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def project(
-    x: jax.Array | Stream | DeferredNorm,
+    x: jax.Array | Stream | DeferredNorm | coda.Value,
     kernel: jax.Array,
-    *operands: jax.Array,
+    *operands: Any,
     epilogue: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_b: bool = False,
 ) -> Any:
-    """epilogue(x @ kernel, *operands), with an RMSNorm that x is applied on the way.
+    """epilogue(x @ kernel, *operands), with an RMSNorm that x is applied on the way; of a `coda.Value` a map.
 
     For an RMSNorm the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into the
     kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway. A
@@ -67,6 +67,9 @@ def project(
     Raises:
       ValueError: x has no rows, or not K features.
     """
+    if isinstance(x, coda.Value):
+        z = x @ (kernel.T if transpose_b else kernel)
+        return z if epilogue is None else z.map(epilogue, *operands)
     norm = x if isinstance(x, DeferredNorm) and x.mean is None else None
     source = array(x) if norm is None else norm.x
     features = kernel.shape[1 if transpose_b else 0]
@@ -200,12 +203,7 @@ def normalized(
         bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)
     kernels = tuple(base.kernel[...] for base in bases)
     made, x = coda.norm_projection(
-        norm,
-        kernels,
-        bias,
-        dtype=bases[0].dtype,
-        out_sharding=out_sharding,
-        keep_weights=keeps_weights(),
+        norm, kernels, bias, dtype=bases[0].dtype, out_sharding=out_sharding, keep_weights=keeps_weights()
     )
     ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
     return [
@@ -273,6 +271,8 @@ class Sum(NamedTuple):
         """
         if residual is None:
             return None
+        if isinstance(x, coda.Value):
+            raise TypeError("residual is given beside a value of a coda.block; write the sum, x + layer(h)")
         if residual is True:
             if not isinstance(x, DeferredNorm):
                 raise ValueError(
@@ -342,14 +342,16 @@ class Linear(nnx.Module):
         self.dtype = dtype
 
     @overload
+    def __call__(self, x: coda.Value) -> coda.Value: ...
+    @overload
     def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
     @overload
     def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
         """Applies the map.
 
         Args:
-          x: (..., K).
+          x: (..., K); of a `coda.Value` the result is one, in the dtype of the block.
           residual: (..., N) to add before the one rounding; True for what x, a norm that is not applied yet,
             normalises. Given a Stream or True, the result is a Stream, with its statistic unless x is a LayerNorm.
 
@@ -358,9 +360,9 @@ class Linear(nnx.Module):
 
         Raises:
           ValueError: x or residual of another shape, or True beside an x that is no DeferredNorm.
+          TypeError: a residual beside a value.
         """
-        target = Sum.of(residual, x)
-        if target is not None:
+        if (target := Sum.of(residual, x)) is not None:
             return _added(self, x, target)
         if isinstance(x, DeferredNorm) and x.mean is not None:
             return self.beside(x)[0]
@@ -375,7 +377,7 @@ class Linear(nnx.Module):
 
 
 def _added(
-    layer: Any, x: jax.Array | Stream | DeferredNorm, residual: Sum, low_rank: jax.Array | None = None
+    layer: Any, x: jax.Array | Stream | DeferredNorm | coda.Value, residual: Sum, low_rank: jax.Array | None = None
 ) -> jax.Array | Stream:
     """The map of x added to the residual, and to what an adapter adds, in one product."""
     kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
@@ -385,16 +387,9 @@ def _added(
     def add_low_rank_residual(acc: jax.Array, residual: jax.Array, low_rank: jax.Array, *bias: jax.Array) -> Any:
         return add(acc + low_rank, residual, *bias)
 
-    out = project(
-        x,
-        kernel,
-        residual.array,
-        *(() if low_rank is None else (low_rank,)),
-        *biases,
-        epilogue=add if low_rank is None else add_low_rank_residual,
-        dtype=layer.dtype,
-        out_dtype=residual.array.dtype,
-    )
+    operands = (residual.array, *(() if low_rank is None else (low_rank,)), *biases)
+    epilogue = add if low_rank is None else add_low_rank_residual
+    out = project(x, kernel, *operands, epilogue=epilogue, dtype=layer.dtype, out_dtype=residual.array.dtype)
     if not residual.is_stream:
         return out
     return Stream(*out) if residual.has_sums else Stream(out)

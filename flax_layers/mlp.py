@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import halves_apart, placed_alike
+from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import (
@@ -50,14 +51,22 @@ class _FeedForward(nnx.Module):
     dtype: DTypeLike | None
 
     @overload
+    def __call__(self, x: coda.Value) -> coda.Value: ...
+    @overload
     def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
     @overload
     def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None) -> jax.Array | Stream:
+    def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
-        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`.
+        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`. A `coda.Value` gives a value.
+
+        Raises:
+          TypeError: beside a value a residual, or a module that is neither a Linear nor a low-rank adapter of one.
         """
+        if isinstance(x, coda.Value):
+            on_values.check_call(self, [*self._replaced(), self.down], residual=residual)
+            return on_values.linear(self.down, on_values.hidden(self._hidden(x)))
         up, down = self._up(), self.down
         if not isinstance(up, _Up):
             hidden, passed = self._apart(up, x)
@@ -92,6 +101,14 @@ class _FeedForward(nnx.Module):
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
         """The hidden activation of what the modules of `_up` make."""
+        raise NotImplementedError
+
+    def _replaced(self) -> list[Any]:
+        """The modules that make the hidden activation, Linears or in the place of them."""
+        raise NotImplementedError
+
+    def _hidden(self, x: coda.Value) -> Any:
+        """The hidden activation of a value."""
         raise NotImplementedError
 
     def _apart(self, ups: list[Any], x: jax.Array | Stream | DeferredNorm) -> tuple[jax.Array, Any]:
@@ -183,6 +200,14 @@ class GatedMLP(_FeedForward):
         gate, up = zs if self.separate_gate_up else jnp.moveaxis(halves_apart(zs[0]), -2, 0)
         return self.activation(gate) * up
 
+    def _replaced(self) -> list[Any]:
+        if self.separate_gate_up:
+            return [self.gate, self.up]
+        return [self.gate_up] if isinstance(self.gate_up, nnx.Module) else []
+
+    def _hidden(self, x: coda.Value) -> Any:
+        return on_values.gated(x, (self.gate, self.up) if self.separate_gate_up else self.gate_up, self.activation)
+
 
 class MLP(_FeedForward):
     """Feed-forward layer without a gate.
@@ -228,6 +253,12 @@ class MLP(_FeedForward):
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
         return self.activation(zs[0])
+
+    def _replaced(self) -> list[Any]:
+        return [self.up]
+
+    def _hidden(self, x: coda.Value) -> Any:
+        return on_values.activated(x, self.up, self.activation)
 
 
 def _paired(kernel: Any) -> Any:

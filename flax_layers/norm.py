@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,17 @@ class _Norm(nnx.Module):
     num_features: int
     dtype: DTypeLike | None
 
-    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
+    def _deferred(self, x: Any) -> Any:
         raise NotImplementedError
 
     @overload
     def __call__(self, x: Stream) -> DeferredNorm: ...
     @overload
     def __call__(self, x: jax.Array) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream) -> jax.Array | DeferredNorm:
-        """Normalises the rows of x (..., D).
+    @overload
+    def __call__(self, x: coda.Value) -> coda.Value: ...
+    def __call__(self, x: jax.Array | Stream | coda.Value) -> Any:
+        """Normalises the rows of x (..., D); of a `coda.Value`, or a Stream of one, the result is a value.
 
         Raises:
           TypeError: a norm not yet applied, which is normalised already.
@@ -40,7 +42,7 @@ class _Norm(nnx.Module):
         if x.shape[-1] != self.num_features:
             raise ValueError(f"{name} over {self.num_features} features got an input of shape {x.shape}")
         y = self._deferred(x)
-        return y if isinstance(x, Stream) else y.array().astype(self.dtype or x.dtype)
+        return y if isinstance(x, Stream | coda.Value) else y.array().astype(self.dtype or x.dtype)
 
 
 class RMSNorm(_Norm):
@@ -82,10 +84,14 @@ class RMSNorm(_Norm):
     @property
     def whole_scale(self) -> jax.Array:
         """scale_offset + scale, (D,)."""
-        scale = self.scale[...]
-        return scale.astype(jnp.float32) + self.scale_offset if self.scale_offset else scale
+        scale: Any = self.scale[...]
+        if self.scale_offset:
+            wide = scale if isinstance(scale, coda.Value) else scale.astype(jnp.float32)
+            scale = wide + self.scale_offset
+        whole: jax.Array = scale
+        return whole
 
-    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
+    def _deferred(self, x: Any) -> Any:
         return coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)
 
 
@@ -128,6 +134,6 @@ class LayerNorm(_Norm):
         self.epsilon = epsilon
         self.dtype = dtype
 
-    def _deferred(self, x: jax.Array | Stream) -> DeferredNorm:
+    def _deferred(self, x: Any) -> Any:
         bias = None if self.bias is None else self.bias[...]
         return coda.layer_norm(x, self.scale[...], bias, epsilon=self.epsilon)

@@ -196,7 +196,7 @@ def test_stock_nnx_modules_with_the_same_parameters():
 
 
 def test_the_residual_s_cotangent_joins_the_norm_s():
-    """The gradient of a LayerNorm is one pass, which adds the residual's cotangent too; no other pass is left to XLA."""
+    """The gradient of a LayerNorm is one pass, which adds the residual's cotangent; no other is left to XLA."""
     config = layers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=4)
     block = gpt2_block(config, rngs=nnx.Rngs(0))
     found = coda.explain(jax.grad(lambda x: block(x).sum()), jnp.ones((2, 16, 32)), platform="cuda").blocks

@@ -85,6 +85,8 @@ def trace(
         `ByGroup` are (G, N), (G, N/2), (G, 1) or (G,), and f sees those of each row's group, (M, N) and so on.
       group_offsets: (G + 1,) int32, beside operands by group and of a product that has groups; see groups.py.
 
+    An f that has a dict as its attribute `traced` is the same whenever it is traced, and is traced once for each types.
+
     Returns:
       The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones; the last
       are the offsets of groups, if there are any.
@@ -94,6 +96,21 @@ def trace(
         against acc.
       ValueError: operands by group and groups that do not go together.
     """
+    known: dict[Any, Epilogue] | None = getattr(f, "traced", None)
+    if known is None or group_offsets is not None:
+        return _traced(f, acc, operands, group_offsets)
+    key = (acc, *operands), jax.sharding.get_abstract_mesh()
+    if key not in known:
+        found, captured = _traced(f, acc, operands, None)
+        if captured:  # others the next time
+            return found, captured
+        known[key] = found
+    return known[key], ()
+
+
+def _traced(
+    f: Callable[..., Any] | None, acc: Any, operands: Sequence[Any], group_offsets: Any
+) -> tuple[Epilogue, tuple[Any, ...]]:
     f = _identity if f is None else f
     named = f.func if isinstance(f, partial) else f
     name = getattr(named, "__name__", type(named).__name__).strip("<>")

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
@@ -60,12 +59,18 @@ class Graph:
         return outputs
 
     def made(
-        self, plan: Plan, known: Mapping[Value, jax.Array], out_dtypes: Sequence[Any], *, which: str = "forward"
+        self,
+        plan: Plan,
+        known: Mapping[Value, jax.Array],
+        out_dtypes: Sequence[Any],
+        *,
+        which: str = "forward",
+        names: Mapping[Value, str] | None = None,
     ) -> list[jax.Array]:
         """Runs the plan of this pass and returns its values in these dtypes."""
         name = self.name if which == "forward" else f"{self.name}_{which}"
         options: dict[str, Any] = {"name": name, "rows": self.rows, "implementation": self.implementation}
-        outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, **options)
+        outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, names=names, **options)
         if outputs:
             text, not_local = self._described(plan, name)
             outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{text}")
@@ -156,13 +161,7 @@ class Derivative:
         """The outputs, and what a backward pass takes."""
         graph, known = self.graph, self.graph.known(arrays)
         dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
-        made = graph.made(self.forward_plan, known, dtypes)
-        named: dict[Any, Any] = {}
-        for i, (value, x) in enumerate(zip([*graph.outputs, *self.kept], made, strict=True)):
-            if (name := self._names.get(value)) is not None:
-                key = value, x.dtype  # an output that is kept is one array
-                named[key] = made[i] = named[key] if key in named else checkpoint_name(x, name)
-        count = len(graph.outputs)
+        made, count = graph.made(self.forward_plan, known, dtypes, names=self._names), len(graph.outputs)
         return made[:count], (arrays, made[count:], self)
 
     @functools.cached_property
@@ -178,10 +177,14 @@ class Derivative:
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:
-        """Of the outputs and the kept values: a value's name is that of the tiles that it is made again of too."""
+        """Of the outputs and the kept values: a value's name is that of the tiles that it is made again of too.
+
+        Vectors that a product's epilogue stores have the name of a tile beside them: the product is then not run again.
+        """
         kept, names = frozenset(self.kept), {x: x.name for x in self.graph.outputs if x.name is not None}
         for value in reachable([*self.graph.outputs, *self.kept]):
             if value.name is not None:
+                names.setdefault(value, value.name)
                 open_ = [value]
                 while open_:
                     x = open_.pop()
@@ -189,6 +192,11 @@ class Derivative:
                         names.setdefault(x, value.name)
                     elif isinstance(x, Map):
                         open_ += [of for of in x.inputs if of.is_tile]
+        for step in self.forward_plan.steps:
+            of_tiles = [names[x] for x in step.stores if x.is_tile and x in names]
+            for x in step.stores if of_tiles else []:
+                if not x.is_tile:
+                    names.setdefault(x, of_tiles[0])
         return names
 
     @functools.cached_property

@@ -67,6 +67,7 @@ class Plan:
       by_xla: the maps that XLA makes and that lie in memory, in order.
       factors_alone: the tiles in memory that products alone read, as factors.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
+      epilogues: of what runs the plan, by the step's number.
     """
 
     def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
@@ -78,6 +79,7 @@ class Plan:
         self._epilogue: dict[Value, int] = {}  # whose epilogue makes it
         self._lengths = [0] * len(products)  # of their epilogues, in instructions
         self.too_long: set[Value] = set()
+        self.epilogues: dict[int, Callable[..., Any]] = {}
         self.place: dict[Value, Place] = {}
         for value in order:
             has_halves(value)

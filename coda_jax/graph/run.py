@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
@@ -39,6 +40,7 @@ def run(
     name: str,
     rows: Sequence[Any] = (),
     implementation: str = "auto",
+    names: Mapping[Value, str] | None = None,
 ) -> list[Any]:
     """The arrays of what the plan makes; a factor that is kept may be a tuple of these, pieces of one.
 
@@ -49,13 +51,14 @@ def run(
       name: of the graph, in messages and in the kernels' names.
       rows: the axes that arrays have in the place of a block's rows; none where these are one axis.
       implementation: as in `gemm`.
+      names: for the policies of `jax.checkpoint`, of what lies in memory.
     """
     stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
     for value, of in zip(plan.wanted, out_dtypes, strict=True):
         stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
     parts = {x: list(of) for x, of in arrays.items() if isinstance(of, tuple)}
     arrays = {x: of for x, of in arrays.items() if x not in parts}
-    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation)
+    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {})
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
@@ -73,6 +76,7 @@ class _Run:
     dtypes: dict[Value, np.dtype[Any]]
     rows: tuple[Any, ...]
     implementation: str
+    names: Mapping[Value, str]
 
     def __post_init__(self) -> None:
         self.passing: dict[Value, Part | Pieces] = {}
@@ -95,7 +99,7 @@ class _Run:
             x = whole(self._in_pass(value))
             array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
             array = array.astype(self.dtype_of(value)) if value in self._by_xla else array
-            self.arrays[value] = self.constrained(value, array)
+            self.arrays[value] = self._named(value, self.constrained(value, array))
         return self.arrays[value]
 
     def result(self, value: Value, dtype: Any) -> Any:
@@ -141,20 +145,13 @@ class _Run:
         spec = self._spec_of_rows(stores)
         a, b = self._factors(of, spec)
         operands = {x: self._as_operand(x, spec, b) for x in self.plan.operands(step)}
-        vectors = [x for x in operands if is_of_rows(x)]
-
-        def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-            values: dict[Value, jax.Array] = {of: acc}
-            for value, x in zip(operands, arrays, strict=True):
-                values[value] = x.reshape(value.shape) if value in vectors else x
-            return [_made(value, values) for value in stores]
-
-        epilogue.__name__ = name
+        if step not in self.plan.epilogues:
+            self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores)
         outputs, _ = product(
             a,
             b,
             list(operands.values()),
-            None if stores == [of] else epilogue,
+            None if stores == [of] else self.plan.epilogues[step],
             lambda _: [self.dtype_of(value) for value in stores],
             self._options(self.plan.steps[step], a, b, operands),
             None if of.groups is None else self.known(of.groups),
@@ -162,7 +159,12 @@ class _Run:
         for value, x in zip(stores, outputs, strict=True):
             if not value.is_tile and spec is not None and has_rows(value):
                 x = constrained(x, jax.P(*spec))
-            self.arrays[value] = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
+            x = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
+            self.arrays[value] = self._named(value, x)
+
+    def _named(self, value: Value, x: jax.Array) -> jax.Array:
+        named: jax.Array = checkpoint_name(x, self.names[value]) if value in self.names else x
+        return named
 
     def constrained(self, value: Value, x: jax.Array) -> jax.Array:
         """x, lying as the author says; where columns are several axes of the author's, as its rows do."""
@@ -226,7 +228,7 @@ class _Run:
             b = [self._as_matrix(of.b, x) for x in b]
             if of.transpose_a:
                 a = [self._as_matrix(of.a, x) for x in a]
-        if spec is not None and not of.transpose_a and has_rows(of.a):
+        if spec is not None and of.a.spec is None and not of.transpose_a and has_rows(of.a):
             a = [constrained(x, jax.P(*spec, None)) for x in a]
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]
@@ -249,6 +251,20 @@ class _Run:
         rows = self.rows if self.rows and has_rows(value) else value.shape[:1]
         columns = value.shape[1:]
         return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)
+
+
+def _epilogue(name: str, product: Product, operands: Sequence[Value], stores: Sequence[Value]) -> Callable[..., Any]:
+    """A function of the product and of these operands that gives what is stored."""
+
+    def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        values: dict[Value, jax.Array] = {product: acc}
+        for value, x in zip(operands, arrays, strict=True):
+            values[value] = x.reshape(value.shape) if is_of_rows(value) else x
+        return [_made(value, values) for value in stores]
+
+    epilogue.__name__ = name
+    epilogue.traced = {}  # type: ignore[attr-defined]  # it closes over no array
+    return epilogue
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

@@ -20,6 +20,7 @@ from flax_layers.moe.balancing import RouterStatistics, router_statistics
 from flax_layers.moe.expert_parallel import expert_parallel
 from flax_layers.moe.experts import Experts
 from flax_layers.moe.router import Router, Scoring
+from flax_layers.on_values import is_value
 
 
 class MoE(nnx.Module):
@@ -143,7 +144,12 @@ class MoE(nnx.Module):
 
         Raises:
           ValueError: x, residual or token_mask of another shape.
+          TypeError: x is a value of a coda.block.
         """
+        if is_value(x):
+            raise TypeError(
+                "MoE: x is a value of a coda.block; its router takes arrays, as a TransformerBlock gives them"
+            )
         target = Sum.of(residual, x)
         formed = array(x)
         features = self.router.kernel.shape[0]
