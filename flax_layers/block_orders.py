@@ -73,7 +73,7 @@ class _OrderedBlock(nnx.Module):
         """
         block = constrain_parameters(self)
         stream = named(constrain(Stream.of(x), *STREAM), LAYER_INPUT)
-        if cache is None:
+        if cache is None and not _is_watched(block.attention):
             angles = block.attention._angles(x.shape, positions)
             of_values = _block(type(self).__name__, on_values.dtype_of_products(block, x))
             rules = normalized(spmd.get_logical_axis_rules())
@@ -84,11 +84,22 @@ class _OrderedBlock(nnx.Module):
 
         def attention(h: Any) -> Any:
             nonlocal longer
+            if cache is None:
+                return block.attention(h, **options)
             attended, longer = block.attention(h, cache=cache, **options)
             return attended
 
         y = block._ordered(stream, attention, block.mlp)
-        return _as(Stream.of(y).with_statistic() if isinstance(x, Stream) else y, x.dtype), longer
+        y = _as(Stream.of(y).with_statistic() if isinstance(x, Stream) else y, x.dtype)
+        return y if cache is None else (y, longer)
+
+
+_CALL = Attention.__call__
+
+
+def _is_watched(attention: Any) -> bool:
+    """Whether calls of layers are replaced, as by `nnx.tabulate`, which sees arrays: each is called by itself then."""
+    return isinstance(attention, Attention) and Attention.__call__ is not _CALL
 
 
 def _as(x: Any, dtype: Any) -> Any:

@@ -32,6 +32,13 @@ def layer_normalized():
     return layers.LayerNorm(16, rngs=rngs())(STREAM)
 
 
+def ordered(block, norms):
+    """A block of another order, with so many norms, by the names of its arguments."""
+    parts = {"attention": layers.Attention(16, 2, rngs=rngs()), "mlp": layers.GatedMLP(16, 24, rngs=rngs())}
+    parts |= {name: layers.RMSNorm(16, rngs=rngs()) for name in norms}
+    return block(**parts), [STREAM], {}
+
+
 # name -> module, positional arguments, keywords
 CALLS = {
     "Attention": lambda: (layers.Attention(16, 2, rngs=rngs()), [normalized()], {"residual": True}),
@@ -48,7 +55,13 @@ CALLS = {
     "Llama": lambda: (layers.Llama(LLAMA, rngs=rngs()), [TOKENS], {}),
     "MLP": lambda: (layers.MLP(16, 24, use_bias=True, rngs=rngs()), [layer_normalized()], {"residual": X}),
     "MoE": lambda: (layers.MoE(16, 24, 4, 2, shared_features=8, rngs=rngs()), [normalized()], {"residual": X}),
+    "NormBeforeSumBlock": lambda: ordered(layers.NormBeforeSumBlock, ["attention_norm", "mlp_norm"]),
+    "ParallelBlock": lambda: ordered(layers.ParallelBlock, ["norm"]),
+    "PostNormBlock": lambda: ordered(layers.PostNormBlock, ["attention_norm", "mlp_norm"]),
     "RMSNorm": lambda: (layers.RMSNorm(16, rngs=rngs()), [STREAM], {}),
+    "SandwichNormBlock": lambda: ordered(
+        layers.SandwichNormBlock, ["attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"]
+    ),
     "TransformerBlock": lambda: (gpt2_block(GPT2, rngs=rngs()), [jnp.ones((2, 8, 32))], {}),
     "LlamaBlock": lambda: (
         layers.LlamaBlock(16, 24, 2, rngs=rngs()),
