@@ -133,7 +133,21 @@ def _block(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     return coda.block(dtype=dtype, name=name)(of_values)
 
 
-class PostNormBlock(_OrderedBlock):
+class _NormBehindBlock(_OrderedBlock):
+    """A block with a norm behind each sub-layer."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        attention_norm: RMSNorm | LayerNorm,
+        mlp: GatedMLP | MLP,
+        mlp_norm: RMSNorm | LayerNorm,
+    ):
+        self.attention, self.attention_norm = attention, attention_norm
+        self.mlp, self.mlp_norm = mlp, mlp_norm
+
+
+class PostNormBlock(_NormBehindBlock):
     """Transformer block with a norm behind each sum, the order of the first Transformer and of BERT.
 
         x1 = attention_norm(x + attention(x));  y = mlp_norm(x1 + mlp(x1))
@@ -146,22 +160,12 @@ class PostNormBlock(_OrderedBlock):
       mlp: of (..., D).
     """
 
-    def __init__(
-        self,
-        attention: Attention,
-        attention_norm: RMSNorm | LayerNorm,
-        mlp: GatedMLP | MLP,
-        mlp_norm: RMSNorm | LayerNorm,
-    ):
-        self.attention, self.attention_norm = attention, attention_norm
-        self.mlp, self.mlp_norm = mlp, mlp_norm
-
     def _ordered(self, stream: Any, attention: _Layer, mlp: _Layer) -> Any:
         x = self.attention_norm(in_stream(stream.x + attention(stream.x), ATTENTION_OUTPUT))
         return self.mlp_norm(in_stream(x + mlp(x), LAYER_OUTPUT))
 
 
-class NormBeforeSumBlock(_OrderedBlock):
+class NormBeforeSumBlock(_NormBehindBlock):
     """Transformer block with a norm behind each sub-layer, before the sum, the order of OLMo 2.
 
         x1 = x + attention_norm(attention(x));  y = x1 + mlp_norm(mlp(x1))
@@ -173,16 +177,6 @@ class NormBeforeSumBlock(_OrderedBlock):
       attention_norm, mlp_norm: over D features.
       mlp: of (..., D).
     """
-
-    def __init__(
-        self,
-        attention: Attention,
-        attention_norm: RMSNorm | LayerNorm,
-        mlp: GatedMLP | MLP,
-        mlp_norm: RMSNorm | LayerNorm,
-    ):
-        self.attention, self.attention_norm = attention, attention_norm
-        self.mlp, self.mlp_norm = mlp, mlp_norm
 
     def _ordered(self, stream: Any, attention: _Layer, mlp: _Layer) -> Any:
         x = in_stream(stream.x + self.attention_norm(attention(stream.x)), ATTENTION_OUTPUT)

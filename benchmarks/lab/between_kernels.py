@@ -81,7 +81,7 @@ def allowed(
     return Allowed(why, *places, only)
 
 
-# Of the norms' products forward, and of them backward: dx and dW.
+# The kernels that a norm's scale goes into forward, and those that make dx and dW backward.
 QKV, QKV_BACKWARD = "qkv_projection_0", "qkv_projection_backward_0 qkv_projection_backward_1"
 MLP, MLP_BACKWARD = "gated_mlp_1", "gated_mlp_backward_2 gated_mlp_backward_3"
 NORM_BACKWARD = f"{QKV_BACKWARD} {MLP_BACKWARD}"

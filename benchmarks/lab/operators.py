@@ -26,7 +26,7 @@ _THETA = 10_000.0  # of rotary angles
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the arrays: rows are (batch, length), and all numbers of columns."""
+    """The arrays' sizes: rows are (batch, length), all others are numbers of columns."""
 
     batch: int = 2
     length: int = 8192
@@ -54,7 +54,7 @@ class Times(NamedTuple):
 
     @property
     def others(self) -> float:
-        """Of XLA's passes."""
+        """The time that XLA's passes take."""
         return self.total - sum(self.kernels)
 
 

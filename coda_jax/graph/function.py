@@ -177,7 +177,7 @@ class Derivative:
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:
-        """Of the outputs and the kept values: a value's name is that of the tiles that it is made again of too.
+        """The names of outputs and kept values: tiles from which a named value is made again have its name.
 
         Vectors that a product's epilogue stores have the name of a tile beside them: the product is then not run again.
         """
@@ -269,9 +269,9 @@ class _Backward(Backward):
         return tuple(None if of is None else next(made).reshape(x.shape) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
-        """Of a batch that shares all that has no rows the pass of more rows."""
+        """The pass of more rows, where the batch shares all that has no rows."""
         whole = self.graph.of_whole_batch(size)
-        # Of an output that the batch shares JAX gives the cotangent once for all.
+        # JAX gives one cotangent for all of an output that the batch shares.
         given = jax.tree.map(lambda x, has_batch: x if has_batch else _first_of(size, x), cotangents, batched[1])
         (arrays, values, derivative), (of_arrays, of_values, _) = kept, batched[0]
         if whole is not None:

@@ -1,4 +1,4 @@
-"""What the library's own operators write on values, beside what any author of a block writes."""
+"""The library's operators write their lines with these functions, beside what any author of a block has."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.author import Argument, Computed, Value, mapped_values
 from coda_jax.graph.normed import NormedValue
-from coda_jax.graph.values import Product, kept_weight, mapped
+from coda_jax.graph.values import Product, kept_weight
 from coda_jax.graph.values import Value as Node
 
 
@@ -79,15 +77,6 @@ def column(x: Value) -> Value:
     return Computed(x._trace, x._viewed((*x.shape, 1)), plain)
 
 
-def row_sums(x: Value) -> Value:
-    """(...,), the row sums of x * x, a vector, so that a batch of rows is more rows; no gradient flows through it."""
-    plain = None
-    if x._plain is not None:
-        plain = jnp.sum(jnp.square(lax.stop_gradient(x._plain).astype(FLOAT32)), axis=-1)
-    sums = mapped(_squares_of_rows, x._node, derived="sum of squares")
-    return Computed(x._trace, sums, plain, x.shape[:-1])
-
-
 def like(value: Value, x: Value) -> Value:
     """A product, sharded as x over explicit mesh axes."""
     if isinstance(value._node, Product):
@@ -99,11 +88,6 @@ def stored(value: Value, dtype: Any) -> Value:
     """A result of the block, in this dtype."""
     value.dtype = np.dtype(dtype)
     return value
-
-
-def _squares_of_rows(x: jax.Array) -> jax.Array:
-    x = lax.stop_gradient(x)
-    return jnp.sum(x * x, axis=1)
 
 
 def _concatenated(*arrays: jax.Array) -> jax.Array:

@@ -3,9 +3,8 @@
     rstd[m] = rsqrt(sumsq[m] / D + epsilon),   sumsq[m] = sum_j x[m, j]^2
     z = norm(x) W = u = rstd * (x W'),   W' = scale[:, None] * W
 
-Of its backward pass two things are stated, which no derivative gives: the statistic is known, and its gradient goes to
-x; the sum that rstd's gradient needs is made of u, which is kept, and not of x W'. With t = rstd * dz the rest is
-derived:
+The backward pass states two things, which no derivative gives: the statistic is known, and its gradient goes to x; the
+sum that rstd's gradient needs is made of u, which is kept, and not of x W'. With t = rstd * dz the rest is derived:
 
     s[m] = sum_n dz[m, n] u[m, n]                       in the epilogue that makes dz
     dx = t W'^T - x * (rstd^2 s / D)                    in that of t W'^T, with other cotangents of x
@@ -120,9 +119,13 @@ def layer_norm(x: Value, scale: Value, bias: Value | None, epsilon: float, dtype
     return NormValues(x, rstd, scale, mean, bias, np.dtype(dtype))
 
 
-def sum_of_squares(x: Value) -> Value:
-    """(M, 1), the row sums of x * x: a cache of a function of x, which has no cotangent of its own."""
-    squares = lambda x: jnp.sum(jnp.square(lax.stop_gradient(x)), axis=1, keepdims=True)  # noqa: E731
+def sum_of_squares(x: Value, *, is_column: bool = True) -> Value:
+    """(M, 1) or (M,), the row sums of x * x: a cache of a function of x, which has no cotangent of its own."""
+
+    def squares(x: jax.Array) -> jax.Array:
+        x = lax.stop_gradient(x)
+        return jnp.sum(x * x, axis=1, keepdims=is_column)
+
     sums: Value = mapped(squares, x, derived="sum of squares")
     return sums
 

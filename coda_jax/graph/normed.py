@@ -70,9 +70,12 @@ def _check_width(name: str, x: Value, **vectors: Value | None) -> None:
             )
 
 
-def sum_of_squares(x: Value) -> Value:
-    """(...,), the row sums of the squares of a value (..., D), through which no gradient flows."""
+def sum_of_squares(x: Value, *, is_column: bool = True) -> Value:
+    """(...,), the row sums of the squares of a value (..., D), through which no gradient flows.
+
+    In the graph they are a column (M, 1), as norms read them; or a vector, of which a batch of rows is more rows.
+    """
     plain = None
     if x._trace.is_plain:
         plain = jnp.sum(jnp.square(lax.stop_gradient(x._array()).astype(FLOAT32)), axis=-1)
-    return Computed(x._trace, norms.sum_of_squares(x._node), plain, x.shape[:-1])
+    return Computed(x._trace, norms.sum_of_squares(x._node, is_column=is_column), plain, x.shape[:-1])

@@ -76,13 +76,13 @@ def _unflattened(
     out: Any = equation.outvars[0].aval
     name, shape = equation.primitive.name, tuple(out.shape)
     rows, has_halves = found[0].rows, any(x.halves for x in found)
-    added, size = len(rows) - 1, math.prod(rows)
+    size = math.prod(rows)
 
     def bound(arrays: Sequence[Any], **params: Any) -> list[jax.Array]:
         return list(bind(equation.primitive, arrays, equation.params | params))
 
     if name in ELEMENTWISE:
-        like = _Axes(rows, size, next((x.array.shape[-2:] for x in found if x.halves), None))
+        like = _Axes(rows, next((x.array.shape[-2:] for x in found if x.halves), None))
         made = bound([like.of(x) for x in inputs])
         return [Unflattened(x, rows, has_halves) for x in made]
     if name in _REDUCTIONS:
@@ -90,10 +90,10 @@ def _unflattened(
     if has_halves or name not in _BY_AXIS:
         return None
     keeps_rows = bool(shape) and same_size(shape[0], size) and all(same_size(x.shape[0], size) for x in found)
-    params = _BY_AXIS[name](equation.params, _Shift(rows, added)) if keeps_rows else None
+    params = _BY_AXIS[name](equation.params, _Shift(rows)) if keeps_rows else None
     if params is None:
         return None
-    like = _Axes(rows, size, None)
+    like = _Axes(rows, None)
     return [Unflattened(x, rows) for x in bound([like.of(x) for x in inputs], **params)]
 
 
@@ -102,7 +102,6 @@ class _Axes:
     """The axes that arrays of so many rows have, and columns that are `halves`, (2, N / 2)."""
 
     rows: tuple[Any, ...]
-    size: Any
     halves: tuple[Any, ...] | None
 
     def of(self, x: Any) -> Any:
@@ -110,7 +109,7 @@ class _Axes:
         own = np.shape(x)
         if not own:
             return x
-        lead = self.rows if same_size(own[0], self.size) else (1,) * len(self.rows)
+        lead = self.rows if same_size(own[0], math.prod(self.rows)) else (1,) * len(self.rows)
         if not same_size(math.prod(lead), own[0]):
             return flat(x)
         rest = own[1:]
@@ -143,7 +142,10 @@ class _Shift:
     """Where the axes of matrices are, when M is several axes."""
 
     rows: tuple[Any, ...]
-    added: int
+
+    @property
+    def added(self) -> int:
+        return len(self.rows) - 1
 
     def axis(self, axis: int) -> int | None:
         return axis + self.added if axis else None

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.graph.author import Value
-from coda_jax.graph.lines import fused, like, product, row_sums, stored
+from coda_jax.graph.lines import fused, like, product, stored
+from coda_jax.graph.normed import sum_of_squares
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.run import norm_value, row_spec, run_operator
 from coda_jax.operators.stream import Stream, array, separate_residual
@@ -86,7 +87,7 @@ def _feed_forward(
     hidden = fused("activated", activated, z, up_bias, activation=activation).constrained(hidden_sharding)
     acc = like(product(hidden, [down], keep_weights=keep_weights), h.x)
     y = stored(fused("add_residual", add_residual, acc, h.x if adds_x else other, down_bias), out_dtype)
-    return (y,) if h.norm.mean is not None else (y, row_sums(y))
+    return (y,) if h.norm.mean is not None else (y, sum_of_squares(y, is_column=False))
 
 
 def _of_columns(spec: jax.P | None, w: Value) -> jax.P | None:
