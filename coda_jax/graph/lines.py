@@ -28,16 +28,21 @@ def fused(
     **options: Any,
 ) -> Any:
     """x.map(f, *operands, inverse=inverse) under a name; f gets operands that are None as None, and the options."""
-    present = [of is not None for of in operands]
-
-    def with_options(x: jax.Array, *arrays: jax.Array) -> Any:
-        given = iter(arrays)
-        return f(x, *(next(given) if flag else None for flag in present), **options)
-
-    with_options.__name__ = name
+    function = with_absent(functools.partial(f, **options), [of is not None for of in operands])
+    function.__name__ = name
     back = None if inverse is None else functools.partial(inverse, **options)
     inputs = [x, *(of for of in operands if of is not None)]
-    return mapped_values(x._trace, with_options, inputs, inverse=back, derived=derived)
+    return mapped_values(x._trace, function, inputs, inverse=back, derived=derived)
+
+
+def with_absent(f: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+    """f(x, *operands) as a function of x and of the operands that are present; f gets the others as None."""
+
+    def of_present(x: jax.Array, *arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        return f(x, *(next(given) if flag else None for flag in present))
+
+    return of_present
 
 
 def by_xla(name: str, f: Callable[..., Any], x: Value, *operands: Value | None, **options: Any) -> Any:
