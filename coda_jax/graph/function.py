@@ -257,7 +257,7 @@ class _Backward(Backward):
         backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
         known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
         known |= graph.known(arrays)
-        made_again: set[Value] = {x for x in reachable(backward.plan.by_xla, derivative.kept) if isinstance(x, Leaf)}
+        made_again = {*backward.plan.leaves_of_passes}
         made_again |= graph.weights & {x for of in backward.plan.steps for x in of.product.inputs}
         again = [x for x in graph.leaves if x in made_again]
         # Without a barrier XLA would keep what the forward pass made of these leaves, or what it cast them to.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from coda_jax.graph.calls import Result
 from coda_jax.graph.plan import remembered
-from coda_jax.graph.values import Leaf, Map, Turned, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Turned, Value, inputs_read, reachable
 
 
 def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value]:
@@ -105,7 +104,4 @@ def _is_of_leaves(value: Value) -> bool:
 @remembered
 def _is_of_vectors(value: Value) -> bool:
     """True for what is computed from vectors and scalars among the leaves alone."""
-    read: Sequence[Value] = value.inputs
-    if isinstance(value, Map) and value.pullback is not None:  # what it is formally a function of it may not read
-        read = list(itertools.compress(value.inputs, value.primal()[1]))
-    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, read))
+    return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, inputs_read(value)))

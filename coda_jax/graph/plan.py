@@ -28,7 +28,7 @@ from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 # Of an epilogue's maps, as `code_size.instructions` counts them for an element. Of (16384, 2048) @ (2048, 8192) on an
 # H100 a chain of tanh is as fast in the epilogue as in a pass behind it at 257, and 2 % slower at 513.
@@ -66,6 +66,7 @@ class Plan:
       steps: the products, in order.
       by_xla: the maps that XLA makes and that lie in memory, in order.
       factors_alone: the tiles in memory that products alone read, as factors.
+      leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
       epilogues: of what runs the plan, by the step's number.
     """
@@ -97,6 +98,7 @@ class Plan:
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
         read = [x for step in range(len(products)) for x in self.operands(step)]
         read += _leaves([x for of in self.by_xla for x in of.inputs], self._behind_pass)
+        self.leaves_of_passes = frozenset(x for x in self._read_by_passes() if isinstance(x, Leaf))
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
 
     # --- where values are known
@@ -176,6 +178,12 @@ class Plan:
         """What a pass reads to make for itself what it reads; None for what it reads in memory."""
         by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
         return value.inputs if by_xla and value not in self._in_memory else None
+
+    def _read_by_passes(self) -> list[Value]:
+        def behind(value: Value) -> Sequence[Value] | None:
+            return None if self._behind_pass(value) is None else inputs_read(value)
+
+        return _leaves([x for of in self.by_xla for x in inputs_read(of)], behind)
 
     def operands(self, step: int) -> list[Value]:
         """The values that its epilogue reads beside this product, as its stores need them."""

@@ -363,6 +363,13 @@ def lies(value: Value, spec: jax.P | None) -> None:
                 lies(x, spec)
 
 
+def inputs_read(value: Value) -> Sequence[Value]:
+    """The inputs that are read: one with a pullback is formally a function of more."""
+    if isinstance(value, Map) and value.pullback is not None:
+        return list(itertools.compress(value.inputs, value.primal()[1]))
+    return value.inputs
+
+
 def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:
     """What these values are made of, and they, inputs before users; but not what those that are given are made of."""
     stops, found = set(given), set(wanted)
