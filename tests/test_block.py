@@ -1,5 +1,7 @@
 """coda.block: values and gradients of blocks of all forms, under transforms; what their authors may write, and not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,6 +211,26 @@ def test_weights_of_several_axes():
     )
     y = coda.block(lambda x, w: x @ w)(random(0, 2, 3, D), random(1, D, 4, 5))
     assert y.shape == (2, 3, 4, 5)
+
+
+def test_kept_weights():
+    """In the products' dtype, or in its place the scale of a norm in it; values and gradients are the same."""
+    x, scale = random(0, M, D).astype(jnp.bfloat16), 1 + random(3, D)
+    up, down = random(1, D, 2 * F), random(2, F, D)
+
+    def f(keep, x, scale, up, down):
+        up, down = (w.kept() if keep else w for w in (up, down))
+        return (coda.rms_norm(x, scale) @ up).map(swiglu) @ down
+
+    found = []
+    for keep in (True, False):
+        block = coda.block(functools.partial(f, keep), name="keeping")
+        y, back = jax.vjp(block, x, scale, up, down)
+        found.append((y, back(jnp.ones_like(y))))
+        kept = [x for x in jax.tree.leaves(back) if x.dtype == jnp.bfloat16]
+        for w in ((scale[:, None] * up).astype(jnp.bfloat16), down.astype(jnp.bfloat16)):
+            assert any(x.shape == w.shape and bool(jnp.all(x == w)) for x in kept) == keep
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_experts():

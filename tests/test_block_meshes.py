@@ -69,3 +69,54 @@ def test_constrained_values():
         found = step(*given)
     assert_close(jax.device_get(found), jax.device_get(want), 1e-4)
     assert "all-gather" not in text
+
+
+def test_opaque_functions_see_how_arrays_lie():
+    """Over explicit mesh axes, forward and in the derivative, whose parts are laid as they are kept."""
+    x, p = arguments(**SIZES)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    seen = []
+
+    def squared(z):
+        seen.append(jax.typeof(z).sharding.spec)
+        local = jax.shard_map(lambda z: z * z / z.shape[-1], in_specs=P("x", None, "y"), out_specs=P("x", None, "y"))
+        return local(z)
+
+    @coda.block
+    def block(x, up, down):
+        return x + coda.opaque(squared, x @ up) @ down
+
+    up, down = p["up"], jnp.concatenate([p["down"]] * 2)
+
+    def plain(x, up, down):
+        z = x @ up
+        return x + (z * z / (z.shape[-1] / 2)) @ down
+
+    want = jax.grad(loss(plain), (0, 1, 2))(x, up, down)
+    with jax.set_mesh(mesh):
+        layout = P("x", None, None), P(None, "y"), P("y", None)
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, up, down), layout, strict=True)]
+        found = jax.jit(jax.grad(loss(block), (0, 1, 2)))(*given)
+    assert seen[0] == P("x", None, "y")
+    assert_close(jax.device_get(found), jax.device_get(want), 1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_weights_of_halves(kind):
+    """A weight (D, 2, F), of which a mesh cuts F."""
+    x, p = arguments(**SIZES)
+    up = p["up"].reshape(SIZES["width"], 2, -1)
+    block = coda.block(lambda x, up, down: x + (x @ up).map(coda.gated(jax.nn.silu)) @ down, name="halves")
+
+    def plain(x, up, down):
+        gate, up = x @ up[:, 0], x @ up[:, 1]
+        return x + (jax.nn.silu(gate) * up) @ down
+
+    want = jax.grad(loss(plain), (0, 1, 2))(x, up, p["down"])
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        layout = P("x", None, None), P(None, None, "y"), P("y", None)
+        args = (x, up, p["down"])
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, layout, strict=True)]
+        found = jax.jit(jax.grad(loss(block), (0, 1, 2)))(*given)
+    assert_close(jax.device_get(found), jax.device_get(want), 1e-4)

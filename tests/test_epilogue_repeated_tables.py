@@ -51,6 +51,11 @@ def rotary_neighbours(acc, cos, sin):
     return turned_neighbours(acc, *over_rows(acc, cos * 2 - cos, sin), DIM)
 
 
+def rotary_of_one_head_of_a_sum(acc, tile, cos, sin):
+    """A tile (M, N) is no table (M, Dh), where the one head has all N columns."""
+    return rotary_of_one_head(acc + tile, cos, sin)
+
+
 def columns_beside_heads(acc, cos, sin):
     """An axis of size 1 before all columns makes no head of them."""
     y = rotary((acc.reshape(M, 1, N) * 2).reshape(M, N), cos, sin)
@@ -79,6 +84,7 @@ CASES = {
     "neighbours": (rotary_neighbours, angles(ROWS, DIM // 2)),
     "two_periods": (two_periods, (normal(1, ROWS, DIM), normal(2, 2 * M // 4, DIM), normal(3, M, 1))),
     "one_head": (rotary_of_one_head, angles(ROWS, N // 2)),
+    "one_head_of_a_sum": (rotary_of_one_head_of_a_sum, (normal(4, M, N), *angles(ROWS, N // 2))),
     "one_head_whole": (rotary_of_one_whole_table, [jnp.tile(x, (1, 2)) for x in angles(ROWS, N // 2)]),
     "one_head_neighbours": (rotary_of_one_heads_neighbours, angles(ROWS, N // 2)),
     "one_head_pairs": (rotary_of_one_heads_pairs, angles(ROWS, N // 2)),

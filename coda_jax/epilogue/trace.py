@@ -1,5 +1,6 @@
 """From a user's function to a checked epilogue."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -174,13 +175,18 @@ def _traced(
             # needs it to be a head.
             if n % 2 or n > _WIDEST_HEAD:
                 raise
-            try:
-                checked = program(Layout(Halves(2, head=n), one_head=True))
-            except NotTileLocalError:
-                raise error from None
+            checked = _of_one_head(program, n, error)
         checked = replace(checked, user_names=UserNames.of(f, name, names))
         epilogue = Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands))
         return epilogue, (*captured, *map(unmarked, offsets))
+
+
+def _of_one_head(program: Callable[[Layout], Program], n: int, error: NotTileLocalError) -> Program:
+    """The program whose head is all N columns; raises `error` if there is none."""
+    for tables_first in (True, False):
+        with contextlib.suppress(NotTileLocalError):
+            return program(Layout(Halves(2, head=n), one_head=True, tables_first=tables_first))
+    raise error from None
 
 
 def _identity(acc: jax.Array) -> jax.Array:
@@ -243,7 +249,7 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     candidates = _beside_acc(n, layout, mark)
     if (head := layout.halves.head) and mark is None:
         of_heads = [*_along_heads(head, Width.FULL), *_along_heads(head // 2, Width.HALF)]
-        candidates = [*of_heads, *candidates] if layout.one_head else [*candidates, *of_heads]
+        candidates = [*of_heads, *candidates] if layout.tables_first else [*candidates, *of_heads]
     elif (
         mark is None
         and not is_final

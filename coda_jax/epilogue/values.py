@@ -76,11 +76,13 @@ class Layout:
       halves: which columns it works on together.
       slices: the columns are taken apart into outputs of their own.
       one_head: all columns are a head, which f makes of them by an axis of size 1.
+      tables_first: there an operand (M, N) is a table of the head, not a tile.
     """
 
     halves: Halves = field(default=Halves())
     slices: bool = False
     one_head: bool = False
+    tables_first: bool = False
 
 
 class NeedsLayout(Exception):

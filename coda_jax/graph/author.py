@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, TABLE, is_of_8_bits, listed
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph import values as nodes
+from coda_jax.graph.arithmetic import Arithmetic
 from coda_jax.graph.calls import as_matrix, begins_with, data_of
 from coda_jax.graph.lazy import Lazy
 from coda_jax.graph.plan import has_rows
@@ -41,6 +41,7 @@ class BlockTrace:
       rows: the axes of the first argument's array but its last.
       is_plain: the author's lines are run as plain JAX, on arrays.
       stated: what the author states of maps, with the arrays, where it is asked for.
+      arrays: what it is given, by the argument's number.
       leaves: what the graph reads of them, by the argument's number and the shape as a value.
       of_rows: which arguments have the rows; None for those that begin with their axes.
     """
@@ -57,6 +58,7 @@ class BlockTrace:
     ):
         self.stated, self.of_rows = stated, of_rows
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
+        self.arrays: list[Any] = []
         self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
         self._numbers = itertools.count()
@@ -65,6 +67,7 @@ class BlockTrace:
     def argument(self, x: Any) -> Argument:
         """The value of one more array, or of `data_of` one of keys."""
         data, number = data_of(x), next(self._numbers)
+        self.arrays.append(data)
         begins = begins_with(data.shape, self.rows) or same_shape(data.shape, self.rows)
         return Argument(
             self,
@@ -98,7 +101,7 @@ class BlockTrace:
         return (*self.rows, *node.shape[1:]) if len(self.rows) > 1 and has_rows(node) else node.shape
 
 
-class Value(Lazy):
+class Value(Arithmetic, Lazy):
     """An array of a block, of which nothing is computed before the block ends.
 
     Values are multiplied, `x @ w`, and go through functions of whole arrays, `x.map(f)`. What the library can make in
@@ -160,6 +163,14 @@ class Value(Lazy):
         self._node.name = name
         return self
 
+    def kept(self) -> Value:
+        """A weight, in the products' dtype, which is kept for the backward pass and not cast anew.
+
+        Where automatic mesh axes cut it as FSDP's do, it is gathered once for both passes, for a copy's memory. With
+        the scale of an RMSNorm in it, that is kept.
+        """
+        return Computed(self._trace, nodes.kept_weight(self._as_weight()), self._plain, self.shape)
+
     def constrained(self, spec: jax.P | None) -> Value:
         """The value, which lies so over the mesh of `jax.set_mesh` where it is in memory; and so does its cotangent."""
         if spec is not None and len(spec) > self.ndim:
@@ -205,6 +216,10 @@ class Value(Lazy):
         made: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
         return made
 
+    def _as_weight(self, lead: int = 1) -> nodes.Value:
+        """It as what multiplies: (K, N), or with lead = 2 one for each group."""
+        return self._viewed((*self.shape[:lead], math.prod(self.shape[lead:])))
+
     def _array(self) -> jax.Array:
         """The array where the author's lines are run as plain JAX."""
         assert self._plain is not None
@@ -226,6 +241,11 @@ class Value(Lazy):
         return self._trace.value(other) @ self
 
     def _times(self, w: Value) -> Value:
+        self._check_factor(w)
+        return Computed(self._trace, self._product(w), self._plain_product(w), (*self.shape[:-1], *w.shape[1:]))
+
+    def _check_factor(self, w: Value) -> None:
+        """Raises ValueError where it cannot be multiplied by w."""
         if self.ndim < 2 or w.ndim < 2 or not same_size(self.shape[-1], w.shape[0]):
             raise ValueError(
                 f"block '{self._trace.name}': {self.shape} @ {w.shape}; they must be (..., K) and (K, ...), each of "
@@ -236,10 +256,9 @@ class Value(Lazy):
                 f"block '{self._trace.name}': {self.shape} @ {w.shape}; the first has not the block's rows, "
                 f"{self._trace.rows}, which are those of its first array. rows= names another argument"
             )
-        return Computed(self._trace, self._product(w), self._plain_product(w), (*self.shape[:-1], *w.shape[1:]))
 
     def _product(self, w: Value) -> nodes.Value:
-        a, b = self._node, w._viewed((w.shape[0], math.prod(w.shape[1:])))
+        a, b = self._node, w._as_weight()
         options: dict[str, Any] = {}
         if isinstance(a, Turned) and not is_of_8_bits(a.dtype):
             a, options["transpose_a"] = a.inputs[0], True
@@ -253,8 +272,10 @@ class Value(Lazy):
         axes = (((self.ndim - 1,), (0,)), ((), ()))
         return lax.dot_general(self._as_factor(), w._as_factor(), axes, preferred_element_type=np.dtype(FLOAT32))
 
-    def _with(self, operation: Callable[[Any, Any], Any], other: Any, *, swapped: bool = False) -> Any:
-        name = operation.__name__
+    def _with(self, operation: Callable[..., Any], *others: Any, swapped: bool = False) -> Any:
+        name, (other, *_) = operation.__name__, others or (None,)
+        if not others:
+            return mapped_values(self._trace, operation, [self], shape=self.shape)
         if isinstance(other, numbers.Real):
             f = named(name, (lambda x: operation(other, x)) if swapped else (lambda x: operation(x, other)))
             return mapped_values(self._trace, f, [self], shape=self.shape)
@@ -268,33 +289,6 @@ class Value(Lazy):
             pair,
             shape=broadcast(f"block '{self._trace.name}': {name}", *(x.shape for x in pair)),
         )
-
-    def __add__(self, other: Any) -> Any:
-        return self._with(operator.add, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._with(operator.add, other, swapped=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other, swapped=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other, swapped=True)
-
-    def __neg__(self) -> Any:
-        return mapped_values(self._trace, operator.neg, [self], shape=self.shape)
 
     def __repr__(self) -> str:
         return f"Value({self.dtype}{list(self.shape)} of block '{self._trace.name}')"
@@ -353,6 +347,10 @@ class Argument(Value):
     @property
     def _opaque_node(self) -> nodes.Value:
         return self._viewed(as_matrix(self.shape, self._trace.rows if self.has_rows else ()))
+
+    def _as_weight(self, lead: int = 1) -> nodes.Value:
+        self.has_halves |= self.ndim == lead + 2 and same_size(self.shape[-2], 2)
+        return super()._as_weight(lead)
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
         leaves, key = self._trace.leaves, (self._number, tuple(shape))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue.dtypes import FLOATS, listed
@@ -19,6 +20,7 @@ from coda_jax.graph.function import Graph
 from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf
 from coda_jax.primitives.call_arguments import check_implementation
+from coda_jax.primitives.mesh_types import explicit_cuts
 
 _SIGNATURES = 64  # of a block, whose graphs are kept
 
@@ -110,6 +112,7 @@ class Block:
     def called(self, of_rows: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs); of_rows says which arrays have the rows, where their shapes are not to say it."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
+        leaves = [jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
         if any(map(_is_value, leaves)):  # a part of the block that these are of
             return self._f(*args, **kwargs)
         given = [data_of(x) for x in leaves if is_array(x)]
@@ -168,7 +171,7 @@ class Block:
 
     def _signature(self, x: Any) -> Hashable:
         if is_array(x):
-            return tuple(x.shape), x.dtype
+            return tuple(x.shape), x.dtype, explicit_cuts(x)
         try:
             hash(x)
         except TypeError:

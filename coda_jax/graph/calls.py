@@ -13,8 +13,9 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_shape
-from coda_jax.graph.on_mesh import on_mesh
+from coda_jax.graph.on_mesh import on_mesh, reshaped_as, typed
 from coda_jax.graph.values import Value, is_float
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, placed
 
 
 class Call:
@@ -25,6 +26,7 @@ class Call:
       jaxpr: the function.
       inputs: its arguments.
       results: the values that it gives.
+      lies_on_mesh: whether it was traced with shardings over explicit mesh axes.
       linear: what it is with what its derivative keeps, by the inputs that are differentiated.
     """
 
@@ -39,6 +41,7 @@ class Call:
         """The call; `rows` are all axes that the rows of the block's arrays are, `shapes` those of the results."""
         self.name, self.jaxpr, self.inputs, self.rows = name, jaxpr, tuple(inputs), rows
         self.linear: dict[tuple[bool, ...], Linear] = {}
+        self.lies_on_mesh = any(x.sharding is not None and explicit_axes(x.sharding.mesh) for x in jaxpr.in_avals)
         given = [None] * len(jaxpr.out_avals) if shapes is None else shapes
         each = enumerate(zip(jaxpr.out_avals, given, strict=True))
         self.results = [
@@ -109,7 +112,12 @@ def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Resul
     linear = [call.linear[x.differentiated].jaxpr for x in results if x.differentiated is not None]
     jaxpr = linear[0] if linear else call.jaxpr
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
-    outputs = on_mesh(jaxpr, [x.reshape(of.shape).astype(of.dtype) for x, of in each])
+    given = [reshaped_as(x, of.shape).astype(of.dtype) for x, of in each]
+    if call.lies_on_mesh:  # it was traced for arrays that lie so
+        placed_so = (placed(x, explicit_sharding(of)) for x, of in zip(given, call.jaxpr.in_avals, strict=True))
+        outputs = core.jaxpr_as_fun(jaxpr)(*placed_so)
+    else:
+        outputs = on_mesh(jaxpr, given)
     return {x: outputs[x.index] for x in results}
 
 
@@ -128,7 +136,7 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
         )
         return list(jax.tree.unflatten(linear.tree, leaves)(of_outputs))
 
-    types = [*linear.types, *(jax.ShapeDtypeStruct(outs[i].shape, outs[i].dtype) for i in present)]
+    types = [*linear.types, *(typed(outs[i]) for i in present)]
     jaxpr = jax.make_jaxpr(backward)(*types)
     wanted = [x for x, flag in zip(call.inputs, is_differentiated, strict=True) if flag]
     inputs, shapes = [*linear.kept, *(cotangents[i] for i in present)], [x.shape for x in wanted]
@@ -151,7 +159,7 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
         trees.append((tree, keys))
         return [*outputs, *(x if of is None else jax.random.key_data(x) for x, of in zip(leaves, keys, strict=True))]
 
-    closed = jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.jaxpr.in_avals))
+    closed = jax.make_jaxpr(forward)(*map(typed, call.jaxpr.in_avals))
     of, count = closed.jaxpr, len(call.results)
     known: dict[Any, Value] = {}
     for var, value in (*zip(of.outvars[:count], call.results, strict=True), *zip(of.invars, call.inputs, strict=True)):
@@ -161,7 +169,7 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
     for i, (var, aval) in enumerate(zip(of.outvars[count:], avals, strict=True), count):
         value = Result(call, i, aval, is_differentiated, aval.shape, has_rows=False)
         kept.append(value if isinstance(var, core.Literal) else known.setdefault(var, value))
-    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    types = list(map(typed, avals))
     tree, keys = trees[-1]
     return Linear(closed, tree, keys, kept, types)
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.epilogue.values import same_size
-from coda_jax.graph.author import Argument, Computed, Value, mapped_values
+from coda_jax.graph.author import Computed, Value, mapped_values
 from coda_jax.graph.normed import NormedValue
 from coda_jax.graph.values import Product, kept_weight
 from coda_jax.graph.values import Value as Node
@@ -46,8 +45,11 @@ def with_absent(f: Callable[..., Any], present: Sequence[bool]) -> Callable[...,
 
 
 def by_xla(name: str, f: Callable[..., Any], x: Value, *operands: Value | None, **options: Any) -> Any:
-    """`fused` of what no epilogue can make, which nobody has to be told of."""
-    return fused(name, f, x, *operands, derived=name, **options)
+    """`fused` of what no kernel's epilogue can make, which nobody has to be told of."""
+    made = fused(name, f, x, *operands, derived=name, **options)
+    for value in jax.tree.leaves(made):
+        value._node.is_pass = True
+    return made
 
 
 def product(x: Value, weights: Sequence[Value], *, keep_weights: bool) -> Value:
@@ -56,6 +58,7 @@ def product(x: Value, weights: Sequence[Value], *, keep_weights: bool) -> Value:
     With keep_weights w is kept for the backward pass in the products' dtype, or in its place the norm's scale in it.
     """
     w = weights[0] if len(weights) == 1 else joined(weights)
+    x._check_factor(w)
     node = _factor(w, 1, keep_weights)
     made = x.norm.product(node) if isinstance(x, NormedValue) else Product(x._node, node)
     return Computed(x._trace, made, x._plain_product(w), (*x.shape[:-1], *w.shape[1:]))
@@ -101,9 +104,5 @@ def _concatenated(*arrays: jax.Array) -> jax.Array:
 
 def _factor(w: Value, lead: int, keep: bool) -> Node:
     """A weight as a matrix, or one for each group; the first `lead` axes are not its columns."""
-    if isinstance(w, Argument) and w.ndim == lead + 2 and same_size(w.shape[-2], 2):
-        w.has_halves = True
-    node = w._viewed((*w.shape[:lead], math.prod(w.shape[lead:])))
-    if keep:
-        return kept_weight(node)
-    return node
+    node = w._as_weight(lead)
+    return kept_weight(node) if keep else node

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import has_narrow_range
-from coda_jax.graph.values import Product, Value, mapped
+from coda_jax.graph.values import Map, Product, Value, mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,10 @@ class NormValues:
         """norm(x) w for w (D, N)."""
         if self.is_applied:
             return Product(self.applied, w)
-        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), w, derived="scale")
-        scaled_weight.is_factor = w.is_factor  # it is kept in the weight's place
+        is_kept = isinstance(w, Map) and w.is_weight
+        of = w.inputs[0] if is_kept else w
+        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), of, derived="scale")
+        scaled_weight.is_factor = is_kept  # in the weight's place
         acc = Product(self.x, scaled_weight)
         scaled: Value = mapped(
             jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True, derived="rms_norm"

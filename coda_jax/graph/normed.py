@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ class NormedValue(Value):
         return self.norm.applied
 
     def _product(self, w: Value) -> Node:
-        return self.norm.product(w._viewed((w.shape[0], math.prod(w.shape[1:]))))
+        return self.norm.product(w._as_weight())
 
 
 def rms_norm(x: Value, sumsq: Value | None, scale: Any, epsilon: float) -> NormedValue:

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
-from coda_jax.epilogue.values import same_size
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.unflattened import ELEMENTWISE
 from coda_jax.jaxprs.bind import Bind, bind
 from coda_jax.jaxprs.evaluate import evaluate
@@ -92,6 +93,25 @@ def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(wanted)))
 
     return [x if of == cuts[first] else beside(x) for x, of in zip(arrays, cuts, strict=True)]
+
+
+def lie_on_explicit_axes(arrays: Sequence[Any]) -> bool:
+    """True for arrays, not types, of which some lie over explicit mesh axes, and none varies over a manual one."""
+    if not all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in arrays) or varying_axes(*arrays):
+        return False
+    return not jax.sharding.get_abstract_mesh().manual_axes and any(any(explicit_cuts(x)) for x in arrays)
+
+
+def typed(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array or a type, with its sharding over explicit mesh axes."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=explicit_sharding(x))
+
+
+def reshaped_as(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
+    """x in this shape, over explicit mesh axes too."""
+    if same_shape(x.shape, shape):
+        return x
+    return _reshaped(x, shape) if any(explicit_cuts(x)) else x.reshape(tuple(shape))
 
 
 def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:

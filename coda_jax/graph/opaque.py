@@ -8,8 +8,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.graph.author import Argument, Computed, Value
+from coda_jax.graph.author import Argument, BlockTrace, Computed, Value
 from coda_jax.graph.calls import Call, is_key
+from coda_jax.graph.function import Graph
+from coda_jax.graph.on_mesh import lie_on_explicit_axes, reshaped_as, typed
 from coda_jax.graph.values import has_captured, without_constants
 
 
@@ -33,7 +35,7 @@ def opaque(f: Callable[..., Any], *values: Any) -> Any:
     if trace is None:
         raise TypeError(f"opaque: no argument of '{name}' is a value of a block; call it as it is")
     given = [trace.value(x) for x in values]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    types = _types_of(trace, given)
     function = _of_data(f, given)
     closed, out_types = jax.make_jaxpr(function, return_shape=True)(*types)
     outs, tree = jax.tree.flatten(out_types)
@@ -44,12 +46,31 @@ def opaque(f: Callable[..., Any], *values: Any) -> Any:
         raise TypeError(f"opaque: '{name}' returns random keys; return jax.random.key_data of them")
     if has_captured(closed):
         captured = [trace.value(x) for x in closed.consts]
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured] + types
+        types = _types_of(trace, captured) + types
         given = captured + given
         closed = jax.make_jaxpr(_of_data(core.jaxpr_as_fun(without_constants(closed)), given))(*types)
     results = Call(f"'{name}'", closed, [x._opaque_node for x in given], trace.rows).results
     each = zip(results, plain, outs, strict=True)
     return jax.tree.unflatten(tree, [Computed(trace, node, array, of.shape) for node, array, of in each])
+
+
+def _types_of(trace: BlockTrace, given: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
+    """The types of values; over explicit mesh axes with the shardings that the arrays will have."""
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
+    arrays = trace.arrays
+    if trace.is_plain or not lie_on_explicit_axes(arrays):
+        return types
+    outputs = [x._opaque_node for x in given]
+    sources = [number for number, _ in trace.leaves]
+    rows = trace.rows if len(trace.rows) > 1 else ()
+    graph = Graph(trace.name, list(trace.leaves.values()), outputs, trace.dtype, [x.dtype for x in given], rows)
+
+    def function(*arrays: jax.Array) -> list[jax.Array]:
+        made = graph.made(graph.plan, graph.known([arrays[number] for number in sources]), graph.out_dtypes)
+        return [reshaped_as(x, of.shape) for x, of in zip(made, types, strict=True)]
+
+    found: list[jax.ShapeDtypeStruct] = jax.eval_shape(function, *map(typed, arrays))
+    return found
 
 
 def _of_data(f: Callable[..., Any], given: Sequence[Value]) -> Callable[..., Any]:

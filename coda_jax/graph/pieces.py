@@ -27,19 +27,19 @@ Part = jax.Array | Unflattened
 
 
 class Pieces:
-    """A matrix (M, N) as several (M, N_i), side by side."""
+    """A matrix (M, N) as several (M, N_i), side by side; or a vector (N,) as several (N_i,)."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = list(parts)
 
     @property
     def widths(self) -> list[int]:
-        return [x.shape[1] for x in self.parts]
+        return [x.shape[-1] for x in self.parts]
 
     def whole(self) -> Part:
         rows = next((x.rows for x in self.parts if isinstance(x, Unflattened)), None)
         if rows is None:
-            return jnp.concatenate(placed_alike([unflattened.flat(x) for x in self.parts], 1), axis=1)
+            return jnp.concatenate(placed_alike([unflattened.flat(x) for x in self.parts], -1), axis=-1)
         arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*rows, x.shape[1]) for x in self.parts]
         return Unflattened(jnp.concatenate(placed_alike(arrays, -1), axis=-1), rows)
 
@@ -72,7 +72,9 @@ def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[A
             return [Pieces([outputs[0] for outputs in made])]
         if name == "reduce_sum" and tuple(params["axes"]) == (1,):
             return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
-        if name == "split" and params["axis"] == 1 and list(params["sizes"]) == widths:
+        if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(found)) == 2:
+            return [Pieces([apply(x)[0] for x in found.parts])]
+        if name == "split" and params["axis"] == len(_shape(found)) - 1 and list(params["sizes"]) == widths:
             return found.parts
         if name == "slice" and (part := _slice_of(params, found, ends)) is not None:
             return [part]
@@ -80,7 +82,7 @@ def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[A
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
-    return (x.parts[0].shape[0], sum(x.widths)) if isinstance(x, Pieces) else np.shape(x)
+    return (*x.parts[0].shape[:-1], sum(x.widths)) if isinstance(x, Pieces) else np.shape(x)
 
 
 def _fits(x: Any, widths: list[int]) -> bool:
@@ -110,9 +112,11 @@ def _sum(x: Part, y: Part) -> Part:
 
 def _slice_of(params: Any, x: Pieces, ends: list[int]) -> Part | None:
     """The piece that a slice of all rows and of these columns is; None where it is none."""
-    rows = x.parts[0].shape[0]
-    if params["strides"] is not None or params["start_indices"][0] != 0 or params["limit_indices"][0] != rows:
+    *rows, _ = _shape(x)
+    *first, start = params["start_indices"]
+    *last, limit = params["limit_indices"]
+    if params["strides"] is not None or any(first) or last != rows:
         return None
-    columns = params["start_indices"][1], params["limit_indices"][1]
+    columns = start, limit
     starts = [0, *ends[:-1]]
     return next((x.parts[i] for i, of in enumerate(zip(starts, ends, strict=True)) if of == columns), None)

@@ -364,6 +364,8 @@ def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
 
 
 def _traced(value: Map, shape: tuple[Any, ...]) -> Program | str:
+    if value.is_pass:
+        return "no kernel's epilogue can make it"
     types, of_rows = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
     of_acc = next((i for i, x in enumerate(types) if x.shape == shape and x.dtype == FLOAT32), -1)
 

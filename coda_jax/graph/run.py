@@ -15,6 +15,7 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
+from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
@@ -113,7 +114,7 @@ class _Run:
             made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Turned) else None
             if not isinstance(made, Pieces):
                 return [self.known(value)]
-            of_rows = self.rows if has_rows(value) else made.parts[0].shape[:1]
+            of_rows = self.rows if self.rows and has_rows(value) else made.parts[0].shape[:1]
             arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*of_rows, -1) for x in made.parts]
             self.parts[value] = [x.astype(self.dtype_of(value)) for x in arrays]
         return self.parts[value]
@@ -137,7 +138,7 @@ class _Run:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
         of = [x for x in (value, *self.plan.by_xla) if isinstance(x, Result) and x.call is value.call]
         made = called(of, [self.known(x) for x in value.inputs])
-        return {x: array.reshape(self._shape_of(x)) for x, array in made.items()}
+        return {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
 
     def multiply(self, step: int, name: str) -> None:
         """Runs a product; what its epilogue stores is known then."""
@@ -174,9 +175,10 @@ class _Run:
         return constrained(x, value.spec if len(value.spec) <= x.ndim else jax.P(*value.spec[:rows]))
 
     def _spec_of_rows(self, stores: Sequence[Value]) -> Sequence[Any] | None:
-        """How the author says that the rows of these lie; what cuts columns there cuts no rows."""
-        specs = [x.spec for x in stores if x.spec is not None and x.is_tile and has_rows(x)]
-        return tuple(specs[0][: max(len(self.rows), 1)]) if specs else None
+        """How the author says that the rows of these lie, where columns are cut too: by what cuts no rows then."""
+        rows = max(len(self.rows), 1)
+        specs = [x.spec for x in stores if x.spec is not None and x.is_tile and has_rows(x) and any(x.spec[rows:])]
+        return tuple(specs[0][:rows]) if specs else None
 
     def _as_operand(self, value: Value, spec: Sequence[Any] | None, b: Parts) -> Parts:
         """Beside b in pieces of the columns, pieces too where these are how a pass makes it."""
@@ -228,7 +230,7 @@ class _Run:
             b = [self._as_matrix(of.b, x) for x in b]
             if of.transpose_a:
                 a = [self._as_matrix(of.a, x) for x in a]
-        if spec is not None and of.a.spec is None and not of.transpose_a and has_rows(of.a):
+        if spec is not None and not of.transpose_a and has_rows(of.a):
             a = [constrained(x, jax.P(*spec, None)) for x in a]
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]

@@ -186,6 +186,7 @@ class Map(Value):
       takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function with all its results, which are differentiated together.
       index: among these.
+      is_pass: no epilogue makes it, though the language has one.
       programs: what it is as an epilogue, by the product's shape, or why it is none; of a plan.
     """
 
@@ -208,6 +209,7 @@ class Map(Value):
         self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
         self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
         self.programs: dict[tuple[Any, ...], Any] = {}
+        self.is_pass = False
         self._backward: core.ClosedJaxpr | None = None
         self._primal: tuple[core.ClosedJaxpr, list[bool]] | None = None
 

@@ -67,11 +67,13 @@ def automatic_axes(*shardings: Any) -> tuple[str, ...]:
 
 
 def explicit_sharding(x: Any) -> Any:
-    """The sharding that x's type names on a mesh with explicit axes; None if no axis is explicit.
+    """The sharding that x, an array or a type, has on a mesh with explicit axes; None if no axis is explicit.
 
     An x whose type has no mesh is replicated over the mesh in use.
     """
-    sharding = jax.typeof(x).sharding
+    sharding = x.sharding if _is_type(x) else jax.typeof(x).sharding
+    if sharding is None:
+        return None
     if sharding.mesh.empty:
         sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P(*[None] * x.ndim))
     return sharding if explicit_axes(sharding.mesh) else None
@@ -80,12 +82,15 @@ def explicit_sharding(x: Any) -> Any:
 def explicit_cuts(x: Any) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array, the explicit mesh axes that shard it."""
     # Never hasattr(x, "sharding"): for the message of a miss jax 0.10 walks all equations that a tracer's trace has.
-    is_type = isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct)
-    sharding = x.sharding if is_type else jax.typeof(x).sharding
+    sharding = x.sharding if _is_type(x) else jax.typeof(x).sharding
     explicit = explicit_axes(sharding.mesh) if sharding is not None else ()
     if not explicit:
         return ((),) * x.ndim
     return tuple(tuple(name for name in names if name in explicit) for names in mesh_axes_of(sharding.spec, x.ndim))
+
+
+def _is_type(x: Any) -> bool:
+    return isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct)
 
 
 def mesh_axes_of(spec: Any, rank: int) -> tuple[MeshAxes, ...]:
