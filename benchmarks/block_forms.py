@@ -84,7 +84,7 @@ def by_operators(x: Any, p: Any, cos: Any, sin: Any) -> Any:
     """A Llama block of the library's operators."""
     heads = p["qkv"].shape[1] // (6 * cos.shape[-1])
     norm = coda.rms_norm(x, p["norm_1"])
-    *qkv, x = coda.qkv_projection(norm, p["qkv"], cos, sin, num_heads=heads, num_kv_heads=heads)
+    qkv = coda.qkv_projection(norm, p["qkv"], cos, sin, num_heads=heads, num_kv_heads=heads)
     rows = x.shape[:-1]
     x = coda.project(attention(*(y.reshape(*rows, -1) for y in qkv)), p["out"], residual=x)
     return coda.gated_mlp(coda.rms_norm(x, p["norm_2"]), p["up"], p["down"])

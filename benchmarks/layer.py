@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, plain_llama, results, timing
-from coda_jax.extend import add_residual_sumsq
+from coda_jax.extend import Head, heads_apart, in_heads
 from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.
@@ -60,15 +60,19 @@ def parameters(config: LlamaConfig, dtype: Any) -> Params:
 
 def fused(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tuple[jax.Array, ...]:
     """The stream after the layer and the next q, k, v, from the stream x (B, T, D) and attention's y (B, T, H Dh)."""
-    cos, sin = plain_llama.angles(jnp.arange(x.shape[1]), config)
-    stream = coda.Stream(*coda.gemm(y, p["out"], x, epilogue=add_residual_sumsq))
-    norm = coda.rms_norm(stream, p["mlp_norm"], epsilon=config.rms_norm_eps)
-    norm = coda.rms_norm(
-        coda.gated_mlp(norm, p["gate_up"], p["down"]), p["attention_norm"], epsilon=config.rms_norm_eps
-    )
-    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.resolved_num_key_value_heads}
-    q, k, v, x = coda.qkv_projection(norm, p["qkv"], cos, sin, **heads)
-    return x, q, k, v
+    x, *heads = _layer(x, p, y, plain_llama.angles(jnp.arange(x.shape[1]), config), config)
+    return x, *(in_heads(z, config.resolved_head_dim) for z in heads)
+
+
+@coda.block(name="layer")
+def _layer(x: Any, p: Any, y: Any, angles: Any, config: LlamaConfig) -> tuple[Any, ...]:
+    rms_norm = functools.partial(coda.rms_norm, epsilon=config.rms_norm_eps)
+    x = x + y @ p["out"]
+    x = x + (rms_norm(x, p["mlp_norm"]) @ p["gate_up"]).map(coda.gated(jax.nn.silu)) @ p["down"]
+    dim, queries = config.resolved_head_dim, config.num_attention_heads
+    ends = queries * dim, (queries + config.resolved_num_key_value_heads) * dim
+    z = rms_norm(x, p["attention_norm"]) @ p["qkv"]
+    return x, *heads_apart(z, tuple(angles), (), Head(dim, 0.0), ends)
 
 
 def separate(p: Params, config: LlamaConfig, *, packed_qkv: bool) -> Params:

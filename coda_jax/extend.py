@@ -1,6 +1,9 @@
 """For libraries of layers: what `flax_layers` is made with beside the operators."""
 
 from coda_jax.epilogue.call_site import hide as hide_frames
+from coda_jax.graph.lines import joined as joined
+from coda_jax.graph.lines import product as product
+from coda_jax.graph.lines import stored as stored
 from coda_jax.jaxprs.bind import bind as bind_equation
 from coda_jax.jaxprs.hoist import hoist as hoist
 from coda_jax.operators.deferred_norm import scaled_weight as scaled_weight
@@ -8,8 +11,12 @@ from coda_jax.operators.feed_forward import add_residual as add_residual
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
 from coda_jax.operators.head_arguments import int32_labels as int32_labels
 from coda_jax.operators.pytree import register as register_pytree
+from coda_jax.operators.qkv_projection import Head as Head
+from coda_jax.operators.qkv_projection import heads_apart as heads_apart
+from coda_jax.operators.qkv_projection import heads_turned as heads_turned
+from coda_jax.operators.qkv_projection import in_whole_heads as in_whole_heads
+from coda_jax.operators.run import norm_value as norm_value
 from coda_jax.operators.stream import array as array
-from coda_jax.operators.stream import separate_residual as separate_residual
 from coda_jax.primitives.columns import halves_apart as halves_apart
 from coda_jax.primitives.columns import halves_joined as halves_joined
 from coda_jax.primitives.columns import in_heads as in_heads
@@ -26,6 +33,7 @@ from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
 
 __all__ = [
+    "Head",
     "add_residual",
     "add_residual_sumsq",
     "array",
@@ -36,17 +44,23 @@ __all__ = [
     "explicit_sharding",
     "halves_apart",
     "halves_joined",
+    "heads_apart",
+    "heads_turned",
     "hide_frames",
     "hoist",
     "in_heads",
+    "in_whole_heads",
     "int32_labels",
+    "joined",
+    "norm_value",
     "noted",
     "placed",
     "placed_alike",
+    "product",
     "register_pytree",
     "scaled_weight",
-    "separate_residual",
     "spec_of_sum",
+    "stored",
     "vary",
     "varying_axes",
     "without_axes",

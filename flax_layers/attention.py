@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
-from coda_jax.extend import in_heads
+from coda_jax.extend import explicit_cuts, in_heads, in_whole_heads
 from flax_layers import on_values
+from flax_layers.as_block import called
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.decoding.kv_cache import KVCache
@@ -24,18 +25,16 @@ from flax_layers.linear import (
     Residual,
     Sum,
     default_kernel_init,
+    have_kernels,
     is_linear,
     joined,
     mapped,
-    normalized,
-    partly_chained,
-    takes_norm,
 )
 from flax_layers.norm import RMSNorm
-from flax_layers.on_values import Angles
+from flax_layers.on_values import Angles, apart, dtype_of_products, takes_values, why_not, why_not_linears
 from flax_layers.remat import QKV, named
 from flax_layers.rope_scaling import RopeScaling
-from flax_layers.sharding import activation_spec, constrain, keeps_weights
+from flax_layers.sharding import activation_spec, constrain
 
 _QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
 
@@ -51,6 +50,7 @@ def rotary_angles(
     return jnp.cos(angle), jnp.sin(angle)
 
 
+@takes_values
 class Attention(nnx.Module):
     """Grouped-query self-attention, with rotary position embedding unless rope_theta is None.
 
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
                 f"{', '.join(type(x).__name__ for x in layers)} in the place of Linears: no kernels to give"
             )
         kernels = [layer.kernel[...] for layer in layers]
-        return kernels if self.separate_qkv else self._split(kernels[0])
+        return kernels if self.separate_qkv else jnp.split(kernels[0], self._ends, axis=-1)
 
     def _projections(self) -> tuple[Any, ...]:
         return (self.query, self.key, self.value) if self.separate_qkv else (self.qkv,)
@@ -226,13 +226,63 @@ class Attention(nnx.Module):
           TypeError: beside a value a residual, a cache, or a module that is neither a Linear nor a low-rank adapter.
         """
         if isinstance(x, coda.Value):
-            on_values.check_call(self, [*self._projections(), self.out], residual=residual, cache=cache)
-            angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions)
-            return on_values.attention(self, x, angles, mask, segment_ids)
-        positions = self._positions(x.shape, positions, cache)
-        q, k, v, passed = self._query_key_value(x, positions)
+            on_values.check_call(self, self._linears(), residual=residual)
+            angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions, cache)
+            return on_values.attention(self, x, angles, mask, segment_ids, cache)
+        target, angles = Sum.of(residual, x), self._angles(x.shape, positions, cache)
+        arrays = mask, segment_ids, cache
+        if (reason := why_not(self, x)) is None:
+            dtype = dtype_of_products([self], x)
+            return called(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
+        q, k, v = self._query_key_value(x, angles)
+        q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
+        y, cache = self._attended(q, k, v, *arrays)
+        out = joined(self.out, apart(y, reason), target)
+        return out if cache is None else (out, cache)
+
+    def _linears(self) -> list[Any]:
+        """What stands in the place of Linears."""
+        return [*self._projections(), self.out]
+
+    def _in_block(self) -> Attention:
+        """The layer as its block takes it: explicit mesh axes cut kernels of query, key and value in whole heads."""
+        if not have_kernels(*self._projections()) or not any(explicit_cuts(x[...])[-1] for x in self._columns()):
+            return self
+        copy: Attention = nnx.merge(*nnx.split(self))
+        kernels = copy._columns()
+        groups = [kernels] if self.separate_qkv else [[kernel] for kernel in kernels]
+        for group in groups:
+            for kernel, whole in zip(group, in_whole_heads([x[...] for x in group], self.head_dim), strict=True):
+                kernel[...] = whole
+        return copy
+
+    def _columns(self) -> list[Any]:
+        """The variables (..., N) of query, key and value, kernels and those of low-rank adapters."""
+        adapters = [LowRank.of(layer) for layer in self._projections()]
+        pairs = zip(self._projections(), adapters, strict=True)
+        return [x for layer, of in pairs for x in ((layer.kernel,) if of is None else (of.base.kernel, of.lora.lora_b))]
+
+    def _query_key_value(self, x: jax.Array | Stream | DeferredNorm, angles: Angles) -> list[jax.Array]:
+        """q (..., T, H Dh), k and v (..., T, Hkv Dh) of a layer that is not one block."""
+        layers = self._projections()
+        if why_not_linears(layers) is None:
+            dtype = dtype_of_products(layers, x)
+            found: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, dtype=dtype)
+            return found
+        zs = [mapped(layer, x) for layer in layers]
+        columns = zs if self.separate_qkv else jnp.split(zs[0], self._ends, axis=-1)
+        q, k, v = (in_heads(y, self.head_dim) for y in columns)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles.cos is not None:
+            q, k = (rotary(y, angles.cos, angles.sin) for y in (q, k))
+        return [y.reshape(*y.shape[:-2], -1) for y in (q, k, v)]
+
+    def _attended(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, segment_ids: Any, cache: KVCache | None
+    ) -> tuple[jax.Array, KVCache | None]:
+        """What the values are mixed to, (..., T, H Dh), of heads (..., T, H, Dh); and the longer cache."""
         q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
-        target = Sum.of(residual, x, passed)
         y, cache = attend(
             q,
             k,
@@ -244,38 +294,7 @@ class Attention(nnx.Module):
             cache=cache,
             implementation=self.implementation,
         )
-        y = constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
-        out = joined(self.out, y, target)
-        return out if cache is None else (out, cache)
-
-    def _query_key_value(
-        self, x: jax.Array | Stream | DeferredNorm, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """q (..., T, H, Dh), k and v (..., T, Hkv, Dh), and what a norm normalises as its operator passed it on."""
-        tables = None
-        if self.rope_theta is not None:
-            tables = rotary_angles(positions, self.head_dim, self.rope_theta, self.rope_scaling)
-        layers = self._projections()
-        passed = None
-        specs = self._specs(x.shape[:-1])
-        if isinstance(x, DeferredNorm) and takes_norm(*layers):
-            if is_linear(*layers) and x.mean is None and layers[0].bias is None and tables is not None:
-                return self._in_one_product(x, layers, tables, specs)
-            of_columns = [jax.P(*spec[:-1]) for spec in specs or ()]
-            zs, passed = normalized(x, layers, out_sharding=(self.separate_qkv and of_columns) or None)
-            if not is_linear(*layers) and tables is not None:
-                zs[0] = partly_chained(zs[0], layers, "the rotary embedding and norms of heads are")
-        else:
-            zs = [mapped(layer, x) for layer in layers]
-        columns = zs if self.separate_qkv else self._split(zs[0])
-        q, k, v = (in_heads(y, self.head_dim) for y in columns)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if tables is not None:
-            q, k = rotary(q, *tables), rotary(k, *tables)
-        if passed is not None:  # of norm_projection: the names of qkv_projection's, for policies
-            q, k, v = (named(y, name) for y, name in zip((q, k, v), QKV, strict=True))
-        return q, k, v, passed
+        return constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim), cache
 
     def _positions(self, shape: tuple[Any, ...], positions: Any, cache: KVCache | None = None) -> Any:
         """The positions of an input of this shape."""
@@ -287,9 +306,9 @@ class Attention(nnx.Module):
             raise ValueError(f"positions has shape {positions.shape} beside an input of shape {shape}: (T,) or (B, T)")
         return positions
 
-    def _angles(self, shape: tuple[Any, ...], positions: Any) -> Angles:
+    def _angles(self, shape: tuple[Any, ...], positions: Any, cache: Any = None) -> Angles:
         """What a block takes for the positions of an input of this shape, arrays or values."""
-        positions = self._positions(shape, positions)
+        positions = self._positions(shape, positions, cache)
         if self.rope_theta is None:
             return Angles(None, None)
         of_positions = partial(rotary_angles, head_dim=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
@@ -303,25 +322,6 @@ class Attention(nnx.Module):
         found = (activation_spec(shape, *axes) for shape, axes in zip(shapes, _QKV_AXES, strict=True))
         return [spec for spec in found if spec is not None] or None
 
-    def _in_one_product(self, x: DeferredNorm, layers: tuple[Any, ...], tables: Any, specs: Any) -> Any:
-        """`_query_key_value` of Linears without biases and of an RMSNorm: `coda_jax.qkv_projection`."""
-        kernels = tuple(layer.kernel[...] for layer in layers)
-        norms: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_scale": self.q_norm.whole_scale, "k_scale": self.k_norm.whole_scale}
-            norms["qk_epsilon"] = self.q_norm.epsilon
-        return coda.qkv_projection(
-            x,
-            kernels if self.separate_qkv else kernels[0],
-            *tables,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            dtype=layers[0].dtype,
-            out_sharding=specs,
-            keep_weights=keeps_weights(),
-            **norms,
-        )
-
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""
         first = self._projections()[0]
@@ -330,6 +330,8 @@ class Attention(nnx.Module):
         dtype = dtype or first.dtype or first.kernel.dtype
         return KVCache.empty(batch_size, capacity, self.num_kv_heads, self.head_dim, dtype)
 
-    def _split(self, y: jax.Array) -> list[jax.Array]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return jnp.split(y, [queries, queries + keys], axis=-1)
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """Where the columns of queries, and those of keys, end in a kernel of all."""
+        queries = self.num_heads * self.head_dim
+        return queries, queries + self.num_kv_heads * self.head_dim

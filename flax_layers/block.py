@@ -10,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from coda_jax import Stream
-from coda_jax.extend import array
 from flax_layers.activation import Activation
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
@@ -19,12 +18,14 @@ from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.moe.moe import MoE
 from flax_layers.norm import LayerNorm, RMSNorm
-from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
+from flax_layers.on_values import in_stream, why_not, why_not_one_dtype
+from flax_layers.ordered_block import Layer, OrderedBlock, entering, leaving
+from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT, named
 from flax_layers.rope_scaling import RopeScaling
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
 
-class TransformerBlock(nnx.Module):
+class TransformerBlock(OrderedBlock):
     """Pre-norm transformer block of the modules that it is given; the residual stream flows through.
 
     x1 = x + attention(attention_norm(x));  y = x1 + mlp(mlp_norm(x1))
@@ -32,9 +33,10 @@ class TransformerBlock(nnx.Module):
     `LlamaBlock` makes one from its sizes.
 
     Args:
-      attention_norm, mlp_norm: RMSNorm or LayerNorm, or what returns a `coda_jax.DeferredNorm` of a Stream.
-      attention: called as attention(norm, residual=True, positions=, mask=, segment_ids=[, cache=]), as Attention.
-      mlp: called as mlp(norm, residual=True), as GatedMLP, MLP and MoE.
+      attention_norm, mlp_norm: RMSNorm or LayerNorm, or what returns a norm of a Stream, as `coda_jax.rms_norm` does.
+      attention: Attention, or what is called as attention(h, positions=, mask=, segment_ids=[, cache=]) with the norm's
+        array (B, T, D).
+      mlp: GatedMLP, MLP or MoE, or what is called as mlp(h) with the norm's array.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class TransformerBlock(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp: Any = mlp
 
-    @overload
+    @overload  # type: ignore[override]
     def __call__(
         self,
         x: Stream,
@@ -89,23 +91,34 @@ class TransformerBlock(nnx.Module):
         positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache). statistics and
         token_mask are MoE's; with statistics the result is (y, what MoE returns beside), None of another `mlp`.
         """
-        block = constrain_parameters(self)
-        stream = named(constrain(Stream.of(x), *STREAM), LAYER_INPUT)
-        options: dict[str, Any] = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
-        if cache is None:
-            stream = block.attention(block.attention_norm(stream), residual=True, **options)
+        block, stream = constrain_parameters(self), entering(x)
+        given, counted, is_stream = (positions, mask, segment_ids, cache), None, isinstance(x, Stream)
+        layers = [block.attention, block.mlp]
+        if not any(why_not(layer, stream) for layer in layers) and not why_not_one_dtype(layers, stream):
+            stream, longer = block._run(TransformerBlock._ordered, layers, stream, *given, has_sums=is_stream)
         else:
-            stream, cache = block.attention(block.attention_norm(stream), residual=True, cache=cache, **options)
-        stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
-        counted = None
-        if statistics and isinstance(block.mlp, MoE):
-            stream, counted = block.mlp(block.mlp_norm(stream), residual=True, statistics=True, token_mask=token_mask)
-        else:
-            stream = block.mlp(block.mlp_norm(stream), residual=True)
-        stream = named(stream, LAYER_OUTPUT)
-        y = stream if isinstance(x, Stream) else array(stream)
-        beside = (*(() if cache is None else (cache,)), *((counted,) if statistics else ()))
+            stream, longer = block._run(TransformerBlock._attended, layers[:1], stream, *given)
+            stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
+            if isinstance(block.mlp, MoE):
+                options: dict[str, Any] = {"statistics": True, "token_mask": token_mask} if statistics else {}
+                made = block.mlp(block.mlp_norm(stream), residual=True, **options)
+                stream, counted = made if statistics else (made, None)
+            else:
+                stream, _ = block._run(TransformerBlock._fed, layers[1:], stream, has_sums=is_stream)
+        y = leaving(stream, x)
+        beside = (*(() if cache is None else (longer,)), *((counted,) if statistics else ()))
         return (y, *beside) if beside else y
+
+    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
+        return self._fed(Stream(self._attended(stream, attention, mlp)), attention, mlp)
+
+    def _attended(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
+        """What leaves the first sub-layer."""
+        return in_stream(stream.x + attention(self.attention_norm(stream)), ATTENTION_OUTPUT)
+
+    def _fed(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
+        """What leaves the second one."""
+        return in_stream(stream.x + mlp(self.mlp_norm(stream)), LAYER_OUTPUT)
 
 
 class LlamaBlock(TransformerBlock):

@@ -19,11 +19,12 @@ from coda_jax.extend import (
     add_residual_sumsq,
     array,
     hide_frames,
-    noted,
     scaled_weight,
-    separate_residual,
     spec_of_sum,
 )
+from coda_jax.extend import joined as joined_vectors
+from coda_jax.extend import product as fused_product
+from flax_layers.as_block import called, check_residual
 from flax_layers.sharding import keeps_weights
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
@@ -50,7 +51,7 @@ def project(
 
     For an RMSNorm the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into the
     kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway. A
-    LayerNorm is formed; `Linear` and the operators of `coda_jax` apply it in their epilogues.
+    LayerNorm is formed.
 
     Args:
       x: (..., M, K).
@@ -68,7 +69,7 @@ def project(
       ValueError: x has no rows, or not K features.
     """
     if isinstance(x, coda.Value):
-        z = x @ (kernel.T if transpose_b else kernel)
+        z = x @ (x._trace.value(kernel).T if transpose_b else kernel)
         return z if epilogue is None else z.map(epilogue, *operands)
     norm = x if isinstance(x, DeferredNorm) and x.mean is None else None
     source = array(x) if norm is None else norm.x
@@ -103,12 +104,12 @@ def _after_row_scale(epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def is_linear(*layers: Any) -> bool:
-    """Whether all are Linears, called as such, not adapters put in their place: a chain may take their kernels."""
+    """Whether all are Linears, called as such, not adapters put in their place: a block may take their kernels."""
     return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 class LowRank(NamedTuple):
-    """An adapter in the place of a Linear, whose arrays a chain may take: y = x @ kernel + bias + x @ a @ b.
+    """An adapter in the place of a Linear, whose arrays a block may take: y = x @ kernel + bias + x @ a @ b.
 
     Attributes:
       base: the Linear, of ours or of flax.
@@ -146,7 +147,7 @@ class LowRank(NamedTuple):
         """The compute dtype, the adapter's too where it has none of its own."""
         return self.base.dtype
 
-    def inner(self, x: jax.Array | Stream | DeferredNorm) -> jax.Array:
+    def inner(self, x: Any) -> jax.Array:
         """x @ a, (..., r)."""
         y: jax.Array = project(x, self.lora.lora_a[...], dtype=self.lora.dtype or self.dtype)
         return y
@@ -172,76 +173,38 @@ def _is_plain(base: Any, call: Any) -> bool:
     )
 
 
-def takes_norm(*layers: Any) -> bool:
-    """Whether all are Linears or adapters of these, so that `normalized` computes them."""
+def have_kernels(*layers: Any) -> bool:
+    """Whether all are Linears, or low-rank adapters of these, whose kernels a block may take."""
     return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
 
 
-def normalized(
-    norm: DeferredNorm, layers: Sequence[Any], *, out_sharding: Any = None
-) -> tuple[list[jax.Array], jax.Array]:
-    """layer(norm) for each, and what is normalised, for the residual: `coda_jax.norm_projection`.
+def product(x: coda.Value, kernels: Sequence[Any]) -> Any:
+    """x w of kernels (K, N_i) side by side, values or arrays, one product; or of one (K, 2, F).
 
-    Two products, of all kernels and of all adapters' `lora_a`, and one of each `lora_b`. They are apart for the
-    gradient of frozen kernels to be products of their own, which are dropped where nobody reads them.
-
-    Args:
-      norm: of x (..., D).
-      layers: as `takes_norm` has them.
-      out_sharding: of each layer's result, as in `coda_jax.norm_projection`.
+    Under rules that cut the width, what is gathered of w is kept for the backward pass.
     """
-    adapters = [LowRank.of(layer) for layer in layers]
-    bases = [layer if adapter is None else adapter.base for layer, adapter in zip(layers, adapters, strict=True)]
-    present = [adapter for adapter in adapters if adapter is not None]
-    inner: list[jax.Array] = []
-    if present:
-        dtype = present[0].lora.dtype or present[0].dtype
-        made, x = coda.norm_projection(norm, tuple(adapter.lora.lora_a[...] for adapter in present), dtype=dtype)
-        inner, norm = list(made) if len(present) > 1 else [made], norm.with_array(x)
-    bias = None
-    if any(base.bias is not None for base in bases):
-        bias = tuple(jnp.zeros(base.kernel.shape[-1]) if base.bias is None else base.bias[...] for base in bases)
-    kernels = tuple(base.kernel[...] for base in bases)
-    made, x = coda.norm_projection(
-        norm, kernels, bias, dtype=bases[0].dtype, out_sharding=out_sharding, keep_weights=keeps_weights()
-    )
-    ys, remaining = list(made) if len(bases) > 1 else [made], iter(inner)
-    return [
-        y if adapter is None else adapter.added(next(remaining), y) for adapter, y in zip(adapters, ys, strict=True)
-    ], x
+    return fused_product(x, [x._trace.value(kernel) for kernel in kernels], keep_weights=keeps_weights())
 
 
-def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm) -> jax.Array:
-    """layer(x), of a Linear or of what stands in its place, which is given an array unless it is a known adapter."""
-    if isinstance(layer, Linear):
-        return layer(x)
-    if (adapter := LowRank.of(layer)) is not None:
-        if isinstance(x, DeferredNorm):
-            return normalized(x, [layer])[0][0]
-        biases = () if adapter.bias is None else (adapter.bias,)
-        y = project(x, adapter.kernel, *biases, epilogue=add_bias if biases else None, dtype=adapter.dtype)
-        return adapter.added(adapter.inner(x), y)
-    return layer(unchained(array(x), layer) if isinstance(x, DeferredNorm) else array(x))
+def mapped_together(layers: Sequence[Any], x: coda.Value) -> Any:
+    """The results of Linears side by side, one product."""
+    y = product(x, [layer.kernel[...] for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return y
+    absent = (jnp.zeros(layer.kernel.shape[-1]) if layer.bias is None else layer.bias[...] for layer in layers)
+    biases = [x._trace.value(bias) for bias in absent]
+    return y + (joined_vectors(biases) if len(biases) > 1 else biases[0])
 
 
-def unchained(x: jax.Array, layer: Any) -> jax.Array:
-    """x, with a note for GPUs and `coda.explain` that the layer in the place of a Linear takes no part in a chain."""
-    reason = (
-        f"a {type(layer).__name__} stands in the place of a Linear, which disables the fused chain of its sub-layer: "
-        "norm, activation or their backward passes are passes of their own there"
-    )
-    remedy = "Keep a flax_layers.Linear there; what a low-rank adapter adds leaves the norm in the products"
-    return noted(x, "flax_layers", reason, remedy)
-
-
-def partly_chained(x: jax.Array, layers: Sequence[Any], passes: str) -> jax.Array:
-    """x, with a note that adapters among the layers leave the norm in the products, and what is a pass of its own."""
-    name = next(type(layer).__name__ for layer in layers if not is_linear(layer))
-    reason = (
-        f"a {name} stands in the place of a Linear. The norm and its backward pass stay in the products' epilogues; "
-        f"{passes} a pass of its own there, forward and backward"
-    )
-    return noted(x, "flax_layers", reason, "Merge the adapter into its weight where it is no longer trained")
+def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
+    """layer(x), of a Linear or of what stands in its place; of a value it is a Linear or an adapter of one."""
+    if not isinstance(x, coda.Value):
+        return layer(x if isinstance(layer, Linear) else array(x))
+    if is_linear(layer):
+        return mapped_together([layer], x)
+    adapter = LowRank.of(layer)
+    assert adapter is not None
+    return adapter.added(adapter.inner(x), mapped_together([adapter], x))
 
 
 Residual = jax.Array | Stream | Literal[True] | None
@@ -254,20 +217,21 @@ class Sum(NamedTuple):
       array: the residual itself.
       is_stream: whether the sum is a Stream,
       has_sums: and that with the row sums of its squares.
+      is_normalised: whether it is what the norm of the module's input normalises.
     """
 
     array: jax.Array
     is_stream: bool
     has_sums: bool
+    is_normalised: bool = False
 
     @classmethod
-    def of(cls, residual: Residual, x: Any, passed: jax.Array | None = None) -> Sum | None:
+    def of(cls, residual: Residual, x: Any) -> Sum | None:
         """What `residual=` of a module says, beside its input x.
 
         Args:
           residual: True for what x, a DeferredNorm, normalises; an array or a Stream; None for no residual.
           x: the module's input.
-          passed: x's array as an operator passed it on, to add its cotangent in the operator's epilogue.
         """
         if residual is None:
             return None
@@ -279,9 +243,8 @@ class Sum(NamedTuple):
                     "residual=True adds what a norm that is not applied yet normalises; the input is "
                     f"{type(x).__name__}. Give the norm a Stream, or give the residual itself"
                 )
-            return cls(x.x if passed is None else passed, True, x.mean is None)
-        plain = array(residual) if passed is None else separate_residual(residual, "flax_layers")
-        return cls(plain, isinstance(residual, Stream), isinstance(residual, Stream))
+            return cls(x.x, True, x.mean is None, True)
+        return cls(jnp.asarray(array(residual)), isinstance(residual, Stream), isinstance(residual, Stream))
 
 
 def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
@@ -290,22 +253,12 @@ def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any
         return mapped(layer, x)
     if is_linear(layer):
         return _added(layer, x, residual)
-    if (adapter := LowRank.of(layer)) is not None:
-        dtype = adapter.lora.dtype or adapter.dtype
-        low_rank = project(adapter.inner(x), adapter.lora.lora_b[...], dtype=dtype, out_dtype=residual.array.dtype)
-        return _added(adapter.base, x, residual, low_rank)
     y = layer(x)
-    _check_residual(residual, y.shape)
+    check_residual(residual.array.shape, y.shape)
     total = (residual.array + y).astype(residual.array.dtype)
     if not residual.is_stream:
         return total
     return Stream(total).with_statistic() if residual.has_sums else Stream(total)
-
-
-def _check_residual(residual: Sum, shape: tuple[int, ...]) -> None:
-    given = jnp.shape(residual.array)
-    if given != shape:
-        raise ValueError(f"a residual of shape {given} is added to an output of shape {shape}")
 
 
 class Linear(nnx.Module):
@@ -362,34 +315,29 @@ class Linear(nnx.Module):
           ValueError: x or residual of another shape, or True beside an x that is no DeferredNorm.
           TypeError: a residual beside a value.
         """
-        if (target := Sum.of(residual, x)) is not None:
+        target = Sum.of(residual, x)
+        if isinstance(x, coda.Value):
+            return mapped(self, x)
+        if isinstance(x, DeferredNorm):
+            dtype = self.dtype or jnp.result_type(x.dtype, self.kernel[...])
+            return called(self, _lines, x, target, dtype=dtype)
+        if target is not None:
             return _added(self, x, target)
-        if isinstance(x, DeferredNorm) and x.mean is not None:
-            return self.beside(x)[0]
         biases = () if self.bias is None else (self.bias[...],)
         y: jax.Array = project(x, self.kernel[...], *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
         return y
 
-    def beside(self, x: DeferredNorm) -> tuple[jax.Array, jax.Array]:
-        """The map of x, and the array that x normalises, for the residual: `coda_jax.norm_projection`."""
-        bias = None if self.bias is None else self.bias[...]
-        return coda.norm_projection(x, self.kernel[...], bias, dtype=self.dtype, keep_weights=keeps_weights())
+
+def _lines(layer: Linear, x: Any) -> Any:
+    return mapped(layer, x).named("norm_projection")  # of `flax_layers.remat`
 
 
-def _added(
-    layer: Any, x: jax.Array | Stream | DeferredNorm | coda.Value, residual: Sum, low_rank: jax.Array | None = None
-) -> jax.Array | Stream:
-    """The map of x added to the residual, and to what an adapter adds, in one product."""
+def _added(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
+    """The map of x added to the residual, in one product."""
     kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
-    _check_residual(residual, (*x.shape[:-1], kernel.shape[-1]))
+    check_residual(residual.array.shape, (*x.shape[:-1], kernel.shape[-1]))
     add = add_residual_sumsq if residual.has_sums else add_residual
-
-    def add_low_rank_residual(acc: jax.Array, residual: jax.Array, low_rank: jax.Array, *bias: jax.Array) -> Any:
-        return add(acc + low_rank, residual, *bias)
-
-    operands = (residual.array, *(() if low_rank is None else (low_rank,)), *biases)
-    epilogue = add if low_rank is None else add_low_rank_residual
-    out = project(x, kernel, *operands, epilogue=epilogue, dtype=layer.dtype, out_dtype=residual.array.dtype)
+    out = project(x, kernel, residual.array, *biases, epilogue=add, dtype=layer.dtype, out_dtype=residual.array.dtype)
     if not residual.is_stream:
         return out
     return Stream(*out) if residual.has_sums else Stream(out)

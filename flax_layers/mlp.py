@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import halves_apart, placed_alike
 from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
+from flax_layers.as_block import called
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import (
     Linear,
@@ -25,27 +26,16 @@ from flax_layers.linear import (
     is_linear,
     joined,
     mapped,
-    normalized,
-    partly_chained,
-    project,
-    takes_norm,
-    unchained,
 )
-from flax_layers.sharding import activation_spec, constrain, keeps_weights
+from flax_layers.on_values import apart, dtype_of_products, takes_values, why_not, why_not_linears
+from flax_layers.sharding import constrain
 
 HIDDEN = ("batch", None, "mlp")
 
 
-class _Up(NamedTuple):
-    """The product that makes the hidden activation: its kernel, bias and epilogue."""
-
-    kernel: jax.Array
-    bias: jax.Array | None
-    activation: Activation
-
-
+@takes_values
 class _FeedForward(nnx.Module):
-    """What the two have in common: down(hidden) [+ residual], hidden from one product where its kernel is at hand."""
+    """What the two have in common: down(hidden) [+ residual]."""
 
     down: Any
     dtype: DTypeLike | None
@@ -59,68 +49,47 @@ class _FeedForward(nnx.Module):
     def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
-        Where x is a norm that is not applied yet, all of it is the chain `coda_jax.mlp`. A `coda.Value` gives a value.
+        All of it is one block, with the norm of x where that is not applied yet. A `coda.Value` gives a value.
 
         Raises:
           TypeError: beside a value a residual, or a module that is neither a Linear nor a low-rank adapter of one.
         """
         if isinstance(x, coda.Value):
-            on_values.check_call(self, [*self._replaced(), self.down], residual=residual)
-            return on_values.linear(self.down, on_values.hidden(self._hidden(x)))
-        up, down = self._up(), self.down
-        if not isinstance(up, _Up):
-            hidden, passed = self._apart(up, x)
-            return joined(down, constrain(hidden, *HIDDEN), Sum.of(residual, x, passed))
+            on_values.check_call(self, self._linears(), residual=residual)
+            return self._of_value(x)
         target = Sum.of(residual, x)
-        kernel, bias, activation = up
-        if isinstance(x, DeferredNorm) and is_linear(down):
-            y = coda.mlp(
-                x,
-                kernel,
-                down.kernel[...],
-                up_bias=bias,
-                down_bias=None if down.bias is None else down.bias[...],
-                activation=activation,
-                residual=True if residual is True else False if target is None else target.array,
-                dtype=self.dtype,
-                hidden_sharding=activation_spec((*x.shape[:-1], down.kernel.shape[0]), *HIDDEN),
-                keep_weights=keeps_weights(),
-            )
-            return y if target is not None and target.is_stream else y.x
+        if (reason := why_not(self, x)) is None:
+            return called(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
+        if why_not_linears(self._ups()) is None:
+            hidden = called(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
+        else:
+            zs = [mapped(up, x) for up in self._ups()]
+            wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
+            hidden = constrain(self._activated(wide).astype(zs[0].dtype), *HIDDEN)
+        return joined(self.down, apart(hidden, reason), target)
 
-        def activated(acc: jax.Array, *bias: jax.Array) -> jax.Array:
-            return activation(acc + bias[0] if bias else acc)
+    def _linears(self) -> list[Any]:
+        """What stands in the place of Linears."""
+        return [*self._ups(), self.down]
 
-        hidden = project(x, kernel, *(() if bias is None else (bias,)), epilogue=activated, dtype=self.dtype)
-        hidden = constrain(hidden, *HIDDEN)
-        return joined(down, unchained(hidden, down) if isinstance(x, DeferredNorm) else hidden, target)
+    def _of_value(self, x: Any) -> Any:
+        return mapped(self.down, on_values.hidden(self._hidden(x)))
 
-    def _up(self) -> _Up | list[Any]:
-        """What makes the hidden activation as one product; or, with other modules in the place of Linears, these."""
-        raise NotImplementedError
+    def _in_block(self) -> Any:
+        """The layer as its block takes it."""
+        return self
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        """The hidden activation of what the modules of `_up` make."""
+        """The hidden activation of what the modules of `_ups` make."""
         raise NotImplementedError
 
-    def _replaced(self) -> list[Any]:
+    def _ups(self) -> list[Any]:
         """The modules that make the hidden activation, Linears or in the place of them."""
         raise NotImplementedError
 
     def _hidden(self, x: coda.Value) -> Any:
         """The hidden activation of a value."""
         raise NotImplementedError
-
-    def _apart(self, ups: list[Any], x: jax.Array | Stream | DeferredNorm) -> tuple[jax.Array, Any]:
-        """The hidden activation by other modules, and the stream that has passed through a norm's product."""
-        passed = None
-        if isinstance(x, DeferredNorm) and takes_norm(*ups):
-            zs, passed = normalized(x, ups)
-            zs[0] = partly_chained(zs[0], ups, "the activation is")
-        else:
-            zs = [mapped(up, x) for up in ups]
-        wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
-        return self._activated(wide).astype(zs[0].dtype), passed
 
 
 class GatedMLP(_FeedForward):
@@ -185,22 +154,21 @@ class GatedMLP(_FeedForward):
                 raise TypeError(f"{name} is a {type(layer).__name__} in the place of a Linear: no kernel to give")
         return [self.gate.kernel[...], self.up.kernel[...]]
 
-    def _up(self) -> _Up | list[Any]:
-        if self.separate_gate_up:
-            if not is_linear(self.gate, self.up):
-                return [self.gate, self.up]
-            kernel = jnp.stack(placed_alike(self.split_kernel(), None), axis=1)
-        elif isinstance(self.gate_up, nnx.Module):
-            return [self.gate_up]
-        else:
-            kernel = self.gate_up[...]
-        return _Up(kernel, None, coda.gated(self.activation))
+    def _in_block(self) -> GatedMLP:
+        """The layer as its block takes it: kernels of gate and up are one, whose halves stay apart."""
+        if not self.separate_gate_up or not is_linear(self.gate, self.up):
+            return self
+        layer: GatedMLP = nnx.merge(*nnx.split(self))
+        layer.gate_up = nnx.Param(jnp.stack(placed_alike(self.split_kernel(), None), axis=1))
+        layer.gate = layer.up = nnx.data(None)
+        layer.separate_gate_up = False
+        return layer
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
         gate, up = zs if self.separate_gate_up else jnp.moveaxis(halves_apart(zs[0]), -2, 0)
         return self.activation(gate) * up
 
-    def _replaced(self) -> list[Any]:
+    def _ups(self) -> list[Any]:
         if self.separate_gate_up:
             return [self.gate, self.up]
         return [self.gate_up] if isinstance(self.gate_up, nnx.Module) else []
@@ -246,19 +214,22 @@ class MLP(_FeedForward):
         self.activation = activation_of(activation)
         self.dtype = dtype
 
-    def _up(self) -> _Up | list[Any]:
-        if not is_linear(self.up):
-            return [self.up]
-        return _Up(self.up.kernel[...], None if self.up.bias is None else self.up.bias[...], self.activation)
-
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
         return self.activation(zs[0])
 
-    def _replaced(self) -> list[Any]:
+    def _ups(self) -> list[Any]:
         return [self.up]
 
     def _hidden(self, x: coda.Value) -> Any:
         return on_values.activated(x, self.up, self.activation)
+
+
+def _lines(layer: _FeedForward, x: Any) -> Any:
+    return layer._of_value(x)
+
+
+def _hidden_lines(layer: _FeedForward, x: Any) -> Any:
+    return on_values.hidden(layer._hidden(x))
 
 
 def _paired(kernel: Any) -> Any:

@@ -26,7 +26,7 @@ blocks without a model, and for models of your own, whose arrays `constrain` nam
     parameters    `create` makes each device's part on that device; `parameter_specs` gives the PartitionSpec of each,
                   also of gradients and optimizer states; in the backward pass gradients lie as their parameters
     activations   constrained are the residual stream between sub-layers, query, key, value and context, the hidden
-                  activation of the feed-forward layers inside its chain, what the head multiplies; and the cotangents
+                  activation of the feed-forward layers, what the head multiplies; and the cotangents
                   of all of these. Constraints are XLA's on automatic mesh axes and reshards on explicit ones
 
 Constraints make the textbook plan come out. Left alone, XLA's propagation may carry an embedding's cut of D into the

@@ -68,7 +68,7 @@ def plain_qkv(x, scale, kernel, q_scale=None, k_scale=None):
         a, b = jnp.split(y.astype(cos.dtype), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(y.dtype)
 
-    return turned(q), turned(k), v, x
+    return turned(q), turned(k), v
 
 
 def qkv(x, scale, kernel, q_scale=None, k_scale=None, **options):

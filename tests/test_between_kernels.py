@@ -47,6 +47,7 @@ def test_a_block_has_only_what_the_list_allows():
     assert used == {rule.why for rule in between_kernels.BLOCK if "under remat" not in rule.why}, "rules without use"
 
 
+@pytest.mark.filterwarnings("default::coda_jax.FallbackWarning")
 @pytest.mark.parametrize(
     "call",
     [

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import coda_jax as coda
 import flax_layers as layers
-from flax_layers import block_orders, sharding
+from flax_layers import as_block, sharding
 from flax_layers.layer_stack import run_layers, stack
 from flax_layers.remat import policy_of
 from tests.chain_cases import normal
@@ -353,7 +353,7 @@ def test_one_block_is_planned(order):
     assert sorted(first_lines) == [f"block '{order}', backward", f"block '{order}', forward"]
     assert set(found.blocks.values()) == {1}
     forward = next(text for text in found.blocks if "forward" in text.splitlines()[0])
-    assert forward.count(" @ ") == 4 and "split_and_turned" in forward and "gated" in forward
+    assert forward.count(" @ ") == 4 and "split" in forward and "gated" in forward
 
 
 @each_order
@@ -368,7 +368,7 @@ def test_it_is_traced_once(order, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(cls, "_ordered", counted)
-    block_orders._block.cache_clear()
+    as_block._block.cache_clear()
     block, other = block_of(order), block_of(order, seed=1)
     step = nnx.jit(nnx.grad(lambda block, x: jnp.sum(block(x, segment_ids=SEGMENTS))))
     block(X, segment_ids=SEGMENTS)
@@ -420,9 +420,7 @@ def test_rules_on_a_mesh(kind, separate):
     assert not any("tensor" in spec for _, spec in without)
     if kind is AxisType.Auto:  # the hidden activation and what the gate is made of, their cotangents; q and the context
         shapes = {f"{B},{T},{F}": "P('fsdp', None, 'tensor')", f"{B},{T},2,{F}": "P('fsdp', None, None, 'tensor')"}
-        assert {(shape, spec) for shape, spec in inside if shape in shapes} == {
-            *[*shapes.items()][: 1 if separate else 2]
-        }
+        assert {(shape, spec) for shape, spec in inside if shape in shapes} == {*shapes.items()}
         assert sum(shape == f"{B},{T},{HEADS * DIM}" and "tensor" in spec for shape, spec in inside) >= 2
 
 
@@ -457,8 +455,20 @@ def test_layers_in_a_block_of_ones_own():
 
 
 class Doubled(nnx.Module):
+    """In the place of a Linear."""
+
+    def __init__(self, inputs, features):
+        self.linear = nnx.Linear(inputs, features, rngs=nnx.Rngs(0))
+
     def __call__(self, x):
-        return 2 * x
+        return 2 * self.linear(x)
+
+
+class Mixed(nnx.Module):
+    """In the place of attention."""
+
+    def __call__(self, h, *, positions=None, mask=None, segment_ids=None):
+        return jnp.cumsum(h, axis=-2)
 
 
 def replaced(name, **attributes):
@@ -478,17 +488,17 @@ MOE = layers.MoE(D, F, 2, 1, rngs=nnx.Rngs(0))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: replaced("mlp", down=Doubled())(X), TypeError, "GatedMLP: a Doubled stands in the place of a Linear"),
-        (lambda: replaced("mlp", gate_up=Doubled())(X), TypeError, "GatedMLP: a Doubled stands in the place"),
-        (lambda: replaced("attention", out=Doubled())(X), TypeError, "Attention: a Doubled stands in the place"),
-        (lambda: replaced("attention", qkv=Doubled())(X), TypeError, "Attention: a Doubled stands in the place"),
-        (lambda: replaced("", mlp=MOE)(X), TypeError, "MoE: x is a value of a coda.block; its router takes arrays"),
         (
-            lambda: block_of("ParallelBlock", dtype=jnp.bfloat16, mlp_dtype=jnp.float32)(X),
+            lambda: in_block(replaced("mlp", down=Doubled(F, D)).mlp),
             TypeError,
-            r"ParallelBlock: layers of one block compute in one dtype; here (mlp[.\w]* in float32, attention[.\w]* in "
-            r"bfloat16|attention[.\w]* in bfloat16, mlp[.\w]* in float32)\.",
+            "GatedMLP: a Doubled stands in the place of a Linear",
         ),
+        (
+            lambda: in_block(replaced("attention", qkv=Doubled(D, 32)).attention),
+            TypeError,
+            "Attention: a Doubled stands in the place of a Linear",
+        ),
+        (lambda: in_block(MOE), TypeError, "MoE: x is a value of a coda.block; its router takes arrays"),
         (
             lambda: block_of("PostNormBlock")(X, positions=jnp.arange(T + 1)),
             ValueError,
@@ -511,15 +521,34 @@ MOE = layers.MoE(D, F, 2, 1, rngs=nnx.Rngs(0))
             TypeError,
             r"MLP: residual is given beside a value of a coda.block; write the sum",
         ),
-        (
-            lambda: in_block(
-                block_of("ParallelBlock").attention, cache=layers.KVCache.empty(B, T, KV_HEADS, DIM, X.dtype)
-            ),
-            TypeError,
-            "Attention: cache is given beside a value of a coda.block; call it with an array",
-        ),
     ],
 )
 def test_errors_name_the_layer_and_the_rule(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.filterwarnings("default::coda_jax.FallbackWarning")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: replaced("mlp", down=Doubled(F, D)), "a Doubled stands in the place of a Linear"),
+        (lambda: replaced("mlp", gate_up=Doubled(D, 2 * F)), "a Doubled stands in the place of a Linear"),
+        (lambda: replaced("attention", out=Doubled(D, D)), "a Doubled stands in the place of a Linear"),
+        (lambda: replaced("attention", qkv=Doubled(D, 32)), "a Doubled stands in the place of a Linear"),
+        (lambda: replaced("", mlp=MOE), "a MoE does not take the values of a block"),
+        (lambda: replaced("", attention=Mixed()), "a Mixed does not take the values of a block"),
+        (
+            lambda: block_of("SandwichNormBlock", dtype=jnp.float16, mlp_dtype=jnp.float32),
+            r"its layers compute in several dtypes, \S+ in float(16|32), \S+ in float",
+        ),
+    ],
+)
+def test_a_block_that_is_not_one(make, reason):
+    """Its layers are called one by one, with arrays; a note says why."""
+    block = make()
+    notes = coda.explain(lambda x: block(x), X, platform="cuda").notes
+    assert any(re.search(rf"flax_layers: {reason}", note) for note in notes), list(notes)
+    norms = block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm
+    x = X + norms[1](block.attention(norms[0](X)))
+    assert_close(block(X), x + norms[3](block.mlp(norms[2](x))), 1e-3)

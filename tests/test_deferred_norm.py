@@ -79,7 +79,7 @@ def test_the_chain_goes_through_boundaries(wrap):
     wrapped, _ = sub_layers(module, wrap)
     assert_close(jax.jit(wrapped)(*arguments), jax.jit(plain)(*arguments), rtol=1e-4)
     expected, found = (set(products(f, *arguments)) for f in (plain, wrapped))
-    assert found == expected and {"gated_mlp_backward_0", "gated_mlp_backward_2"} <= found
+    assert found == expected and {"GatedMLP_backward_0", "GatedMLP_backward_2"} <= found
     assert not coda.explain(wrapped, *arguments).notes
 
 
@@ -108,9 +108,6 @@ def test_another_residual():
         lambda x, scale, gate_up, down: plain_mlp(x, scale, gate_up, down) - x,
         arguments[:4],
     )
-    (note,) = coda.explain(fused, *arguments).notes
-    assert note.startswith("gated_mlp: residual is an array of its own") and "a pass of its own over (M, D)" in note
-    assert not coda.explain(lambda *a: fused(*a, True), *arguments[:4]).notes
 
 
 def test_a_residual_of_another_dtype():
@@ -135,8 +132,6 @@ def test_a_module_beside_another_residual(place):
         return module(norm(layers.Stream.of(x)), residual=True).x
 
     np.testing.assert_allclose(with_other(X, other) - other, with_own(X) - X, rtol=1e-4, atol=1e-4)
-    (note,) = coda.explain(with_other, X, other).notes
-    assert "residual=True adds its cotangent in a product's epilogue" in note
 
 
 class Wrapped(nnx.Module):
@@ -171,7 +166,7 @@ def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
         jax.jit(lambda x: call(x)).trace(X).lower(lowering_platforms=("cuda",))
     of_chains = [w for w in caught if "Wrapped" in str(w.message)]
     assert len(of_chains) == 1
-    assert re.search("a Wrapped stands in the place of a Linear, which disables the fused", str(of_chains[0].message))
+    assert re.search("a Wrapped stands in the place of a Linear: its layer is not one block", str(of_chains[0].message))
     assert of_chains[0].filename == __file__ and of_chains[0].category is coda.FallbackWarning
     assert any("Wrapped" in note for note in coda.explain(call, X).notes)
     assert "a Wrapped stands in the place" in str(coda.explain(call, X))

@@ -10,11 +10,13 @@ import statistics
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
+import flax_layers as layers
 from benchmarks.lab import explained
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.lowering.launch import problem_of
@@ -311,14 +313,11 @@ def test_advice():
     assert halves.advice[0].change == "Pad n from 2008 to 2016, a multiple of 16, with zeros"
 
 
-def test_advice_on_a_lost_chain():
-    def f(x, scale, w, v):
-        stream = coda.gated_mlp(coda.rms_norm(x, scale), w, v, residual=x)
-        return stream.array()
-
-    found = coda.explain(f, array(1024, 256), array(256), array(256, 2, 512), array(512, 256), device="H200")
-    (advice,) = (one for one in found.advice if one.about == "gated_mlp")
-    assert advice.change == "Pass residual=True where it is what the norm normalises"
+def test_advice_on_a_layer_that_is_not_one_block():
+    mlp = layers.MLP(256, 512, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    mlp.down = nnx.Linear(512, 256, rngs=nnx.Rngs(0))
+    (advice,) = (one for one in coda.explain(mlp, array(1024, 256), device="H200").advice if one.about == "flax_layers")
+    assert advice.change == "Keep a flax_layers.Linear, or a low-rank adapter of one, there"
 
 
 def test_as_a_dict():

@@ -310,7 +310,7 @@ def test_what_the_products_of_a_step_are_lowered_to():
         found = coda.explain(lambda m, t: layers.generate(m, t, max_new_tokens=NEW), model, tokens, platform="cuda")
         assert sum(found.products.values()) == 2 * (4 * CONFIG.num_hidden_layers + 1)
         rows = {(p.epilogue, p.a) for p in found.products}
-        assert {("gated_mlp_0", "bfloat16[24,32]"), ("gated_mlp_0", "bfloat16[4,32]")} <= rows
+        assert {("LlamaBlock_2", "bfloat16[24,32]"), ("LlamaBlock_2", "bfloat16[4,32]")} <= rows
         heads = [p for p in found.products if p.b == f"bfloat16[32,{vocab}]"]
         assert [p.a for p in heads] == ["bfloat16[4,32]"]  # the prompt's and the step's are the same product
         assert (heads[0].reason is None) == (reason is None) and (reason or "") in (heads[0].reason or "")

@@ -136,19 +136,17 @@ def test_a_frozen_head_has_no_gradient_product(chunk_bytes):
     assert (dots((0,)), dots((0, 1))) == (2, 3)
 
 
-@pytest.mark.filterwarnings("default::coda_jax.FallbackWarning")
 @pytest.mark.slow
-def test_what_is_not_one_chain_is_said_once():
+def test_adapters_are_parts_of_their_block():
+    """Rotary embedding, activation, norms and residuals stay in the products' epilogues, and nothing is said."""
     explained = coda.explain(frozen_gradient, adapted("llama"), platform="cuda")
-    assert sorted(explained.notes.values()) == [2, 2]
-    rotary, activation = sorted(explained.notes, key=lambda note: "activation is a pass" in note)
-    assert "the activation is a pass of its own" in activation
-    assert "a LoRA stands in the place of a Linear" in rotary and "rotary embedding" in rotary
-    epilogues = {product.epilogue for product in explained.products}
-    assert {
-        "norm_projection_backward_0",
-        "add_low_rank_residual",
-    } <= epilogues  # norms and residuals stay in products
+    assert not explained.notes
+    forward, backward = sorted(explained.blocks, key=lambda text: "backward" in text)
+    for name in ("split_and_turned", "gated", "sum of squares"):
+        assert name in forward
+    assert "gated backward" in backward
+    passes = {line.partition(":")[0] for line in backward.splitlines() if line.startswith("XLA")}
+    assert not any("add" in one for one in passes), passes
 
 
 @pytest.mark.slow

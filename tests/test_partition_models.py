@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flax_layers as layers
-from flax_layers import block
+from flax_layers import as_block, block, ordered_block, remat
 from tests import textbook
 from tests.gemm_cases import assert_close
 from tests.partitioned import Move, moves, partitioned_on_cpus
@@ -129,7 +129,13 @@ def cut_by_length(region):
         move = jax.sharding.reshard if region == "explicit" else jax.lax.with_sharding_constraint
         return move(x, P(*spec, *[None] * (x.ndim - 2)))
 
-    return lambda stream, name, named=block.named: named(jax.tree.map(laid, stream), name)
+    return lambda x, name: remat.named(jax.tree.map(laid, x), name)
+
+
+def values_cut_by_length(region):
+    """The same of the block's values, forward and backward."""
+    spec = P("data", "model", None) if region != "partly manual" else P(None, "model", None)
+    return lambda x, name: x.named(name).constrained(spec)
 
 
 @functools.cache
@@ -144,7 +150,9 @@ def check_model(name, scheme, region, folder, monkeypatch):
     rule, *_ = SCHEMES[scheme]
     params, want = on_one_device(name)
     if scheme == "sequence parallel":
-        monkeypatch.setattr(block, "named", cut_by_length(region))
+        monkeypatch.setattr(ordered_block, "named", cut_by_length(region))
+        monkeypatch.setattr(block, "in_stream", values_cut_by_length(region))
+        monkeypatch.setattr(as_block, "_block", functools.cache(as_block._block.__wrapped__))  # traces of these lines
     mesh = mesh_of(region, scheme)
     with partitioned_on_cpus() as records, jax.set_mesh(mesh):
         arguments = placed_on(mesh, rule, params, name)
@@ -195,7 +203,7 @@ def tally(*groups):
 
 
 # ---- what the schemes have to move, of our calls. A layer has q, k, v (D, D), out (D, D), gate and up (D, 2, F), down
-# (F, D). Gradients of parameters are summed in float32, but that of out, which Linear casts before it is multiplied.
+# (F, D). Gradients of parameters are summed in float32.
 
 TOKENS_OF_ALL = BATCH * LENGTH
 QKV, OUT, GATE_UP, DOWN = WIDTH * WIDTH, WIDTH * WIDTH, WIDTH * 2 * HIDDEN, HIDDEN * WIDTH
@@ -206,7 +214,7 @@ def summed_gradients(kind, parts=1):
     """Of all weights over data, each of so many parts."""
     return (
         (3 * LAYERS, kind, "f32", "data", QKV // parts),
-        (LAYERS, kind, "bf16", "data", OUT // parts),
+        (LAYERS, kind, "f32", "data", OUT // parts),
         (LAYERS, kind, "f32", "data", GATE_UP // parts),
         (LAYERS, kind, "f32", "data", DOWN // parts),
         (1, kind, "f32", "data", HEAD // parts),
@@ -214,10 +222,10 @@ def summed_gradients(kind, parts=1):
 
 
 def gathered_weights(parts=1):
-    """In the compute dtype; of chains again in the backward pass, as no rules ask for keep_weights; the head once."""
+    """In the compute dtype; again in the backward pass, as no rules ask for them to be kept; the head once."""
     return (
         (2 * 3 * LAYERS, "all-gather", "bf16", "data", QKV // parts),
-        (LAYERS, "all-gather", "bf16", "data", OUT // parts),
+        (2 * LAYERS, "all-gather", "bf16", "data", OUT // parts),
         (2 * LAYERS, "all-gather", "bf16", "data", GATE_UP // parts),
         (2 * LAYERS, "all-gather", "bf16", "data", DOWN // parts),
         (1, "all-gather", "bf16", "data", HEAD // parts),

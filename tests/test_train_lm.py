@@ -167,7 +167,7 @@ def test_what_a_finished_run_shows(undisturbed):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"validation: \d\.\d+ bits per byte; byte bigram: 3\.\d+; ", output)
     assert "--- sample ---\nimport os\n\n\ndef " in output
-    assert re.search(r"gated_mlp_0 +float32\[64,16\] @ float32\[16,128\] .*XLA: the platform is cpu", output)
+    assert re.search(r"LlamaBlock_2 +float32\[64,16\] @ float32\[16,128\] .*XLA: the platform is cpu", output)
     assert re.search("0 kernels of 15 products in the compiled step", output)
     losses = [float(x) for x in re.findall(r"validation (\d\.\d+) bits per byte", output)]
     assert losses[-1] < losses[0] - 0.5

@@ -82,8 +82,8 @@ def allowed(
 
 
 # The kernels that a norm's scale goes into forward, and those that make dx and dW backward.
-QKV, QKV_BACKWARD = "qkv_projection_0", "qkv_projection_backward_0 qkv_projection_backward_1"
-MLP, MLP_BACKWARD = "gated_mlp_1", "gated_mlp_backward_2 gated_mlp_backward_3"
+QKV, QKV_BACKWARD = "LlamaBlock_0", "LlamaBlock_backward_6 LlamaBlock_backward_7"
+MLP, MLP_BACKWARD = "LlamaBlock_3", "LlamaBlock_backward_2 LlamaBlock_backward_3"
 NORM_BACKWARD = f"{QKV_BACKWARD} {MLP_BACKWARD}"
 BLOCK = (
     allowed(
@@ -99,14 +99,8 @@ BLOCK = (
         lambda one: one.operation == "convert",
     ),
     allowed(
-        "in StableHLO, a cotangent widened and rounded back, which XLA drops",
-        NORM_BACKWARD,
-        f"gemm {NORM_BACKWARD}",
-        lambda one: one.operation == "convert",
-    ),
-    allowed(
         "in StableHLO, what is kept under remat rounded to the precision that it has, which XLA drops",
-        f"{QKV} attention add_residual_sumsq {MLP}",
+        f"{QKV} attention LlamaBlock_1 {MLP}",
         None,
         lambda one: one.operation == "reduce_precision",
     ),
@@ -126,7 +120,7 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
         allowed(
             "the final norm's backward pass",
             f"{MLP} gemm loop",
-            f"gated_mlp_backward_0 gemm {NORM_BACKWARD} loop",
+            f"LlamaBlock_backward_0 gemm {NORM_BACKWARD} loop",
         ),
         allowed(
             "the embedding's rows, and their squares for the first norm",

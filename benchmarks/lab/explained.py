@@ -26,18 +26,19 @@ from flax_layers import Llama
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 DEVICES = {"nvidia_h200": "NVIDIA H200", "nvidia_h100_80gb_hbm3": "NVIDIA H100 80GB HBM3"}
-# The kernels of the operators by the names that they had in some runs, which tell what they do.
+# The kernels of a block, and of some runs, by the names that they had in others, which tell what they do.
 _RENAMED = {
     "row_scale_gated": "norm_gated",
     "scale_backward": "weight_backward",
-    "qkv_projection_0": "row_scale_rotary",
-    "qkv_projection_backward_0": "norm_backward",
-    "qkv_projection_backward_1": "weight_backward",
-    "gated_mlp_0": "norm_gated",
-    "gated_mlp_1": "add_residual_sumsq",
-    "gated_mlp_backward_0": "gated_backward",
-    "gated_mlp_backward_2": "norm_backward",
-    "gated_mlp_backward_3": "weight_backward",
+    "LlamaBlock_0": "row_scale_rotary",
+    "LlamaBlock_1": "add_residual_sumsq",
+    "LlamaBlock_2": "norm_gated",
+    "LlamaBlock_3": "add_residual_sumsq",
+    "LlamaBlock_backward_0": "gated_backward",
+    "LlamaBlock_backward_2": "norm_backward",
+    "LlamaBlock_backward_3": "weight_backward",
+    "LlamaBlock_backward_6": "norm_backward",
+    "LlamaBlock_backward_7": "weight_backward",
 }
 
 

@@ -28,8 +28,7 @@ class DeferredNorm(NotAnArray):
         LayerNorm(x) = rstd * (x - mean) * scale + bias
 
     `rms_norm` and `layer_norm` make one. The operator that is given it applies the norm, in its products' epilogues but
-    for the loss, and adds x where it is the residual too: no operator asks where an array came from. x is multiplied
-    as it is, in the product's compute dtype: float16 overflows where x does, beyond 65504.
+    for the loss. x is multiplied as it is, in the compute dtype: float16 overflows where x does, beyond 65504.
 
     As of a `Stream`, a linear map of the leaves is no map of the norm. `dataclasses.replace` refuses another x beside
     the statistics of this one; `with_array` gives the norm of the same values.
@@ -71,7 +70,7 @@ class DeferredNorm(NotAnArray):
             )
 
     def with_array(self, x: jax.Array) -> DeferredNorm:
-        """The norm of the same values in another array, as an operator returns x, or cast; its statistics are kept."""
+        """The norm of the same values in another array, as one that is cast; its statistics are kept."""
         return DeferredNorm(x, self.sumsq, self.scale, self.mean, self.bias, self.epsilon)
 
     def cotangent(self, x: Any, scale: Any = None, bias: Any = None) -> DeferredNorm:

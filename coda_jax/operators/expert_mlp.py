@@ -1,4 +1,4 @@
-"""The gated feed-forward of experts: `gated_mlp`'s chain on rows that are sorted by expert, by grouped products."""
+"""The gated feed-forward of experts: `gated_mlp` on rows that are sorted by expert, by grouped products."""
 
 from __future__ import annotations
 

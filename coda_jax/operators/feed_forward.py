@@ -14,7 +14,7 @@ from coda_jax.graph.lines import fused, like, product, stored
 from coda_jax.graph.normed import sum_of_squares
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.run import norm_value, row_spec, run_operator
-from coda_jax.operators.stream import Stream, array, separate_residual
+from coda_jax.operators.stream import Stream, array
 from coda_jax.primitives.dtypes import joined_halves, resolve_dtype
 
 MLP_NAME = "mlpwi"  # MaxText's
@@ -169,8 +169,6 @@ def mlp(
             "residual": (other, norm.shape),
         },
     )
-    if other is not None:
-        other = separate_residual(other, name)
     arguments = [norm, up, up_bias, w_down, down_bias]
     y, *squares = run_operator(
         name,

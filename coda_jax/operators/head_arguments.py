@@ -71,8 +71,7 @@ def head_arguments(
         return HeadArguments(head, Tokens(h, cap=of_cap), Kernel(w), rows)
     a, b = rows.whole(low_rank[0]), low_rank[1]
     if isinstance(h, DeferredNorm):
-        inner, of_norm = norm_projection(h, a, dtype=dtype, implementation=implementation)
-        h = h.with_array(of_norm)
+        inner = norm_projection(h, a, dtype=dtype, implementation=implementation)
     else:
         (inner,) = multiply(h.astype(dtype), a.astype(dtype), out_dtypes=[dtype], implementation=implementation)
     return HeadArguments(head, Tokens(h, inner, cap=of_cap), Kernel(w, b), rows)

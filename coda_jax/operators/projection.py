@@ -91,12 +91,12 @@ def norm_projection(
     out_sharding: jax.P | Sequence[jax.P] | None = None,
     keep_weights: bool = False,
     implementation: str = "auto",
-) -> tuple[Any, jax.Array]:
-    """z = norm(x) w + bias, and x itself.
+) -> Any:
+    """z = norm(x) w + bias.
 
-    The residual of the sub-layer should be the returned x: its cotangent is then added in the epilogue of the product
-    that makes dx. The backward pass is two products and one elementwise pass over dz; see graph/norm.py. Kept for it
-    are x, its statistics, and of an RMSNorm z (named "norm_projection" for `jax.checkpoint` policies).
+    The backward pass is two products and one elementwise pass over dz; see graph/norm.py. Kept for it are x, its
+    statistics, and of an RMSNorm z (named "norm_projection" for `jax.checkpoint` policies). Where x is also the
+    sub-layer's residual, its two cotangents are added in a pass; in a `coda.block` of both an epilogue adds them.
 
     Args:
       norm: of x (..., D).
@@ -109,7 +109,7 @@ def norm_projection(
       implementation: as in `gemm`.
 
     Returns:
-      z (..., N), or a tuple of as many as w; x (..., D).
+      z (..., N), or a tuple of as many as w.
 
     Raises:
       TypeError: norm is no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
@@ -131,7 +131,7 @@ def norm_projection(
     specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
     given = None if bias is None else tuple(biases)
     arguments = [norm, tuple(weights), given]
-    zs, x = run_operator(
+    zs = run_operator(
         "norm_projection",
         _norm_projection,
         arguments,
@@ -141,7 +141,7 @@ def norm_projection(
         out_sharding=tuple(row_spec(spec, norm) for spec in specs),
         keep_weights=keep_weights,
     )
-    return one_or_parts(zs), x
+    return one_or_parts(zs)
 
 
 def _norm_projection(
@@ -151,10 +151,9 @@ def _norm_projection(
     *,
     out_sharding: Sequence[jax.P | None],
     keep_weights: bool,
-) -> tuple[tuple[Value, ...], Value]:
-    """Each z, and x."""
-    h = norm_value(norm)
-    z = product(h, weights, keep_weights=keep_weights)
+) -> tuple[Value, ...]:
+    """Each z."""
+    z = product(norm_value(norm), weights, keep_weights=keep_weights)
     ends = ends_of(weights)
     if biases is not None:
         bias = joined(biases) if len(biases) > 1 else biases[0]
@@ -162,7 +161,7 @@ def _norm_projection(
     else:
         zs = fused("norm_split", _shifted, z, None, inverse=_not_shifted, ends=ends) if ends else [z]
     each = zip(zs, out_sharding, strict=True)
-    return tuple(z.named(PROJECTION_NAME).constrained(spec) for z, spec in each), h.x
+    return tuple(z.named(PROJECTION_NAME).constrained(spec) for z, spec in each)
 
 
 def _shifted(z: jax.Array, bias: jax.Array | None, *, ends: Sequence[int]) -> list[jax.Array]:

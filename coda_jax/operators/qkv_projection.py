@@ -1,4 +1,4 @@
-"""Query, key and value of a pre-norm attention sub-layer, with rotary position embedding, as one chain of products."""
+"""Query, key and value of a pre-norm attention sub-layer, with rotary position embedding, as one product."""
 
 from __future__ import annotations
 
@@ -81,27 +81,35 @@ def _joined(q: jax.Array, k: jax.Array, v: jax.Array, *, ends: Sequence[int]) ->
     return jnp.concatenate([q, k, v], axis=1)
 
 
-def _turned(z: jax.Array, cos: jax.Array, sin: jax.Array, scale: jax.Array | None, *, of_head: _Head) -> jax.Array:
-    """Epilogue: the heads of z (M, H Dh), normalised where there is a scale, turned."""
+def _turned(
+    z: jax.Array, cos: jax.Array | None, sin: jax.Array | None, scale: jax.Array | None, *, of_head: Head
+) -> jax.Array:
+    """Epilogue: the heads of z (M, H Dh), normalised where there is a scale, turned where there are tables."""
     rows = z.shape[0]
-    count = cos.shape[0]
-    repeats = 0 if isinstance(count, int) and count == 0 else rows // count
-    cos, sin = (jnp.tile(table, (repeats, 1)) for table in (cos, sin))
     heads = z.reshape(rows, z.shape[1] // of_head.dim, of_head.dim)
     if scale is not None:
         heads = _unit_heads(heads, of_head.epsilon) * _of_heads(scale, heads.ndim)
-    return rotary(heads, cos, sin).reshape(z.shape)
+    if cos is not None and sin is not None:
+        heads = rotary(heads, *(_repeated(table, rows) for table in (cos, sin)))
+    return heads.reshape(z.shape)
+
+
+def _repeated(table: jax.Array, rows: Any) -> jax.Array:
+    """A table of positions that sequences share, for all rows."""
+    count = table.shape[0]
+    repeats = 0 if isinstance(count, int) and count == 0 else rows // count
+    return jnp.tile(lax.stop_gradient(table), (repeats, 1))
 
 
 def _split_and_turned(
     z: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
     q_scale: jax.Array | None,
     k_scale: jax.Array | None,
     *,
     ends: Sequence[int],
-    of_head: _Head,
+    of_head: Head,
 ) -> list[jax.Array]:
     """Epilogue: q, k and v; with norms of heads also q and k before them, from which alone z is known again."""
     q, k, v = _split(z, ends=ends)
@@ -109,21 +117,69 @@ def _split_and_turned(
     return [*turned, v, *(() if q_scale is None else (q, k))]
 
 
-def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: _Head) -> jax.Array:
+def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: Head) -> jax.Array:
     """z again, of what `_split_and_turned` gives: a rotation turns back, a norm does not."""
     if len(arrays) > 5:  # with scales
         _, _, v, q, k, *_ = arrays
     else:
-        q, k, v, cos, sin = arrays
-        q, k = (_turned(x, cos, -sin, None, of_head=of_head) for x in (q, k))
+        q, k, v, *tables = arrays
+        if tables:
+            cos, sin = tables
+            q, k = (_turned(x, cos, -sin, None, of_head=of_head) for x in (q, k))
     return _joined(q, k, v, ends=ends)
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """The width of a head, and what is added to its mean of squares."""
 
     dim: int
     epsilon: float
+
+
+Tables = tuple[Value, Value] | tuple[()]  # cos and sin, (M / n, Dh / 2), of positions that n sequences share
+
+
+def heads_apart(
+    z: Value, tables: Tables, scales: tuple[Value, Value] | tuple[()], head: Head, ends: Any
+) -> list[Value]:
+    """q, k and v, each (..., H Dh), of a product with the columns of all.
+
+    Args:
+      tables: by which q and k are turned; without them they are not.
+      scales: (Dh,), of the norms of their heads, before that.
+      head: as they have it.
+      ends: where the columns of q, and those of k, end.
+
+    Returns:
+      q, k, v, and with scales q and k before their norms.
+    """
+    of_q, of_k = scales or (None, None)
+    if not (tables or scales):
+        return list(fused("split", _split, z, inverse=_joined, ends=ends))
+    cos, sin = tables or (None, None)
+    if takes_heads(head.dim):
+        operands = (cos, sin, of_q, of_k)
+        return list(
+            fused("split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, of_head=head)
+        )
+    q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
+    turned = (by_xla("turned", _turned, x, cos, sin, of, of_head=head) for x, of in ((q, of_q), (k, of_k)))
+    return [*turned, v, *([q, k] if scales else [])]
+
+
+def heads_turned(x: Value, tables: Tables, scale: Value | None, head: Head) -> Value:
+    """q or k (..., H Dh) of a product of their own, as of `heads_apart`."""
+    if not tables and scale is None:
+        return x
+    cos, sin = tables or (None, None)
+    lines = fused if takes_heads(head.dim) else by_xla
+    back = _turned_again if scale is None and lines is fused else None
+    turned: Value = lines("turned", _turned, x, cos, sin, scale, inverse=back, of_head=head)
+    return turned
+
+
+def _turned_again(y: jax.Array, cos: jax.Array, sin: jax.Array, *, of_head: Head) -> jax.Array:
+    return _turned(y, cos, -sin, None, of_head=of_head)
 
 
 def _qkv_projection(
@@ -132,31 +188,27 @@ def _qkv_projection(
     tables: tuple[Value, Value],
     scales: tuple[Value, Value] | tuple[()],
     *,
-    head: _Head,
+    head: Head,
     ends: tuple[int, int],
     out_sharding: Sequence[jax.P | None],
     keep_weights: bool,
 ) -> tuple[Value, ...]:
-    """q, k, v, each (..., H Dh), and x."""
-    h = norm_value(norm)
-    z = product(h, weights, keep_weights=keep_weights)
-    of_q, of_k = scales or (None, None)
-    if takes_heads(head.dim):
-        operands = (*tables, of_q, of_k)
-        q, k, v, *before = fused(
-            "split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, of_head=head
-        )
-    else:
-        q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
-        before = [q, k] if scales else []
-        q, k = (by_xla("turned", _turned, x, *tables, of, of_head=head) for x, of in ((q, of_q), (k, of_k)))
-    made = zip((q, k, v, *before), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False)
+    """q, k, v, each (..., H Dh)."""
+    z = product(norm_value(norm), weights, keep_weights=keep_weights)
+    made = zip(
+        heads_apart(z, tables, scales, head, ends), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False
+    )
     q, k, v, *_ = (y.named(name).constrained(spec) for y, name, spec in made)
-    return q, k, v, h.x
+    return q, k, v
 
 
-def _in_whole_heads(weights: Sequence[jax.Array], head_dim: int) -> list[jax.Array]:
-    """The weights, gathered over explicit mesh axes that do not cut them in whole heads; where it is one, over all."""
+def in_whole_heads(weights: Sequence[jax.Array], head_dim: int) -> list[jax.Array]:
+    """The weights, gathered over explicit mesh axes that do not cut them in whole heads; where it is one, over all.
+
+    Heads of a width that the kernel does not turn may be cut anyhow.
+    """
+    if not takes_heads(head_dim):
+        return list(weights)
     kept = [axes_of_heads(part, head_dim) if len(weights) > 1 else () for part in weights]
     lost = [axes_of_dimension(part, 1) - set(axes) for part, axes in zip(weights, kept, strict=True)]
     return [without_axes(x, 1, frozenset().union(*lost)) for x in weights]
@@ -185,8 +237,8 @@ def qkv_projection(
     out_sharding: Sequence[jax.P] | None = None,
     keep_weights: bool = False,
     implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """q, k, v = split(RMSNorm(x) w) with rotary(q) and rotary(k), and x itself.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k, v = split(RMSNorm(x) w) with rotary(q) and rotary(k).
 
     With q_scale and k_scale every head of q and k is normalised before it is turned, as in Qwen3:
 
@@ -198,8 +250,8 @@ def qkv_projection(
     rotation keeps sum(z dz), so z before it is not needed; see graph/norm.py. A norm does not keep it: then the same
     product also stores q and k as they are before their norms. All are named "query_proj", "key_proj" and "value_proj"
     for `jax.checkpoint` policies.
-    The residual of the sub-layer should be the returned x: its cotangent is then added in the epilogue of the
-    product that makes dx.
+    Where x is also the sub-layer's residual, its two cotangents are added in a pass; in a `coda.block` of both an
+    epilogue adds them.
 
     Args:
       norm: an RMSNorm of x (..., T, D), the residual stream.
@@ -215,7 +267,7 @@ def qkv_projection(
       implementation: as in `gemm`.
 
     Returns:
-      q (..., T, H, Dh), k and v (..., T, Hkv, Dh), x (..., T, D).
+      q (..., T, H, Dh), k and v (..., T, Hkv, Dh).
 
     Raises:
       TypeError: norm is no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.
@@ -252,22 +304,20 @@ def qkv_projection(
             )
     scales = tuple(without_axes(x, 0, axes_of_dimension(x, 0)) for x in scales)  # every head reads all of them
     _check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
-    if takes_heads(head_dim):
-        weights = tuple(_in_whole_heads(weights, head_dim))
+    weights = tuple(in_whole_heads(weights, head_dim))
     rows = norm.shape[:-1]
     arguments = [norm, weights, tuple(_of_rows(table, rows) for table in (cos, sin)), scales]
     specs = (None,) * 3 if out_sharding is None else tuple(out_sharding)
-    q, k, v, x = run_operator(
+    q, k, v = run_operator(
         "qkv_projection",
         _qkv_projection,
         arguments,
         row_flags(arguments),
         dtype=resolve_dtype("qkv_projection", dtype, norm.x, *weights),
         implementation=implementation,
-        head=_Head(head_dim, float(norm.epsilon if qk_epsilon is None else qk_epsilon)),
+        head=Head(head_dim, float(norm.epsilon if qk_epsilon is None else qk_epsilon)),
         ends=(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim),
         out_sharding=tuple(None if spec is None else jax.P(*spec[:-1]) for spec in specs),
         keep_weights=keep_weights,
     )
-    q, k, v = (in_heads(y, head_dim) for y in (q, k, v))
-    return q, k, v, x
+    return in_heads(q, head_dim), in_heads(k, head_dim), in_heads(v, head_dim)

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from coda_jax.graph.author import Value
 from coda_jax.graph.normed import sum_of_squares
 from coda_jax.operators import pytree
-from coda_jax.primitives.fallbacks import noted
 
 
 class NotAnArray:
@@ -142,14 +141,3 @@ class Stream(NotAnArray):
 def array(x: Any) -> Any:
     """The plain array behind a Stream or a norm that is not applied yet; anything else as it is."""
     return x.array() if isinstance(x, NotAnArray) else x
-
-
-def separate_residual(residual: Any, operator: str) -> jax.Array:
-    """The array of a residual that is given beside a norm, with a note of what that costs where it is the norm's x."""
-    return noted(
-        array(residual),
-        operator,
-        "residual is an array of its own beside a norm. If it is what the norm normalises, residual=True adds its "
-        "cotangent in a product's epilogue; here that is a pass of its own over (M, D)",
-        "Pass residual=True where it is what the norm normalises",
-    )

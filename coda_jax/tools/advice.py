@@ -1,4 +1,4 @@
-"""What a user could change: products that take XLA's form, chains that are lost, products too small to gain."""
+"""What a user could change: products in XLA's form, layers that are not one block, products too small to gain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Advice:
 def advise(
     products: Mapping[Product, int], notes: Mapping[str, int], remedies: Mapping[str, str], device: str | None
 ) -> tuple[Advice, ...]:
-    """All advice: fallbacks first, then lost chains, then products that gain nothing."""
+    """All advice: fallbacks first, then notes, then products that gain nothing."""
     return (*_of_fallbacks(products), *_of_notes(notes, remedies), *_of_small(products, device))
 
 

@@ -86,7 +86,7 @@ class Explanation:
       products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
       others: products that are not coda_jax's, as attention's are.
-      notes: what operators and layers say of themselves, as why a chain is lost, and how often.
+      notes: what operators and layers say of themselves, as why one is not one block, and how often.
       device: the kind whose times are told; None on another platform.
       passes: what XLA does between products, as far as the function's jaxpr tells; see `coda_jax.tools.passes`.
       attention: calls of `jax.nn.dot_product_attention`, each taken for one kernel.
