@@ -21,6 +21,7 @@ from coda_jax.tiles.table import expected_nanoseconds
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic, shared_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = pathlib.Path(dtypes.__file__).parents[1]  # as it is installed
 FP8 = np.dtype("float8_e4m3fn")
 NAMES = {*dtypes.TABLE, *(row.cuda for row in dtypes.TABLE.values())}
 # Comparisons with a dtype of JAX that mean this one and no class of dtypes.
@@ -37,9 +38,9 @@ COLLECTIONS = (ast.Compare, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.MatchVal
 
 
 def sources():
-    for path in sorted((ROOT / "coda_jax").rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         if path != pathlib.Path(dtypes.__file__):
-            yield str(path.relative_to(ROOT / "coda_jax")), ast.parse(path.read_text())
+            yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
 
 
 def children(tree, kinds):

@@ -15,7 +15,7 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.on_mesh import on_mesh, reshaped_as, typed
 from coda_jax.graph.values import Value, is_float
-from coda_jax.primitives.mesh_types import explicit_axes, explicit_sharding, placed
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed
 
 
 class Call:
@@ -41,7 +41,7 @@ class Call:
         """The call; `rows` are all axes that the rows of the block's arrays are, `shapes` those of the results."""
         self.name, self.jaxpr, self.inputs, self.rows = name, jaxpr, tuple(inputs), rows
         self.linear: dict[tuple[bool, ...], Linear] = {}
-        self.lies_on_mesh = any(x.sharding is not None and explicit_axes(x.sharding.mesh) for x in jaxpr.in_avals)
+        self.lies_on_mesh = any(any(explicit_cuts(x)) for x in jaxpr.in_avals)
         given = [None] * len(jaxpr.out_avals) if shapes is None else shapes
         each = enumerate(zip(jaxpr.out_avals, given, strict=True))
         self.results = [
