@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -55,8 +55,7 @@ def in_pieces(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], bind: Bind, opens:
 
 
 def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    name, params = equation.primitive.name, equation.params
-    if name == "concatenate" and params["dimension"] == 1 and len(_shape(inputs[0])) == 2:
+    if equation.primitive.name == "concatenate" and equation.params["dimension"] == 1 and len(_shape(inputs[0])) == 2:
         parts = (x.parts if isinstance(x, Pieces) else [x] for x in inputs)
         return [Pieces(list(itertools.chain(*parts)))]
 
@@ -64,21 +63,28 @@ def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[A
         return unflattened.apply(equation, given, bind)
 
     found = next((x for x in inputs if isinstance(x, Pieces)), None)
-    if found is not None:
-        widths = found.widths
-        ends = list(itertools.accumulate(widths))
-        if name in ELEMENTWISE and all(_fits(x, widths) for x in inputs):
-            made = [apply(*of) for of in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
-            return [Pieces([outputs[0] for outputs in made])]
-        if name == "reduce_sum" and tuple(params["axes"]) == (1,):
-            return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
-        if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(found)) == 2:
-            return [Pieces([apply(x)[0] for x in found.parts])]
-        if name == "split" and params["axis"] == len(_shape(found)) - 1 and list(params["sizes"]) == widths:
-            return found.parts
-        if name == "slice" and (part := _slice_of(params, found, ends)) is not None:
-            return [part]
-    return apply(*map(whole, inputs))
+    made = None if found is None else _of_pieces(equation, found, inputs, apply)
+    return apply(*map(whole, inputs)) if made is None else made
+
+
+def _of_pieces(
+    equation: core.JaxprEqn, found: Pieces, inputs: list[Any], apply: Callable[..., Sequence[Any]]
+) -> Sequence[Any] | None:
+    """The results, made of the pieces of `found`, one of the inputs; None where that takes the whole matrix."""
+    name, params = equation.primitive.name, equation.params
+    widths, ends = found.widths, list(itertools.accumulate(found.widths))
+    if name in ELEMENTWISE and all(_fits(x, widths) for x in inputs):
+        made = [apply(*of) for of in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
+        return [Pieces([outputs[0] for outputs in made])]
+    if name == "reduce_sum" and tuple(params["axes"]) == (1,):
+        return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
+    if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(found)) == 2:
+        return [Pieces([apply(x)[0] for x in found.parts])]
+    if name == "split" and params["axis"] == len(_shape(found)) - 1 and list(params["sizes"]) == widths:
+        return found.parts
+    if name == "slice" and (part := _slice_of(params, found, ends)) is not None:
+        return [part]
+    return None
 
 
 def _shape(x: Any) -> tuple[Any, ...]:
