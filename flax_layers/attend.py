@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
@@ -108,7 +109,7 @@ def attend(
             window, index = None, jnp.arange(length)
             mask = mask & (index > index[:, None] - sliding_window)
         mask = jnp.broadcast_to(mask, (*mask.shape[:-2], length, length))  # cuDNN broadcasts only the other axes
-    implementation = implementation or _implementation(q, masked=mask is not None)
+    implementation = implementation or _implementation(q)
     options: dict[str, Any] = {
         "is_causal": is_causal,
         "local_window_size": window,
@@ -210,7 +211,12 @@ def _by_function(
     return y.reshape(given.shape)
 
 
-def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+def _dot_product_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Literal["xla", "cudnn"], **options: Any
+) -> jax.Array:
+    options["implementation"] = implementation
+    if implementation == "cudnn" and q.shape[-3] % 2:
+        return _with_one_more(q, k, v, **options)
     # JAX asks for a float16 product summed in float32, which XLA refuses to compile for anything but GPUs.
     if q.dtype == jnp.float16 and jax.default_backend() != "gpu":
         widened = (x.astype(jnp.float32) for x in (q, k, v))
@@ -218,7 +224,21 @@ def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: 
     return jax.nn.dot_product_attention(q, k, v, **options)
 
 
-def _implementation(q: jax.Array, masked: bool) -> Literal["xla", "cudnn"]:
+def _with_one_more(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool, **options: Any
+) -> jax.Array:
+    """Attention with one more query and key, which no other query sees: JAX differentiates cuDNN's at even lengths."""
+    length = q.shape[-3]
+    if mask is not None:
+        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 2) + [(0, 1), (0, 1)])
+    elif not is_causal:
+        options["key_value_seq_lengths"] = jnp.full(q.shape[0] if q.ndim == 4 else 1, length, jnp.int32)
+    q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, 1), (0, 0), (0, 0)]) for x in (q, k, v))
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, **options)
+    return lax.slice_in_dim(y, 0, length, axis=-3)
+
+
+def _implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
     length: Any = q.shape[-3]
@@ -227,5 +247,4 @@ def _implementation(q: jax.Array, masked: bool) -> Literal["xla", "cudnn"]:
         return "xla"
     if not isinstance(length, int):  # of an export; of what follows nothing is known
         return "xla"
-    # cuDNN before 9.10 takes no single causal query; the backward pass of a masked one takes even lengths only.
-    return "xla" if length == 1 or (masked and length % 2) else "cudnn"
+    return "xla" if length == 1 else "cudnn"  # cuDNN before 9.10 takes no single causal query

@@ -80,6 +80,14 @@ def _slice(items):
 
 
 @pytest.fixture
+def nothing_said_yet(monkeypatch):
+    """As in a new process: each reason for a fallback is said once in one."""
+    from coda_jax.primitives import fallbacks
+
+    monkeypatch.setattr(fallbacks, "_reported", set())
+
+
+@pytest.fixture
 def quick_to_compile(monkeypatch):
     """For programs that run once or twice: optimising them takes longer than running them."""
     import jax

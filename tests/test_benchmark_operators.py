@@ -25,10 +25,14 @@ def test_every_operator_runs(name):
 def test_the_table(monkeypatch, capsys):
     """Medians over rounds, of coda_jax's kernels apart from what XLA does."""
     kernels = [[("coda_gemm", 3000.0 + i), ("fusion", 500.0), ("coda_gemm", 1000.0)] for i in (0, 100, 2000)]
-    rounds = [[timing.Kernel(name, "", 0.0, us) for name, us in one] for one in kernels]
+    executed = [[timing.Kernel(name, "", 0.0, us) for name, us in one] for one in kernels]
     monkeypatch.setattr(operators, "Sizes", lambda: TINY)
-    monkeypatch.setattr(timing, "executions", lambda steps, rounds: dict.fromkeys(steps, executions))
-    executions = rounds
+
+    def executions(steps, rounds):
+        assert all(jitted.func.__name__ == name and name.isidentifier() for name, jitted in steps.items())
+        return dict.fromkeys(steps, executed)
+
+    monkeypatch.setattr(timing, "executions", executions)
     assert operators.main(["--rounds", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == list(CASES)

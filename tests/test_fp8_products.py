@@ -13,7 +13,6 @@ import pytest
 from jax import export
 
 import coda_jax as coda
-from coda_jax.primitives import fallbacks
 from tests.nvrtc import kernels, needs_nvrtc
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -201,11 +200,6 @@ def test_a_function_with_a_gradient_of_its_own():
 
 def lowered(function, *arguments):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.fixture
-def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(fallbacks, "_reported", set())
 
 
 @needs_nvrtc

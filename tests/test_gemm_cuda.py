@@ -272,9 +272,8 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize("multiply, types, reason", FALLBACKS.values(), ids=FALLBACKS)
-def test_fallback_is_said_once(multiply, types, reason, monkeypatch):
-    monkeypatch.setattr(fallbacks, "_reported", set())
-
+@pytest.mark.usefixtures("nothing_said_yet")
+def test_fallback_is_said_once(multiply, types, reason):
     def twice(a, b):
         return multiply(a, b), multiply(-a, b)
 

@@ -19,13 +19,9 @@ from coda_jax.primitives import fallbacks
 from tests.nvrtc import needs_nvrtc
 from tests.partitioned import partitioned_on_cpus
 
+pytestmark = pytest.mark.usefixtures("nothing_said_yet")
 A, B = jax.ShapeDtypeStruct((32, 16), jnp.float32), jax.ShapeDtypeStruct((16, 24), jnp.float32)
 REASON = "takes its XLA form: .*float32"
-
-
-@pytest.fixture(autouse=True)
-def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(fallbacks, "_reported", set())
 
 
 def lower(function, *arguments):

@@ -125,19 +125,21 @@ def step(name: str, case: Case) -> Callable[[], Any]:
         results, pullback = jax.vjp(case.function, *arrays)
         return results, pullback(cotangents)
 
-    value_and_cotangents.__name__ = name.replace(" ", "_")
+    value_and_cotangents.__name__ = name
     return functools.partial(jax.jit(value_and_cotangents), case.arrays, cotangents)
 
 
 def measured(sizes: Sizes, rounds: int) -> Iterator[tuple[str, Times]]:
     """Each operator's times on the GPU here."""
-    steps = {name: step(name, case) for name, case in cases(sizes).items()}
+    made = cases(sizes)
+    names = {name.replace(" ", "_"): name for name in made}  # of functions: a program's name has no spaces
+    steps = {of: step(of, made[name]) for of, name in names.items()}
     for call in steps.values():
         jax.block_until_ready(call())
     for name, executions in timing.executions(steps, rounds=rounds).items():
         each = [[kernel.duration / 1e3 for kernel in one if kernel.name.startswith("coda")] for one in executions]
         total = statistics.median(sum(kernel.duration for kernel in one) / 1e3 for one in executions)
-        yield name, Times(total, [statistics.median(of) for of in zip(*each, strict=True)])
+        yield names[name], Times(total, [statistics.median(of) for of in zip(*each, strict=True)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

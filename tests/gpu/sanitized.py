@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
+from benchmarks.lab import operators
 from benchmarks.programs import PROGRAMS
 from coda_jax.lowering import cuda, kernel
-from tests.gpu import test_fp8_results
+from tests import block_cases
+from tests.gpu import test_blocks, test_fp8_results
 
 
 def run(
@@ -67,7 +69,29 @@ def run_fp8(name: str, dtype: str, k: int, config: coda.GemmConfig | None = None
     print(name, f"of {dtype} {about}ran", flush=True)
 
 
+def run_block(name: str) -> None:
+    """A block of one's own, forward and backward."""
+    x, p = block_cases.arguments(jnp.bfloat16, **test_blocks.SIZES["ragged"])
+    narrow = {key: w if key in ("cos", "sin") else w.astype(jnp.bfloat16) for key, w in p.items()}
+    step = jax.value_and_grad(block_cases.loss(block_cases.in_block(name)), (0, 1))
+    jax.block_until_ready(jax.jit(step)(x, narrow))
+    print("block", name, "ran", flush=True)
+
+
+def run_operators() -> None:
+    """Each operator, forward and backward."""
+    sizes = operators.Sizes(
+        batch=2, length=260, width=256, hidden=384, heads=4, kv_heads=2, head_dim=64, experts=4, expert_hidden=128
+    )
+    for name, case in operators.cases(sizes).items():
+        jax.block_until_ready(operators.step("step", case)())
+        print(name, "ran", flush=True)
+
+
 def main() -> None:
+    run_operators()
+    for name in block_cases.FORMS:
+        run_block(name)
     for name in test_fp8_results.PROGRAMS:
         for dtype in ("float8_e4m3fn", "bfloat16"):
             for config in test_fp8_results.CONFIGS:

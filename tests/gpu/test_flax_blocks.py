@@ -1,0 +1,107 @@
+"""Models of flax_layers on the device: every product a kernel, losses and gradients as good as XLA's, the same bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers as layers
+
+REPEATS = 20
+ORDERS = "PostNormBlock", "NormBeforeSumBlock", "SandwichNormBlock", "ParallelBlock"
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+LLAMA = layers.LlamaConfig(**SIZES)
+GPT2 = layers.GPT2Config(vocab_size=320, n_positions=128, n_embd=256, n_layer=2, n_head=4)
+
+
+def ordered(order, **options):
+    """A Llama whose blocks have another order of norms."""
+    model = layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options)
+    for i, block in enumerate(model.layers):
+        norms = [layers.RMSNorm(256, rngs=nnx.Rngs(10 * i + j), dtype=options["dtype"]) for j in range(4)]
+        parts = {"attention": block.attention, "mlp": block.mlp}
+        if order == "ParallelBlock":
+            model.layers[i] = layers.ParallelBlock(norm=norms[0], **parts)
+        elif order == "SandwichNormBlock":
+            names = "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"
+            model.layers[i] = layers.SandwichNormBlock(**dict(zip(names, norms, strict=True)), **parts)
+        else:
+            model.layers[i] = getattr(layers, order)(attention_norm=norms[0], mlp_norm=norms[1], **parts)
+    return model
+
+
+def adapted(**options):
+    model = layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options)
+    layers.add_lora(model, 8, rngs=nnx.Rngs(1))
+    return model
+
+
+MODELS = {
+    "llama": lambda **options: layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options),
+    "llama, scanned": lambda **options: layers.Llama(LLAMA, scan_layers=True, rngs=nnx.Rngs(0), **options),
+    "llama, recomputed": lambda **options: layers.Llama(LLAMA, remat="full", rngs=nnx.Rngs(0), **options),
+    "llama, separate weights": lambda **options: layers.Llama(
+        LLAMA, separate_qkv=True, separate_gate_up=True, rngs=nnx.Rngs(0), **options
+    ),
+    "qwen3": lambda **options: layers.Llama(layers.LlamaConfig(**SIZES, qk_norm=True), rngs=nnx.Rngs(0), **options),
+    "gpt2": lambda **options: layers.GPT2(GPT2, rngs=nnx.Rngs(0), **options),
+    "lora": adapted,
+} | {order: functools.partial(ordered, order) for order in ORDERS}
+TOKENS = np.random.default_rng(0).integers(0, 320, (3, 78))
+
+
+@functools.cache
+def step_of(name, dtype, attention):
+    """The jitted loss and gradients of a model, and its parameters."""
+    model = MODELS[name](dtype=dtype, attention_implementation=attention)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, tokens):
+        return nnx.merge(graphdef, params, rest).loss(tokens[:, :-1], tokens[:, 1:])
+
+    # What is zero or one at first hides what it does.
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    each = zip(keys, leaves, strict=True)
+    moved = [x + (0.1 if x.ndim == 1 else 0.02) * jax.random.normal(key, x.shape, x.dtype) for key, x in each]
+    return jax.jit(jax.value_and_grad(loss)), jax.tree.unflatten(tree, moved)
+
+
+def run(name, dtype, device):
+    step, params = step_of(name, dtype, "xla" if device.platform == "cpu" else "cudnn")
+    return jax.tree.map(np.asarray, step(*jax.device_put((params, TOKENS), device)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    host, device = jax.devices("cpu")[0], jax.devices()[0]
+    exact, plain = run(name, jnp.float32, host), run(name, jnp.bfloat16, host)
+    with coda.strict():
+        found = run(name, jnp.bfloat16, device)
+        assert all(_same(found, run(name, jnp.bfloat16, device)) for _ in range(REPEATS))
+    rough = _errors(plain, exact)
+    assert np.all(_errors(found, exact) <= 1.5 * rough + 0.2 * rough.max() + 1e-6)
+
+
+def _same(a, b):
+    """Whether all bits are, but for the embedding's gradient: XLA's scatter adds rows in any order."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)]
+    each = zip(paths, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for path, x, y in each if "embedding" not in path)
+
+
+def _errors(found, exact):
+    each = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+    return np.array([float(np.linalg.norm(a - b)) / (float(np.linalg.norm(b)) or 1) for a, b in each])
