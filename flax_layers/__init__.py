@@ -1,6 +1,7 @@
 """Flax modules whose norms, gates and residuals run inside the products of `coda_jax`."""
 
 from coda_jax import DeferredNorm, Stream
+from flax_layers import fp8 as fp8
 from flax_layers import sharding as sharding
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
@@ -51,6 +52,7 @@ __all__ = [
     "Stream",
     "TransformerBlock",
     "add_lora",
+    "fp8",
     "generate",
     "load_balancing_loss",
     "merge_lora",

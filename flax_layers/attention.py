@@ -80,6 +80,7 @@ class Attention(nnx.Module):
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the kernels, `out.kernel` (H Dh, D) among them.
       kernel_init: initialiser of both.
+      fp8: a `coda.fp8.Recipe` by which the products train in 8 bits; default in the compute dtype.
       implementation: that of jax.nn.dot_product_attention, or a function with its arguments, which may also take
         segment_ids: see `flax_layers.attend`. Default: cuDNN where JAX runs on a GPU, computes in 16 bits and Dh is a
         multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
@@ -108,6 +109,7 @@ class Attention(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
+        fp8: coda.fp8.Recipe | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -124,7 +126,7 @@ class Attention(nnx.Module):
             raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
         if sliding_window is not None and (sliding_window < 1 or not is_causal):
             raise ValueError(f"{sliding_window=} must be at least 1 and wants is_causal=True, got {is_causal=}")
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_qkv:
             self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
             self.key = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)

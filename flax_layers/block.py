@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import coda_jax as coda
 from coda_jax import Stream
 from flax_layers.activation import Activation
 from flax_layers.attend import Implementation
@@ -138,6 +139,7 @@ class LlamaBlock(TransformerBlock):
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
       kernel_init: initialiser of the kernels.
+      fp8: a `coda.fp8.Recipe` by which attention and the gated MLP train in 8 bits; default in the compute dtype.
       rngs: source of keys.
     """
 
@@ -164,9 +166,11 @@ class LlamaBlock(TransformerBlock):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
+        fp8: coda.fp8.Recipe | None = None,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        options["fp8"] = fp8
         super().__init__(
             RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
             Attention(

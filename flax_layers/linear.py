@@ -25,6 +25,7 @@ from coda_jax.extend import (
 from coda_jax.extend import joined as joined_vectors
 from coda_jax.extend import product as fused_product
 from flax_layers.as_block import called, check_residual
+from flax_layers.fp8 import History, history_of
 from flax_layers.sharding import keeps_weights
 
 for library in (__file__, flax.__file__):  # a warning names the line that called the layer, or the model
@@ -147,6 +148,15 @@ class LowRank(NamedTuple):
         """The compute dtype, the adapter's too where it has none of its own."""
         return self.base.dtype
 
+    @property
+    def fp8(self) -> coda.fp8.Recipe | None:
+        """Of the base's product; those of the adapter are in the compute dtype."""
+        return getattr(self.base, "fp8", None)
+
+    @property
+    def fp8_history(self) -> History | None:
+        return getattr(self.base, "fp8_history", None)
+
     def inner(self, x: Any) -> jax.Array:
         """x @ a, (..., r)."""
         y: jax.Array = project(x, self.lora.lora_a[...], dtype=self.lora.dtype or self.dtype)
@@ -178,22 +188,34 @@ def have_kernels(*layers: Any) -> bool:
     return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
 
 
-def product(x: coda.Value, kernels: Sequence[Any]) -> Any:
+def product(
+    x: coda.Value, kernels: Sequence[Any], fp8: coda.fp8.Recipe | None = None, history: History | None = None
+) -> Any:
     """x w of kernels (K, N_i) side by side, values or arrays, one product; or of one (K, 2, F).
 
     Under rules that cut the width, what is gathered of w is kept for the backward pass.
     """
-    return fused_product(x, [x._trace.value(kernel) for kernel in kernels], keep_weights=keeps_weights())
+    values = [x._trace.value(kernel) for kernel in kernels]
+    of = None if history is None else history[...]
+    return fused_product(x, values, keep_weights=keeps_weights(), recipe=fp8, history=of)
 
 
 def mapped_together(layers: Sequence[Any], x: coda.Value) -> Any:
     """The results of Linears side by side, one product."""
-    y = product(x, [layer.kernel[...] for layer in layers])
+    y = product(x, [layer.kernel[...] for layer in layers], *_rounding(layers))
     if all(layer.bias is None for layer in layers):
         return y
     absent = (jnp.zeros(layer.kernel.shape[-1]) if layer.bias is None else layer.bias[...] for layer in layers)
     biases = [x._trace.value(bias) for bias in absent]
     return y + (joined_vectors(biases) if len(biases) > 1 else biases[0])
+
+
+def _rounding(layers: Sequence[Any]) -> tuple[coda.fp8.Recipe | None, History | None]:
+    """The recipe and the history of layers which are one product: the history is that of the first."""
+    first, *others = (layer.fp8 for layer in layers)
+    if any(other != first for other in others):
+        raise ValueError(f"fp8: layers that are one product have {[first, *others]}; all must have the same")
+    return first, layers[0].fp8_history
 
 
 def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
@@ -273,7 +295,11 @@ class Linear(nnx.Module):
       dtype: compute dtype; default the promotion of input and kernel.
       param_dtype: storage dtype of `kernel` (K, N) and `bias` (N,).
       kernel_init, bias_init: initialisers of `kernel` and `bias`.
+      fp8: a `coda.fp8.Recipe` by which the product trains in 8 bits; default in the compute dtype.
       rngs: source of keys.
+
+    Raises:
+      TypeError: fp8 is no recipe.
     """
 
     def __init__(
@@ -286,13 +312,17 @@ class Linear(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
         bias_init: nnx.Initializer = nnx.initializers.zeros,
+        fp8: coda.fp8.Recipe | None = None,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(fp8, coda.fp8.Recipe | None):
+            raise TypeError(f"{fp8=} must be a coda.fp8.Recipe or None")
         self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
         self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = dtype
+        self.fp8, self.fp8_history = fp8, history_of(fp8)
 
     @overload
     def __call__(self, x: coda.Value) -> coda.Value: ...
@@ -318,14 +348,18 @@ class Linear(nnx.Module):
         target = Sum.of(residual, x)
         if isinstance(x, coda.Value):
             return mapped(self, x)
-        if isinstance(x, DeferredNorm):
-            dtype = self.dtype or jnp.result_type(x.dtype, self.kernel[...])
-            return called(self, _lines, x, target, dtype=dtype)
+        if isinstance(x, DeferredNorm) or self.fp8 is not None:
+            return _in_block(self, x, target)
         if target is not None:
             return _added(self, x, target)
         biases = () if self.bias is None else (self.bias[...],)
         y: jax.Array = project(x, self.kernel[...], *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
         return y
+
+
+def _in_block(layer: Linear, x: Any, residual: Sum | None) -> Any:
+    dtype = layer.dtype or jnp.result_type(x.dtype, layer.kernel[...])
+    return called(layer, _lines, x, residual, dtype=dtype)
 
 
 def _lines(layer: Linear, x: Any) -> Any:
@@ -334,6 +368,8 @@ def _lines(layer: Linear, x: Any) -> Any:
 
 def _added(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
     """The map of x added to the residual, in one product."""
+    if layer.fp8 is not None:
+        return _in_block(layer, x, residual)
     kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
     check_residual(residual.array.shape, (*x.shape[:-1], kernel.shape[-1]))
     add = add_residual_sumsq if residual.has_sums else add_residual

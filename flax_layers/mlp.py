@@ -18,6 +18,7 @@ from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
 from flax_layers.as_block import called
 from flax_layers.axis_metadata import name_parameters
+from flax_layers.fp8 import history_of
 from flax_layers.linear import (
     Linear,
     Residual,
@@ -112,6 +113,7 @@ class GatedMLP(_FeedForward):
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `gate_up` (D, 2, F), or `gate.kernel` and `up.kernel` (D, F), and `down.kernel`
         (F, D).
+      fp8: a `coda.fp8.Recipe` by which the products train in 8 bits; default in the compute dtype.
       kernel_init: initialiser of all; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
       rngs: source of keys.
 
@@ -128,20 +130,22 @@ class GatedMLP(_FeedForward):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
+        fp8: coda.fp8.Recipe | None = None,
         rngs: nnx.Rngs,
     ):
-        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_gate_up:
             self.gate: Any = linear(in_features, hidden_features)
             self.up: Any = linear(in_features, hidden_features)
         else:
             gate_up = kernel_init(rngs.params(), (in_features, 2 * hidden_features), param_dtype)
             self.gate_up: Any = nnx.Param(_paired(gate_up))
+        self.gate_up_history = nnx.data(None) if separate_gate_up else history_of(fp8)
         self.down = linear(hidden_features, in_features)
         name_parameters(self)
         self.separate_gate_up = separate_gate_up
         self.activation = activation_of(activation)
-        self.dtype = dtype
+        self.dtype, self.fp8 = dtype, fp8
 
     def split_kernel(self) -> list[jax.Array]:
         """The kernels of the gate and of what it gates, (D, F) each."""
@@ -160,6 +164,7 @@ class GatedMLP(_FeedForward):
             return self
         layer: GatedMLP = nnx.merge(*nnx.split(self))
         layer.gate_up = nnx.Param(jnp.stack(placed_alike(self.split_kernel(), None), axis=1))
+        layer.gate_up_history = layer.gate.fp8_history
         layer.gate = layer.up = nnx.data(None)
         layer.separate_gate_up = False
         return layer
@@ -174,7 +179,8 @@ class GatedMLP(_FeedForward):
         return [self.gate_up] if isinstance(self.gate_up, nnx.Module) else []
 
     def _hidden(self, x: coda.Value) -> Any:
-        return on_values.gated(x, (self.gate, self.up) if self.separate_gate_up else self.gate_up, self.activation)
+        gate_up = (self.gate, self.up) if self.separate_gate_up else self.gate_up
+        return on_values.gated(x, gate_up, self.activation, self.fp8, self.gate_up_history)
 
 
 class MLP(_FeedForward):
@@ -190,6 +196,7 @@ class MLP(_FeedForward):
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of `up.kernel` (D, F), `down.kernel` (F, D) and their biases.
       kernel_init: initialiser of both kernels.
+      fp8: a `coda.fp8.Recipe` by which the products train in 8 bits; default in the compute dtype.
       rngs: source of keys.
     """
 
@@ -203,10 +210,17 @@ class MLP(_FeedForward):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
+        fp8: coda.fp8.Recipe | None = None,
         rngs: nnx.Rngs,
     ):
         linear = partial(
-            Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            fp8=fp8,
+            rngs=rngs,
         )
         self.up = linear(in_features, hidden_features)
         self.down = linear(hidden_features, in_features)

@@ -18,6 +18,7 @@ from flax import nnx
 
 import coda_jax as coda
 from coda_jax.extend import Head, array, heads_apart, heads_turned, in_heads, noted
+from flax_layers.fp8 import History
 from flax_layers.linear import Linear, have_kernels, is_linear, mapped, mapped_together, product
 from flax_layers.remat import QKV, named
 from flax_layers.sharding import STREAM, activation_spec, constrain
@@ -121,18 +122,25 @@ def in_stream(x: Any, name: str) -> Any:
     return named(constrain(x, *STREAM), name)
 
 
-def gated(x: Any, gate_up: Any, activation: Callable[[jax.Array], jax.Array]) -> Any:
+def gated(
+    x: Any,
+    gate_up: Any,
+    activation: Callable[[jax.Array], jax.Array],
+    fp8: coda.fp8.Recipe | None = None,
+    history: History | None = None,
+) -> Any:
     """activation(x @ gate) * (x @ up).
 
     Args:
       x: the value, (..., D).
       gate_up: a kernel (D, 2, F), or what stands in its place and gives (..., 2F); or two layers, gate and up.
       activation: of the gate.
+      fp8, history: of the kernel's product; layers have their own.
     """
     if isinstance(gate_up, nnx.Module):
         z = mapped(gate_up, x)
     elif not isinstance(gate_up, tuple):
-        z = _of_halves(product(x, [gate_up[...]]))
+        z = _of_halves(product(x, [gate_up[...]], fp8, history))
     else:  # adapters among them: other pairs of layers have one kernel here
         gate, up = (hidden(mapped(layer, x)).named(_HIDDEN_NAME) for layer in gate_up)
         return gate.map(lambda gate, up: activation(gate) * up, up)
@@ -149,7 +157,7 @@ def activated(x: Any, up: Any, activation: Callable[[jax.Array], jax.Array]) -> 
     """activation(up(x)); without adapters the bias is added behind what is kept."""
     if not is_linear(up) or up.bias is None:
         return hidden(mapped(up, x)).named(_HIDDEN_NAME).map(activation)
-    z = hidden(product(x, [up.kernel[...]])).named(_HIDDEN_NAME)
+    z = hidden(product(x, [up.kernel[...]], up.fp8, up.fp8_history)).named(_HIDDEN_NAME)
     return z.map(lambda z, bias: activation(z + bias[None, :]), up.bias[...])
 
 

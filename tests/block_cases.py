@@ -162,8 +162,8 @@ def arguments(dtype=jnp.float32, batch=BATCH, length=LENGTH, width=WIDTH, hidden
     return x, {**p, "cos": jnp.cos(angles), "sin": jnp.sin(angles)}
 
 
-def in_block(name, dtype=None, implementation="auto"):
-    block = coda.block(dtype=dtype, name=name.replace(" ", "_").replace("-", "_"), implementation=implementation)
+def in_block(name, dtype=None, **options):
+    block = coda.block(dtype=dtype, name=name.replace(" ", "_").replace("-", "_"), **options)
     return block(functools.partial(FORMS[name][0], InBlock))
 
 

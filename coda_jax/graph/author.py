@@ -24,11 +24,13 @@ from coda_jax.graph import values as nodes
 from coda_jax.graph.arithmetic import Arithmetic
 from coda_jax.graph.calls import as_matrix, begins_with, data_of
 from coda_jax.graph.lazy import Lazy
+from coda_jax.graph.matmul import Matmul
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.pullbacks import Pullback
+from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
-from coda_jax.graph.values import Leaf, Product, Turned, is_float, lies, mapped, turned
+from coda_jax.graph.values import Leaf, Product, is_float, lies, mapped, turned
 from coda_jax.primitives.mesh_types import constrained
 
 
@@ -40,6 +42,7 @@ class BlockTrace:
       dtype: of the products' factors.
       rows: the axes of the first argument's array but its last.
       is_plain: the author's lines are run as plain JAX, on arrays.
+      recipe: by which factors of products are rounded to 8 bits; None for none.
       stated: what the author states of maps, with the arrays, where it is asked for.
       arrays: what it is given, by the argument's number.
       leaves: what the graph reads of them, by the argument's number and the shape as a value.
@@ -53,10 +56,11 @@ class BlockTrace:
         rows: Sequence[Any],
         *,
         is_plain: bool,
+        recipe: Recipe | None = None,
         stated: list[Stated] | None = None,
         of_rows: Sequence[bool] | None = None,
     ):
-        self.stated, self.of_rows = stated, of_rows
+        self.stated, self.of_rows, self.recipe = stated, of_rows, recipe
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
         self.arrays: list[Any] = []
         self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
@@ -101,7 +105,7 @@ class BlockTrace:
         return (*self.rows, *node.shape[1:]) if len(self.rows) > 1 and has_rows(node) else node.shape
 
 
-class Value(Arithmetic, Lazy):
+class Value(Arithmetic, Matmul, Lazy):
     """An array of a block, of which nothing is computed before the block ends.
 
     Values are multiplied, `x @ w`, and go through functions of whole arrays, `x.map(f)`. What the library can make in
@@ -116,11 +120,6 @@ class Value(Arithmetic, Lazy):
     dtype: np.dtype[Any]
     _trace: BlockTrace
     _plain: jax.Array | None  # the array itself, where the author's lines are run as plain JAX
-
-    @property
-    def _node(self) -> nodes.Value:
-        """It as a value of the graph."""
-        raise NotImplementedError
 
     @property
     def ndim(self) -> int:
@@ -208,6 +207,10 @@ class Value(Arithmetic, Lazy):
         """As any JAX function takes it: its dtype may be one that no map sees."""
         return self._node
 
+    def _computed(self, node: nodes.Value, plain: jax.Array | None, shape: Sequence[Any]) -> Value:
+        """What is computed of it."""
+        return Computed(self._trace, node, plain, shape)
+
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
         """It as a value of the graph of this shape."""
         node = self._node
@@ -216,8 +219,8 @@ class Value(Arithmetic, Lazy):
         made: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
         return made
 
-    def _as_weight(self, lead: int = 1) -> nodes.Value:
-        """It as what multiplies: (K, N), or with lead = 2 one for each group."""
+    def _as_weight(self, lead: int = 1, halves: bool = True) -> nodes.Value:
+        """It as what multiplies: (K, N), or with lead = 2 one for each group; halves: whether (2, F) stay two axes."""
         return self._viewed((*self.shape[:lead], math.prod(self.shape[lead:])))
 
     def _array(self) -> jax.Array:
@@ -233,44 +236,6 @@ class Value(Arithmetic, Lazy):
         """By a map: a matrix, float32."""
         x = self._array().reshape(self._node.shape)
         return x.astype(FLOAT32) if is_float(x.dtype) else x
-
-    def __matmul__(self, other: Any) -> Value:
-        return self._times(self._trace.value(other))
-
-    def __rmatmul__(self, other: Any) -> Value:
-        return self._trace.value(other) @ self
-
-    def _times(self, w: Value) -> Value:
-        self._check_factor(w)
-        return Computed(self._trace, self._product(w), self._plain_product(w), (*self.shape[:-1], *w.shape[1:]))
-
-    def _check_factor(self, w: Value) -> None:
-        """Raises ValueError where it cannot be multiplied by w."""
-        if self.ndim < 2 or w.ndim < 2 or not same_size(self.shape[-1], w.shape[0]):
-            raise ValueError(
-                f"block '{self._trace.name}': {self.shape} @ {w.shape}; they must be (..., K) and (K, ...), each of "
-                "two axes or more"
-            )
-        if not same_size(self._node.shape[-1], self.shape[-1]):
-            raise ValueError(
-                f"block '{self._trace.name}': {self.shape} @ {w.shape}; the first has not the block's rows, "
-                f"{self._trace.rows}, which are those of its first array. rows= names another argument"
-            )
-
-    def _product(self, w: Value) -> nodes.Value:
-        a, b = self._node, w._as_weight()
-        options: dict[str, Any] = {}
-        if isinstance(a, Turned) and not is_of_8_bits(a.dtype):
-            a, options["transpose_a"] = a.inputs[0], True
-        if isinstance(b, Turned):
-            b, options["transpose_b"] = b.inputs[0], True
-        return Product(a, b, **options)
-
-    def _plain_product(self, w: Value) -> jax.Array | None:
-        if not self._trace.is_plain:
-            return None
-        axes = (((self.ndim - 1,), (0,)), ((), ()))
-        return lax.dot_general(self._as_factor(), w._as_factor(), axes, preferred_element_type=np.dtype(FLOAT32))
 
     def _with(self, operation: Callable[..., Any], *others: Any, swapped: bool = False) -> Any:
         name, (other, *_) = operation.__name__, others or (None,)
@@ -348,8 +313,8 @@ class Argument(Value):
     def _opaque_node(self) -> nodes.Value:
         return self._viewed(as_matrix(self.shape, self._trace.rows if self.has_rows else ()))
 
-    def _as_weight(self, lead: int = 1) -> nodes.Value:
-        self.has_halves |= self.ndim == lead + 2 and same_size(self.shape[-2], 2)
+    def _as_weight(self, lead: int = 1, halves: bool = True) -> nodes.Value:
+        self.has_halves |= halves and self.ndim == lead + 2 and same_size(self.shape[-2], 2)
         return super()._as_weight(lead)
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:

@@ -17,6 +17,7 @@ from coda_jax.epilogue.dtypes import FLOATS, listed
 from coda_jax.graph.author import BlockTrace, Value
 from coda_jax.graph.calls import data_of
 from coda_jax.graph.function import Graph
+from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf
 from coda_jax.primitives.call_arguments import check_implementation
@@ -31,7 +32,12 @@ def block(f: Callable[..., Any], /) -> Block: ...
 
 @overload
 def block(
-    *, dtype: Any = None, rows: str | None = None, name: str | None = None, implementation: str = "auto"
+    *,
+    dtype: Any = None,
+    rows: str | None = None,
+    name: str | None = None,
+    implementation: str = "auto",
+    fp8: Recipe | None = None,
 ) -> Callable[[Callable[..., Any]], Block]: ...
 
 
@@ -43,6 +49,7 @@ def block(
     rows: str | None = None,
     name: str | None = None,
     implementation: str = "auto",
+    fp8: Recipe | None = None,
 ) -> Any:
     """A function of arrays that is written with values: products, functions of tiles, norms, and any other JAX code.
 
@@ -66,16 +73,19 @@ def block(
       name: in messages and in the kernels' names; default that of f.
       implementation: "auto" and "cuda" are as in `coda.gemm`, for its products. "xla" runs f's lines as
         they are, on arrays, with JAX's own derivative, to compare with and to debug.
+      fp8: a `coda.fp8.Recipe` for all products but those of groups; their factors are rounded where they are made.
 
     Raises:
       TypeError: an argument that is neither array nor hashable; the rows' array is no floating array.
       ValueError: the rows' array has no rows.
     """
     if f is None:
-        return functools.partial(block, dtype=dtype, rows=rows, name=name, implementation=implementation)
+        return functools.partial(block, dtype=dtype, rows=rows, name=name, implementation=implementation, fp8=fp8)
     check_implementation("block", implementation)
     name = name or str(getattr(f, "__name__", type(f).__name__)).strip("<>")
-    return Block(f, dtype, rows, name, implementation, is_plain=implementation == "xla")
+    if not isinstance(fp8, Recipe | None):
+        raise TypeError(f"block: fp8 = {fp8!r}; it must be a coda.fp8.Recipe or None")
+    return Block(f, dtype, rows, name, implementation, is_plain=implementation == "xla", recipe=fp8)
 
 
 class Block:
@@ -93,6 +103,7 @@ class Block:
         implementation: str,
         *,
         is_plain: bool = False,
+        recipe: Recipe | None = None,
     ):
         if not callable(f):
             raise TypeError(f"block: f = {f!r}; it must be a function")
@@ -101,7 +112,7 @@ class Block:
         functools.update_wrapper(self, f)
         self._parameters = inspect.signature(f)
         self._f, self._dtype, self._rows, self.name, self._implementation = f, dtype, rows, name, implementation
-        self._is_plain = is_plain
+        self._is_plain, self._recipe = is_plain, recipe
         self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
         self._stated: list[Stated] | None = None
 
@@ -118,7 +129,7 @@ class Block:
         given = [data_of(x) for x in leaves if is_array(x)]
         rows, dtype = self._rows_of(given[of_rows.index(True)] if of_rows else self._first(args, kwargs))
         if self._is_plain:
-            trace = BlockTrace(self.name, dtype, rows, is_plain=True, stated=self._stated)
+            trace = BlockTrace(self.name, dtype, rows, is_plain=True, recipe=self._recipe, stated=self._stated)
             return self._plain(leaves, tree, trace)
         mesh = jax.sharding.get_abstract_mesh()  # equations have that in which they were traced
         key = (tree, dtype, rows, of_rows, mesh, tuple(map(self._signature, leaves)))
@@ -135,7 +146,7 @@ class Block:
 
     def in_plain_jax(self, dtype: Any, stated: list[Stated]) -> Block:
         """The block with implementation="xla" and this dtype, None for its own; it adds to `stated`."""
-        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla", is_plain=True)
+        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla", is_plain=True, recipe=self._recipe)
         plain._stated = stated
         return plain
 
@@ -194,7 +205,7 @@ class Block:
     def _traced(
         self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any], of_rows: Sequence[bool] | None
     ) -> tuple[_Traced, list[Any]]:
-        trace = BlockTrace(self.name, dtype, rows, is_plain=False, of_rows=of_rows)
+        trace = BlockTrace(self.name, dtype, rows, is_plain=False, recipe=self._recipe, of_rows=of_rows)
         outputs, out_tree = self._values(leaves, tree, trace)
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
 

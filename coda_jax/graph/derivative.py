@@ -2,6 +2,7 @@
 
     y = a b               da = dy b^T, db = a^T dy      two products, written as the layouts of a and b have them
     y = f(x_1, ..., x_n)  dx_i of jax.vjp of f, or f's own pullback: a map of the inputs, of y, and of dy
+    y = a8 b8 / (s t)     the same of dy rounded to 8 bits, where a library's rule rounds a and b
     results of a call     jax.vjp of its function: a call of what that keeps, and of the results' cotangents
     several users         their cotangents' sum: a map
 
@@ -25,6 +26,7 @@ from jax.extend import core
 from coda_jax.epilogue import is_linear
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
+from coda_jax.graph import rounded
 from coda_jax.graph.calls import Result, pulled_back
 from coda_jax.graph.plan import program_beside
 from coda_jax.graph.pullbacks import inner_product
@@ -105,6 +107,8 @@ def _of_inputs(
             return zip(call.inputs, found, strict=False)
         case Product() as y:
             (dy,) = dys
+            if y.scales is not None:
+                return rounded.cotangents(y, dy)
             of_factors = _of_product_of_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _of_product(y, dy)
             return zip((y.a, y.b), of_factors, strict=True)
         case Turned(inputs=(x,)):
@@ -118,17 +122,12 @@ def _of_inputs(
 
 
 def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
-    """Products whose factors are along k both: (M, K) and (N, K), as the kernel multiplies 8 bits."""
     if not is_of_8_bits(dy.dtype):
         raise TypeError(
             f"product of {y.a.dtype} and {y.b.dtype}: its cotangent is {dy.dtype}; a map of the product, whose "
             "pullback rounds to 8 bits, has to give it"
         )
-    a = turned(y.a) if y.transpose_a else y.a
-    b = y.b if y.transpose_b else turned(y.b)
-    of_a = (turned(b), dy) if y.transpose_a else (dy, turned(b))
-    of_b = (turned(dy), turned(a)) if y.transpose_b else (turned(a), turned(dy))
-    return Product(*of_a, transpose_b=True, like=y.a), Product(*of_b, transpose_b=True, like=y.b)
+    return rounded.of_factors(y, dy)
 
 
 def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:

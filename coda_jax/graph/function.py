@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -135,6 +136,12 @@ class Graph:
         """The graph where these leaves are differentiated; None for all."""
         flags = [True] * len(self.leaves) if is_differentiated is None else is_differentiated
         leaves = frozenset(x for x in itertools.compress(self.leaves, flags) if x.has_cotangent)
+        if leaves and any(x.is_history and x not in leaves for x in self.leaves):
+            warnings.warn(
+                f"block '{self.name}' is differentiated, but not by its fp8 histories: their scales will not follow "
+                "the tensors. Of flax_layers' models nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED) is all of them",
+                stacklevel=2,
+            )
         if leaves not in self._derivatives:
             self._derivatives[leaves] = Derivative(self, leaves)
         return self._derivatives[leaves]

@@ -31,9 +31,10 @@ def _read_of_forward(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[
     while open_:
         value = open_.pop()
         is_copy = isinstance(value, Turned) and value.inputs[0] in forward  # made beside it
+        is_amax = any(x in forward and x.amax is value for x in value.inputs)
         is_beside = isinstance(value, Map) and value.origin in origins  # another result of a function
         is_result = isinstance(value, Result) and value.call in calls
-        if value in forward or is_copy or is_beside or is_result:
+        if value in forward or is_copy or is_amax or is_beside or is_result:
             if not isinstance(value, Leaf):
                 found.add(value)
             continue

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.graph.author import Computed, Value, mapped_values
-from coda_jax.graph.normed import NormedValue
+from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.values import Product, kept_weight
-from coda_jax.graph.values import Value as Node
 
 
 def fused(
@@ -52,21 +51,28 @@ def by_xla(name: str, f: Callable[..., Any], x: Value, *operands: Value | None, 
     return made
 
 
-def product(x: Value, weights: Sequence[Value], *, keep_weights: bool) -> Value:
+def product(
+    x: Value,
+    weights: Sequence[Value],
+    *,
+    keep_weights: bool,
+    recipe: Recipe | None = None,
+    history: Any = None,
+) -> Value:
     """x w, of weights (K, N_i) that are pieces of w, or of one (K, N), or (K, 2, F) of which a mesh may cut F.
 
     With keep_weights w is kept for the backward pass in the products' dtype, or in its place the norm's scale in it.
+    A recipe is in the place of the block's; history: as of `Value.matmul`.
     """
     w = weights[0] if len(weights) == 1 else joined(weights)
-    x._check_factor(w)
-    node = _factor(w, 1, keep_weights)
-    made = x.norm.product(node) if isinstance(x, NormedValue) else Product(x._node, node)
-    return Computed(x._trace, made, x._plain_product(w), (*x.shape[:-1], *w.shape[1:]))
+    return x._times(w, keep=keep_weights, recipe=recipe, history=history)
 
 
 def grouped_product(x: Value, w: Value, group_sizes: Value, *, keep_weights: bool) -> Value:
     """As `Value.ragged_dot` for w (G, K, N), or (G, K, 2, F)."""
-    flat = Computed(w._trace, _factor(w, 2, keep_weights), None, (*w.shape[:2], math.prod(w.shape[2:])))
+    node = w._as_weight(2)
+    node = kept_weight(node) if keep_weights else node
+    flat = Computed(w._trace, node, None, (*w.shape[:2], math.prod(w.shape[2:])))
     if w._plain is not None:
         flat._plain = w._plain.reshape(flat.shape)
     return x.ragged_dot(flat, group_sizes)
@@ -100,9 +106,3 @@ def stored(value: Value, dtype: Any) -> Value:
 
 def _concatenated(*arrays: jax.Array) -> jax.Array:
     return jnp.concatenate(arrays, axis=-1)
-
-
-def _factor(w: Value, lead: int, keep: bool) -> Node:
-    """A weight as a matrix, or one for each group; the first `lead` axes are not its columns."""
-    node = w._as_weight(lead)
-    return kept_weight(node) if keep else node

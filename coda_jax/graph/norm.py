@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,15 +60,15 @@ class NormValues:
         """True for a norm that products read applied: a LayerNorm, and one of products of a narrow range."""
         return self.mean is not None or has_narrow_range(self.dtype)
 
-    def product(self, w: Value) -> Value:
-        """norm(x) w for w (D, N)."""
+    def product(self, w: Value, times: Callable[[Value, Value], Value] = Product) -> Value:
+        """norm(x) w for w (D, N), by a product of two values."""
         if self.is_applied:
-            return Product(self.applied, w)
+            return times(self.applied, w)
         is_kept = isinstance(w, Map) and w.is_weight
         of = w.inputs[0] if is_kept else w
         scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), of, derived="scale")
         scaled_weight.is_factor = is_kept  # in the weight's place
-        acc = Product(self.x, scaled_weight)
+        acc = times(self.x, scaled_weight)
         scaled: Value = mapped(
             jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True, derived="rms_norm"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,23 +12,41 @@ from jax import lax
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph import norm as norms
+from coda_jax.graph import rounded
 from coda_jax.graph.author import Computed, Value
+from coda_jax.graph.rounded import Rounding
 from coda_jax.graph.values import Value as Node
 
 
 class NormedValue(Value):
     """A norm of a value, x. What multiplies it scales its product; for anything else it is applied."""
 
-    def __init__(self, norm: norms.NormValues, x: Value, plain: jax.Array | None):
+    def __init__(
+        self,
+        norm: norms.NormValues,
+        x: Value,
+        plain: jax.Array | None,
+        plain_factors: tuple[jax.Array, jax.Array] | None = None,  # rstd (..., 1) and scale, of an RMSNorm
+    ):
         self._trace, self.shape, self.norm, self.x, self._plain = x._trace, x.shape, norm, x, plain
+        self._plain_factors = plain_factors
         self.dtype = norm.x.stored_as(x._trace.dtype)
 
     @property
     def _node(self) -> Node:
         return self.norm.applied
 
-    def _product(self, w: Value) -> Node:
-        return self.norm.product(w._as_weight())
+    def _product(self, b: Node, rounding: Rounding | None) -> Node:
+        if rounding is None:
+            return self.norm.product(b)
+        return self.norm.product(b, functools.partial(rounded.multiplied, rounding=rounding))
+
+    def _plain_product(self, w: Value, rounding: Rounding | None) -> jax.Array:
+        if rounding is None or self.norm.is_applied or self._plain_factors is None:
+            return super()._plain_product(w, rounding)
+        (rstd, scale), axes = self._plain_factors, [1] * (w.ndim - 1)
+        y = rounded.in_jax(self.x._array(), scale.reshape(-1, *axes) * w._array().astype(FLOAT32), rounding)
+        return y * rstd.reshape(*self.shape[:-1], *axes)
 
 
 def rms_norm(x: Value, sumsq: Value | None, scale: Any, epsilon: float) -> NormedValue:
@@ -35,12 +54,15 @@ def rms_norm(x: Value, sumsq: Value | None, scale: Any, epsilon: float) -> Norme
     trace, scale = x._trace, x._trace.value(scale)
     _check_width("rms_norm", x, scale=scale)
     sums = None if sumsq is None else sumsq._viewed((x._node.shape[0], 1))
-    norm, plain = norms.rms_norm(x._node, sums, scale._node, float(epsilon), trace.dtype), None
+    norm, plain, factors = norms.rms_norm(x._node, sums, scale._node, float(epsilon), trace.dtype), None, None
     if trace.is_plain:
         wide = x._array().astype(FLOAT32)
-        rstd = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + float(epsilon))
-        plain = wide * rstd * scale._array().astype(FLOAT32)
-    return NormedValue(norm, x, plain)
+        factors = (
+            lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + float(epsilon)),
+            scale._array().astype(FLOAT32),
+        )
+        plain = wide * factors[0] * factors[1]
+    return NormedValue(norm, x, plain, factors)
 
 
 def layer_norm(x: Value, scale: Any, bias: Any, epsilon: float) -> NormedValue:

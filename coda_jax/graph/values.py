@@ -38,6 +38,7 @@ class Value:
       inputs: what it is a function of; these were made before it.
       number: in the order in which values are made.
       transpose: as `turned` made it.
+      rounded, amax: in 8 bits with the scale, by dtype and scale; its largest magnitude: as `graph.rounded` made them.
       name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
       spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
       recovered: the same, made of values behind it; backward passes read that.
@@ -57,6 +58,8 @@ class Value:
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)
+        self.rounded: dict[tuple[np.dtype[Any], Value | None], tuple[Value, Value]] = {}
+        self.amax: Value | None = None
         self.dtype: np.dtype[Any] = np.dtype(dtype)
 
     def stored_as(self, dtype: Any) -> np.dtype[Any]:
@@ -92,7 +95,10 @@ class Leaf(Value):
       has_cotangent: whether it is differentiated.
       has_rows: whether its rows are those of the block's arrays, which may be several axes of these.
       has_halves: whether its columns are two axes of the array, (2, N / 2).
+      is_history: whether it holds maxima of steps before, whose gradient is this step's.
     """
+
+    is_history: bool = False
 
     def __init__(
         self,
@@ -121,6 +127,7 @@ class Product(Value):
     Attributes:
       groups: (G,) int32, how many rows each has; None for a plain product.
       like: what the result is a cotangent of: it is sharded alike over explicit mesh axes. None for nothing.
+      scales: of factors that `graph.rounded` rounds, with its cotangent; None for others.
 
     Raises:
       ValueError: factors of other ranks, or that do not fit.
@@ -144,12 +151,11 @@ class Product(Value):
         if not same_size(k, of_b):
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
         if is_of_8_bits(a.dtype) != is_of_8_bits(b.dtype):
-            raise ValueError(
-                f"product: factors have dtypes {a.dtype} and {b.dtype}; both must be of 8 bits, or neither"
-            )
+            raise ValueError(f"product: factors are {a.dtype} and {b.dtype}; both must be of 8 bits, or neither")
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
+        self.scales: Any = None
         self.has_one_row = a.has_one_row and not transpose_a
 
 

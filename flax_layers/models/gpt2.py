@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import coda_jax as coda
 from coda_jax.extend import explicit_cuts, without_axes
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
@@ -62,6 +63,7 @@ def gpt2_block(
     *,
     separate_qkv: bool = False,
     attention_implementation: Implementation | None = None,
+    fp8: coda.fp8.Recipe | None = None,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
@@ -71,6 +73,7 @@ def gpt2_block(
     Args:
       config: sizes.
       separate_qkv, attention_implementation: of Attention.
+      fp8: of Attention and of the MLP.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -92,10 +95,11 @@ def gpt2_block(
             rope_theta=None,
             separate_qkv=separate_qkv,
             implementation=attention_implementation,
+            fp8=fp8,
             **options,
         ),
         norm(),
-        MLP(width, config.n_inner or 4 * width, activation=config.activation_function, **options),
+        MLP(width, config.n_inner or 4 * width, activation=config.activation_function, fp8=fp8, **options),
     )
 
 
@@ -110,6 +114,8 @@ class GPT2(LanguageModel):
         Attention.
       rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
+      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits;
+        default all in the compute dtype, in which embedding, experts and head always are.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -124,6 +130,7 @@ class GPT2(LanguageModel):
         separate_qkv: bool = False,
         rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
+        fp8: coda.fp8.Recipe | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -136,6 +143,7 @@ class GPT2(LanguageModel):
         layout: dict[str, Any] = {
             "separate_qkv": separate_qkv,
             "attention_implementation": attention_implementation,
+            "fp8": fp8,
         }
         block = partial(gpt2_block, config, **layout, **options)
         self.layers = nnx.List(block() for _ in range(config.n_layer))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers.attend import Implementation
 from flax_layers.block import LlamaBlock
@@ -42,6 +43,8 @@ class Llama(LanguageModel):
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
       rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
+      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits;
+        default all in the compute dtype, in which embedding, experts and head always are.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -64,6 +67,7 @@ class Llama(LanguageModel):
         remat_layers: int | None = None,
         rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
+        fp8: coda.fp8.Recipe | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -102,6 +106,7 @@ class Llama(LanguageModel):
                 activation=config.hidden_act,
                 sliding_window=config.sliding_window,
                 attention_implementation=attention_implementation,
+                fp8=fp8,
                 epsilon=config.rms_norm_eps,
                 mlp=_experts_of(config, i, **options),
                 **options,

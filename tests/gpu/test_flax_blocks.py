@@ -56,32 +56,41 @@ MODELS = {
         LLAMA, separate_qkv=True, separate_gate_up=True, rngs=nnx.Rngs(0), **options
     ),
     "qwen3": lambda **options: layers.Llama(layers.LlamaConfig(**SIZES, qk_norm=True), rngs=nnx.Rngs(0), **options),
+    "llama, fp8": lambda **options: layers.Llama(LLAMA, fp8=coda.fp8.Recipe(), rngs=nnx.Rngs(0), **options),
+    "llama, fp8 by histories": lambda **options: layers.Llama(
+        LLAMA, fp8=coda.fp8.Recipe(scaling="delayed"), rngs=nnx.Rngs(0), **options
+    ),
+    "gpt2, fp8": lambda **options: layers.GPT2(GPT2, fp8=coda.fp8.Recipe(), rngs=nnx.Rngs(0), **options),
     "gpt2": lambda **options: layers.GPT2(GPT2, rngs=nnx.Rngs(0), **options),
     "lora": adapted,
 } | {order: functools.partial(ordered, order) for order in ORDERS}
-TOKENS = np.random.default_rng(0).integers(0, 320, (3, 78))
+TOKENS = np.random.default_rng(0).integers(0, 320, (3, 81))
 
 
 @functools.cache
 def step_of(name, dtype, attention):
     """The jitted loss and gradients of a model, and its parameters."""
     model = MODELS[name](dtype=dtype, attention_implementation=attention)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, tokens):
-        return nnx.merge(graphdef, params, rest).loss(tokens[:, :-1], tokens[:, 1:])
-
     # What is zero or one at first hides what it does.
-    leaves, tree = jax.tree.flatten(params)
+    leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
     keys = jax.random.split(jax.random.key(5), len(leaves))
     each = zip(keys, leaves, strict=True)
     moved = [x + (0.1 if x.ndim == 1 else 0.02) * jax.random.normal(key, x.shape, x.dtype) for key, x in each]
-    return jax.jit(jax.value_and_grad(loss)), jax.tree.unflatten(tree, moved)
+    nnx.update(model, jax.tree.unflatten(tree, moved))
+    if jax.tree.leaves(nnx.state(model, layers.fp8.History)):
+        layers.fp8.calibrate(model, lambda model: model.loss(TOKENS[:, :-1], TOKENS[:, 1:]))
+    graphdef, state, rest = nnx.split(model, layers.fp8.DIFFERENTIATED, ...)
+
+    def loss(state, tokens):
+        return nnx.merge(graphdef, state, rest).loss(tokens[:, :-1], tokens[:, 1:])
+
+    return jax.jit(jax.value_and_grad(loss)), state
 
 
 def run(name, dtype, device):
-    step, params = step_of(name, dtype, "xla" if device.platform == "cpu" else "cudnn")
-    return jax.tree.map(np.asarray, step(*jax.device_put((params, TOKENS), device)))
+    step, state = step_of(name, dtype, "xla" if device.platform == "cpu" else "cudnn")
+    tokens = TOKENS if "fp8" in name else TOKENS[:, :-3]  # of 8 bits rows are multiples of 16
+    return jax.tree.map(np.asarray, step(*jax.device_put((state, tokens), device)))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,276 @@
+"""Products of factors that are rounded to 8 bits where they are made, each tensor by one scale.
+
+    x8 = saturate(s x),  w8 = saturate(t w)       s = 2^floor(log2(largest / max |x|)), t alike of w
+    y = x8 w8 / (s t)
+    g8 = saturate(u dy)                           u of dy as s of x
+    dx = g8 w8^T / (u t),  dw = x8^T g8 / (s u)
+
+`largest` is that of the format, 448 of float8_e4m3fn. With delayed scaling s and u come of maxima of steps before, so
+that x and dy are rounded by the epilogues that make them:
+
+    s = 2^floor(log2(largest / (headroom max_i amax_i)))      of the history amax_1 ... amax_H; 1 where all are 0
+
+A history's cotangent is no derivative: it is max |x|, and max |dy|, in the first places, and 0 in all others. So both
+leave a backward pass by the way that it has, as in Flax's fp8_ops. Sums of such cotangents, of a layer that is called
+twice or of microbatches, bound the maxima, where whole histories would add up.
+
+The derivative takes rounding for the identity and scales for constants, as that of arXiv 2209.05433 does. A scale that
+is a power of two adds no rounding of its own. All six factors lie along k, so that x, w and dy have a transposed copy
+each; the plan says who makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.epilogue import saturate
+from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
+from coda_jax.graph.values import Map, Product, Turned, Value, mapped, turned
+
+_LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How products train in 8 bits: both factors and the result's cotangent are rounded, each by one scale.
+
+    Scales are powers of two. With scaling="current" they are of the tensor's own largest value, for which it is read
+    once more, and there is no state. With "delayed", of the largest in `history` steps before, `headroom` times which
+    is in range (arXiv 2209.05433, section 3.2): x and cotangents are then rounded where they are made, and what is
+    beyond the range is clipped to it. Weights have current scales in both.
+
+    Attributes:
+      scaling: "current" or "delayed".
+      history: how many steps.
+      headroom: at least 1.
+      dtype: of factors, float8_e4m3fn or float8_e5m2.
+      gradient_dtype: of cotangents. float8_e5m2 has more range and half the precision.
+
+    Raises:
+      TypeError: another dtype.
+      ValueError: another scaling, history or headroom.
+    """
+
+    scaling: str = "current"
+    history: int = 16
+    headroom: float = 8.0
+    dtype: Any = jnp.float8_e4m3fn
+    gradient_dtype: Any = jnp.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "gradient_dtype"):
+            dtype = np.dtype(getattr(self, name))
+            if dtype.name not in FLOATS_OF_8_BITS:
+                raise TypeError(f"fp8.Recipe: {name} = {dtype}; it must be {listed(FLOATS_OF_8_BITS)}")
+            object.__setattr__(self, name, dtype)
+        if self.scaling not in ("current", "delayed"):
+            raise ValueError(f"fp8.Recipe: scaling = {self.scaling!r}; it must be 'current' or 'delayed'")
+        if not (isinstance(self.history, int) and self.history >= 1):
+            raise ValueError(f"fp8.Recipe: history = {self.history!r}; it must be an int, at least 1")
+        if not 1 <= self.headroom < float("inf"):
+            raise ValueError(f"fp8.Recipe: headroom = {self.headroom!r}; it must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounding:
+    """How the factors of a product x w and its cotangent are rounded.
+
+    Attributes:
+      recipe: says how.
+      history: (2 H,), of x and of the cotangent of x w; None for none.
+      array: the history (2, H), where lines are run as plain JAX.
+    """
+
+    recipe: Recipe
+    history: Value | None = None
+    array: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scales:
+    """Of a product of rounded factors.
+
+    Attributes:
+      a, b: theirs.
+      of_cotangent: the cotangent's; None for one of its own.
+      gradient_dtype: that to which it is rounded.
+      history: (2 H,), of a and of the cotangent; None for none.
+      amax: of a.
+    """
+
+    a: Value
+    b: Value
+    of_cotangent: Value | None
+    gradient_dtype: np.dtype[Any]
+    history: Value | None
+    amax: Value
+
+
+def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
+    """x w for x (M, K) and w (K, N)."""
+    recipe, history = rounding.recipe, rounding.history
+    is_turned = isinstance(w, Turned)
+    of = w.inputs[0] if is_turned else w
+    is_kept = of.is_factor
+    if is_kept:  # rounded in the place of what would be kept in the products' dtype
+        of = of.inputs[0] if isinstance(of, Map) and of.is_weight else of
+        of.is_factor = False
+    of_x, of_dy = (None, None) if history is None or recipe.scaling == "current" else _of_history(history, recipe)
+    (x8, of_x), (w8, of_w) = rounded(x, recipe.dtype, of_x), rounded(of, recipe.dtype)
+    w8.is_factor = is_kept
+    acc = Product(x8, w8 if is_turned else turned(w8), transpose_b=True)
+    acc.scales = Scales(of_x, of_w, of_dy, recipe.gradient_dtype, history, amax_of(x))
+    y: Value = mapped(_unscaled, acc, of_x, of_w, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale")
+    return y
+
+
+def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple[Value, Value]:
+    """The tensor in 8 bits by this scale, or by its own, and the scale: the same values each time."""
+    key = dtype, scale
+    if key not in x.rounded:
+        if scale is None:
+            scale = mapped(functools.partial(scale_of, dtype=dtype), amax_of(x), derived="scale")
+        round_ = functools.partial(_rounded, dtype=dtype)
+        x.rounded[key] = mapped(round_, x, scale, pullback=lambda y, x, s, dy: (dy, None), derived="round"), scale
+    return x.rounded[key]
+
+
+def amax_of(x: Value) -> Value:
+    """max |x|, the same value each time."""
+    if x.amax is None:
+        x.amax = mapped(_largest, x, derived="amax")
+    return x.amax
+
+
+def _of_history(history: Value, recipe: Recipe) -> tuple[Value, Value]:
+    """The scales of x and of the cotangent."""
+
+    def scales(history: jax.Array) -> list[jax.Array]:
+        return [history_scale(of, recipe, is_cotangent=bool(i)) for i, of in enumerate(jnp.split(history, 2))]
+
+    of_x, of_dy = mapped(scales, history, derived="scales")
+    return of_x, of_dy
+
+
+def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
+    """Those of the factors of a product with scales, before they were rounded and scaled, and the history's."""
+    assert y.scales is not None
+    dy8, of_dy = rounded(dy, y.scales.gradient_dtype, y.scales.of_cotangent)
+    of_a, of_b = of_factors(y, dy8)
+    da = mapped(_unscaled, of_a, of_dy, y.scales.b, derived="scale")
+    db = mapped(_unscaled, turned(of_b) if isinstance(of_b, Turned) else of_b, y.scales.a, of_dy, derived="scale")
+    found = [(y.a, da), (y.b, turned(db) if isinstance(of_b, Turned) else db)]
+    if y.scales.history is not None:
+        inputs = y.scales.history, y.scales.amax, amax_of(dy)
+        found.append((y.scales.history, mapped(_in_front, *inputs, derived="history")))
+    return found
+
+
+def _in_front(history: jax.Array, *amaxes: jax.Array) -> jax.Array:
+    rest = jnp.zeros(history.shape[0] // 2 - 1)
+    return jnp.concatenate([x for amax in amaxes for x in (jnp.reshape(_finite(amax), (1,)), rest)])
+
+
+def _finite(amax: jax.Array) -> jax.Array:
+    return jnp.where(amax < jnp.inf, amax, 0.0)
+
+
+def next_history(history: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The history of the next step, (..., 2, H), of this step's and of its gradient.
+
+    Its maxima are in front and the oldest are gone. What has none, as of a layer that had no part in the loss or whose
+    values were not finite, stays as it is.
+    """
+    amax = _finite(gradient[..., :1])
+    return jnp.where(amax > 0, jnp.concatenate([amax, history[..., :-1]], axis=-1), history)
+
+
+def of_factors(y: Product, dy: Value) -> tuple[Value, Value]:
+    """The products that are the factors' cotangents, of (M, K) and (N, K), as the kernel reads 8 bits."""
+    a = turned(y.a) if y.transpose_a else y.a
+    b = y.b if y.transpose_b else turned(y.b)
+    of_a = (turned(b), dy) if y.transpose_a else (dy, turned(b))
+    is_copy = isinstance(y.b, Turned)  # then the array in front of it has the cotangent, and that is not stored turned
+    of_b = (turned(dy), turned(a)) if y.transpose_b != is_copy else (turned(a), turned(dy))
+    da = Product(*of_a, transpose_b=True, like=y.a)
+    db = Product(*of_b, transpose_b=True, like=y.b.inputs[0] if is_copy else y.b)
+    return da, turned(db) if is_copy else db
+
+
+def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
+    """The scale of a tensor whose largest magnitude is amax."""
+    largest = float(jnp.finfo(dtype).max)
+    exponent = jnp.floor(jnp.log2(largest / jnp.maximum(amax, _LEAST_AMAX)))
+    return jnp.exp2(exponent)
+
+
+def history_scale(history: jax.Array, recipe: Recipe, *, is_cotangent: bool = False) -> jax.Array:
+    """The scale by the maxima (..., H) of steps before, (...,); 1 where all are 0, as before the first step.
+
+    Args:
+      history: of a product's input, or of its result's cotangent.
+      recipe: with delayed scaling.
+      is_cotangent: which of both it is.
+    """
+    amax = jnp.max(history, axis=-1)
+    dtype = recipe.gradient_dtype if is_cotangent else recipe.dtype
+    return jnp.where(amax > 0, scale_of(recipe.headroom * amax, dtype=dtype), 1.0)
+
+
+def in_jax(x: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Array:
+    """x w for x (..., K) and w (K, ...) in plain JAX, float32."""
+    rows, columns = x.astype(FLOAT32).reshape(-1, x.shape[-1]), w.astype(FLOAT32).reshape(w.shape[0], -1)
+    return _product(rounding.recipe, rows, columns, rounding.array).reshape(*x.shape[:-1], *w.shape[1:])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(recipe: Recipe, x: jax.Array, w: jax.Array, history: jax.Array | None) -> jax.Array:
+    return _forward(recipe, x, w, history)[0]
+
+
+def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, history: jax.Array | None) -> tuple[jax.Array, Any]:
+    (x8, s), (w8, t) = _in_8_bits(x, recipe.dtype, recipe, history, 0), _in_8_bits(w, recipe.dtype)
+    return _unscaled(_wide(x8) @ _wide(w8), s, t), (x8, s, w8, t, history, _largest(x))
+
+
+def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x8, s, w8, t, history, amax = kept
+    g8, u = _in_8_bits(dy, recipe.gradient_dtype, recipe, history, 1)
+    dx, dw = _unscaled(_wide(g8) @ _wide(w8).T, u, t), _unscaled(_wide(x8).T @ _wide(g8), s, u)
+    of_history = None if history is None else _in_front(history.ravel(), amax, _largest(dy)).reshape(history.shape)
+    return dx, dw, of_history
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _in_8_bits(
+    x: jax.Array, dtype: Any, recipe: Recipe | None = None, history: jax.Array | None = None, row: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    if recipe is None or history is None or recipe.scaling == "current":
+        scale = scale_of(_largest(x), dtype=dtype)
+    else:
+        scale = history_scale(history[row], recipe, is_cotangent=bool(row))
+    return _rounded(x, scale, dtype=dtype), scale
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(FLOAT32)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(jax.lax.stop_gradient(x)))
+
+
+def _rounded(x: jax.Array, scale: jax.Array, *, dtype: Any) -> jax.Array:
+    return saturate(x * scale, dtype)
+
+
+def _unscaled(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    return acc * (1 / (a * b))

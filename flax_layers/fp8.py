@@ -1,0 +1,119 @@
+"""State of layers that train in 8 bits with delayed scaling: histories, their update, and what went out of range.
+
+A layer with `fp8=coda.fp8.Recipe(scaling="delayed")` has a `History` for each of its products. Histories are no
+parameters: optimisers, weight decay and norms of gradients do not see them. They are differentiated, for their
+gradients are the maxima of the step, and `update` makes the next histories of these:
+
+    recipe = coda.fp8.Recipe(scaling="delayed")
+    model = Llama(config, fp8=recipe, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    fp8.calibrate(model, lambda model: model.loss(tokens, labels))
+    ...
+    loss, gradients = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(model)
+    optimizer.update(model, fp8.update(model, gradients))
+
+What only reads a model, an evaluation or `generate`, changes none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import coda_jax as coda
+
+__all__ = ["DIFFERENTIATED", "History", "calibrate", "saturated", "update"]
+
+
+class History(nnx.Variable[Any]):
+    """Maxima of a product's input and of its result's cotangent, float32 (2, H): of the last step first, 0 of none."""
+
+
+DIFFERENTIATED = (nnx.Param, History)  # for nnx.DiffState: any of both
+
+
+def history_of(recipe: coda.fp8.Recipe | None) -> Any:
+    """A new history, where the recipe has one."""
+    if recipe is None or recipe.scaling == "current":
+        return nnx.data(None)
+    return History(jnp.zeros((2, recipe.history), jnp.float32))
+
+
+def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+    """Writes the next histories into the model.
+
+    Args:
+      model: with histories or without.
+      gradients: of `DIFFERENTIATED`, as nnx.value_and_grad returns them; also sums of several, of microbatches.
+
+    Returns:
+      The gradients without those of histories, for an optimiser.
+
+    Raises:
+      ValueError: there are no gradients of the model's histories.
+    """
+    found, others = nnx.split_state(gradients, History, ...)
+    histories = nnx.state(model, History)
+    if str(jax.tree.structure(found)) != str(jax.tree.structure(histories)):
+        raise ValueError(
+            "fp8.update: there are no gradients of the model's histories. Differentiate with "
+            "argnums=nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED)"
+        )
+    nnx.update(model, jax.tree.map(coda.fp8.next_history, histories, found))
+    return others
+
+
+def calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]) -> None:
+    """Fills the model's histories by a step with current scales, which needs none: before the first step of training.
+
+    Args:
+      model: whose histories are written.
+      loss: of the model, a scalar.
+    """
+    recipes = [(module, module.fp8) for _, module in _rounding(model)]
+    try:
+        for module, recipe in recipes:
+            module.fp8 = dataclasses.replace(recipe, scaling="current")
+        gradients = nnx.grad(loss, argnums=nnx.DiffState(0, DIFFERENTIATED))(model)
+    finally:
+        for module, recipe in recipes:
+            module.fp8 = recipe
+    update(model, gradients)
+
+
+def saturated(model: nnx.Module, gradients: nnx.State[Any, Any]) -> dict[str, jax.Array]:
+    """Which tensors of a step went out of the range of their scale, and so were clipped.
+
+    Args:
+      model: before `update`.
+      gradients: as `update` takes them.
+
+    Returns:
+      By the path of a history, booleans (2,): its product's input, and the result's cotangent; of layers that are
+      scanned (L, 2).
+    """
+    found = dict(nnx.to_flat_state(nnx.filter_state(gradients, History)))
+    made = {}
+    for path, module in _rounding(model):
+        for name in ("fp8_history", "gate_up_history"):
+            history = getattr(module, name, None)
+            if history is None or (*path, name) not in found:
+                continue
+            amax = found[*path, name][...][..., 0]
+            dtypes = jnp.array([float(jnp.finfo(x).max) for x in (module.fp8.dtype, module.fp8.gradient_dtype)])
+            scales = [
+                coda.fp8.history_scale(history[...][..., i, :], module.fp8, is_cotangent=bool(i)) for i in range(2)
+            ]
+            made[".".join(map(str, (*path, name)))] = amax * jnp.stack(scales, axis=-1) > dtypes
+    return made
+
+
+def _rounding(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The modules that have a recipe, with their paths."""
+    for path, module in nnx.iter_modules(model):
+        if getattr(module, "fp8", None) is not None:
+            yield path, module

@@ -1,0 +1,244 @@
+"""Layers that train in 8 bits by a recipe: values, what is rounded, and the state of delayed scaling."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import coda_jax as coda
+import flax_layers as layers
+from coda_jax.jaxprs.walk import equations_of
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from flax_layers import fp8
+from tests.test_block_fp8 import distance
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+CURRENT, DELAYED = coda.fp8.Recipe(), coda.fp8.Recipe(scaling="delayed", history=3)
+WIDTH, LAYERS = 64, 2
+CONFIG = layers.LlamaConfig(
+    vocab_size=96,
+    hidden_size=WIDTH,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 17))
+
+
+def llama(recipe=None, seed=0, **options):
+    return layers.Llama(CONFIG, fp8=recipe, rngs=nnx.Rngs(seed), **options)
+
+
+def gpt2(recipe=None, **options):
+    config = layers.GPT2Config(vocab_size=96, n_positions=32, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+    return layers.GPT2(config, fp8=recipe, rngs=nnx.Rngs(0), **options)
+
+
+def loss(model):
+    return model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
+
+
+def step(model):
+    return nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED)))(model)
+
+
+def flat(gradients):
+    leaves = jax.tree.leaves(nnx.filter_state(gradients, nnx.Param))
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in leaves])
+
+
+@functools.cache
+def of_float32(make):
+    value, gradients = step(make())
+    return float(value), flat(gradients)
+
+
+MODELS = {
+    "llama": llama,
+    "scanned": functools.partial(llama, scan_layers=True),
+    "recomputed": functools.partial(llama, remat="full"),
+    "separate": functools.partial(llama, separate_qkv=True, separate_gate_up=True),
+    "gpt2": gpt2,
+}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, recipe):
+    """Losses and gradients as of float32, up to what three bits lose; every product of the layers has 8 bits."""
+    model = MODELS[name](recipe)
+    if recipe is DELAYED:
+        fp8.calibrate(model, loss)
+    value, gradients = step(model)
+    exact, exact_gradients = of_float32(MODELS[name])
+    assert value == pytest.approx(exact, rel=2e-3)
+    assert 0.01 < distance(flat(gradients), exact_gradients) < 0.2
+
+
+@pytest.mark.parametrize("make, count", [(llama, 4), (gpt2, 4)])
+def test_all_products_but_the_head_s_have_factors_of_8_bits(make, count):
+    graphdef, params = nnx.split(make(CURRENT))
+    equations, _ = equations_of(jax.grad(lambda params: loss(nnx.merge(graphdef, params))), params)
+    factors = [one.invars[0].aval.dtype for one, _ in equations if one.primitive in PRIMITIVES]
+    of_8_bits = [dtype for dtype in factors if dtype == jnp.float8_e4m3fn]
+    assert len(of_8_bits) == 3 * count * LAYERS
+    assert len(factors) > len(of_8_bits)  # the head's
+
+
+def test_a_linear_is_the_product_of_rounded_factors():
+    x, residual = (jax.random.normal(jax.random.key(i), (2, 16, n)) for i, n in enumerate((WIDTH, 32)))
+    layer = layers.Linear(WIDTH, 32, use_bias=True, fp8=CURRENT, rngs=nnx.Rngs(0))
+    layer.bias[...] = jnp.arange(32.0)
+    plain = coda.block(lambda x, w: x @ w, fp8=CURRENT, implementation="xla")(x, layer.kernel[...]) + layer.bias[...]
+    np.testing.assert_allclose(layer(x), plain, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(x, residual=residual), plain + residual, rtol=1e-5, atol=1e-5)
+    stream = layer(x, residual=layers.Stream(residual))
+    np.testing.assert_allclose(stream.x, plain + residual, rtol=1e-5, atol=1e-5)
+
+
+def test_histories_are_neither_parameters_nor_part_of_a_checkpoint():
+    model, plain = llama(DELAYED), llama()
+    parameters = [jax.tree.structure(nnx.to_pure_dict(nnx.state(x, nnx.Param))) for x in (model, plain)]
+    assert parameters[0] == parameters[1]
+    for a, b in zip(*(jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (model, plain)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(jax.tree.leaves(nnx.state(model, fp8.History))) == 4 * LAYERS
+    assert not jax.tree.leaves(nnx.state(llama(CURRENT), fp8.History))
+
+
+def test_training_by_delayed_scales_follows_that_in_float32():
+    def trained(recipe, steps=8):
+        model = llama(recipe)
+        optimizer = nnx.Optimizer(model, optax.adamw(3e-3, weight_decay=0.1), wrt=nnx.Param)
+        if recipe is DELAYED:
+            fp8.calibrate(model, loss)
+        values = []
+        for _ in range(steps):
+            value, gradients = step(model)
+            optimizer.update(model, fp8.update(model, gradients))
+            values.append(float(value))
+        return np.array(values), model
+
+    values, model = trained(DELAYED)
+    exact, _ = trained(None)
+    assert exact[-1] < exact[0] - 0.5
+    np.testing.assert_allclose(values, exact, rtol=0.03)
+    for history in jax.tree.leaves(nnx.state(model, fp8.History)):
+        assert bool((history > 0).all())  # filled, and not decayed by the optimiser
+        assert float(history[0, 0]) != float(history[0, 1])
+
+
+def test_a_forward_pass_changes_no_history():
+    model = llama(DELAYED)
+    fp8.calibrate(model, loss)
+    before = nnx.to_pure_dict(nnx.state(model, fp8.History))
+    nnx.jit(loss)(model)
+    layers.generate(model, jnp.asarray(TOKENS[:, :5]), max_new_tokens=3)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, fp8.History)), before)
+
+
+def test_calibrated_scales_are_those_of_the_tensors():
+    model = llama(DELAYED)
+    fp8.calibrate(model, loss)
+    assert model.layers[0].mlp.fp8 is DELAYED
+    _, gradients = step(model)
+    of_step = nnx.filter_state(gradients, fp8.History)
+    for found, seen in zip(*(jax.tree.leaves(x) for x in (nnx.state(model, fp8.History), of_step)), strict=True):
+        np.testing.assert_allclose(found[:, 0], seen[:, 0], rtol=0.3)
+
+
+def test_what_is_clipped_is_told():
+    model = llama(DELAYED)
+    fp8.calibrate(model, loss)
+    of_first = model.layers[0].mlp.gate_up_history
+    of_first[...] = of_first[...].at[0].multiply(1e-3)
+    _, gradients = step(model)
+    found = fp8.saturated(model, gradients)
+    assert len(found) == 4 * LAYERS
+    clipped = {path: x.tolist() for path, x in found.items() if x.any()}
+    assert clipped == {"layers.0.mlp.gate_up_history": [True, False]}
+
+
+def test_a_layer_that_has_no_part_in_the_loss_keeps_its_history():
+    used, unused = (layers.Linear(16, 16, fp8=DELAYED, rngs=nnx.Rngs(0)) for _ in range(2))
+    model = nnx.List([used, unused])
+    for layer in model:
+        layer.fp8_history[...] = jnp.full((2, 3), 2.0)
+    gradients = nnx.grad(lambda m: jnp.sum(m[0](jnp.ones((16, 16)))), argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(
+        model
+    )
+    rest = fp8.update(model, gradients)
+    assert jax.tree.leaves(rest) and not jax.tree.leaves(nnx.filter_state(rest, fp8.History))
+    assert float(used.fp8_history[0, 0]) == 1.0 and float(unused.fp8_history[0, 0]) == 2.0
+
+
+def test_a_layer_that_is_called_twice_has_a_bound_of_both_maxima():
+    layer = layers.Linear(16, 16, fp8=DELAYED, rngs=nnx.Rngs(0))
+    layer.fp8_history[...] = jnp.ones((2, 3))
+    x = jnp.ones((16, 16))
+    of = lambda m: jnp.sum(m(x)) + jnp.sum(m(3 * x))  # noqa: E731
+    fp8.update(layer, nnx.grad(of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(layer))
+    np.testing.assert_array_equal(layer.fp8_history[...], [[4.0, 1.0, 1.0], [2.0, 1.0, 1.0]])
+
+
+def test_a_frozen_base_under_adapters_has_no_weight_gradient():
+    model = llama(CURRENT)
+    layers.add_lora(model, 4, rngs=nnx.Rngs(1))
+    graphdef, lora, rest = nnx.split(model, nnx.LoRAParam, ...)
+    equations, _ = equations_of(jax.grad(lambda lora: loss(nnx.merge(graphdef, lora, rest))), lora)
+    shapes = [one.outvars[0].aval.shape for one, _ in equations if one.primitive in PRIMITIVES]
+    factors = [one.invars[0].aval.dtype for one, _ in equations if one.primitive in PRIMITIVES]
+    assert factors.count(np.dtype(jnp.float8_e4m3fn)) <= 2 * 4 * LAYERS
+    assert (WIDTH, 2 * 96) not in shapes
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: llama("e4m3"), TypeError, "fp8='e4m3' must be a coda.fp8.Recipe or None"),
+        (lambda: fp8.update(llama(DELAYED), nnx.grad(_of_norm)(llama(DELAYED))), ValueError, "no gradients of the"),
+    ],
+)
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def _of_norm(model):
+    return jnp.sum(model.norm.scale[...])
+
+
+def test_layers_of_one_product_have_one_recipe():
+    attention = layers.Attention(16, 2, separate_qkv=True, fp8=CURRENT, rngs=nnx.Rngs(0))
+    attention.key.fp8 = None
+    with pytest.raises(ValueError, match="all must have the same"):
+        attention(jnp.ones((2, 16, 16)))
+
+
+def test_recipes_of_single_layers():
+    """Of one layer of a model of one's own: keywords as each layer takes them."""
+    x = jnp.ones((2, 16, WIDTH))
+    rngs = nnx.Rngs(0)
+    made = (
+        layers.GatedMLP(WIDTH, 96, fp8=CURRENT, rngs=rngs),
+        layers.MLP(WIDTH, 96, fp8=CURRENT, rngs=rngs),
+        layers.Attention(WIDTH, 4, fp8=CURRENT, rngs=rngs),
+        layers.LlamaBlock(WIDTH, 96, 4, fp8=CURRENT, rngs=rngs),
+        layers.models.gpt2_block(layers.GPT2Config(n_embd=WIDTH, n_head=4), fp8=CURRENT, rngs=rngs),
+    )
+    for layer in made:
+        graphdef, params = nnx.split(layer)
+        equations, _ = equations_of(lambda params, x, graphdef=graphdef: nnx.merge(graphdef, params)(x), params, x)
+        factors = [one.invars[0].aval.dtype for one, _ in equations if one.primitive in PRIMITIVES]
+        assert factors and set(factors) == {np.dtype(jnp.float8_e4m3fn)}
+
+
+def test_one_product_of_a_block_has_a_recipe():
+    x, w = jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (32, 32))
+    found = coda.block(lambda x, w: x.matmul(w, fp8=CURRENT))(x, w)
+    np.testing.assert_allclose(found, coda.block(lambda x, w: x @ w, fp8=CURRENT)(x, w), rtol=1e-6)
