@@ -11,7 +11,7 @@ gradients are the maxima of the step, and `update` makes the next histories of t
     loss, gradients = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(model)
     optimizer.update(model, fp8.update(model, gradients))
 
-What only reads a model, an evaluation or `generate`, changes none.
+An evaluation and `generate` read histories and change none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, 
     """
     found, others = nnx.split_state(gradients, History, ...)
     histories = nnx.state(model, History)
-    if str(jax.tree.structure(found)) != str(jax.tree.structure(histories)):
+    if dict(nnx.to_flat_state(found)).keys() != dict(nnx.to_flat_state(histories)).keys():
         raise ValueError(
             "fp8.update: there are no gradients of the model's histories. Differentiate with "
             "argnums=nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED)"
@@ -86,7 +86,7 @@ def calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]) -> None:
 
 
 def saturated(model: nnx.Module, gradients: nnx.State[Any, Any]) -> dict[str, jax.Array]:
-    """Which tensors of a step went out of the range of their scale, and so were clipped.
+    """Tells which tensors of a step were clipped, for they went out of the range of their scale.
 
     Args:
       model: before `update`.

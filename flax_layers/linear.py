@@ -150,7 +150,7 @@ class LowRank(NamedTuple):
 
     @property
     def fp8(self) -> coda.fp8.Recipe | None:
-        """Of the base's product; those of the adapter are in the compute dtype."""
+        """The recipe of the base's product; the adapter's products are in the compute dtype."""
         return getattr(self.base, "fp8", None)
 
     @property

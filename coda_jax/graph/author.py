@@ -208,7 +208,7 @@ class Value(Arithmetic, Matmul, Lazy):
         return self._node
 
     def _computed(self, node: nodes.Value, plain: jax.Array | None, shape: Sequence[Any]) -> Value:
-        """What is computed of it."""
+        """A value of the same block that is this node."""
         return Computed(self._trace, node, plain, shape)
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:

@@ -127,7 +127,7 @@ def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
             f"product of {y.a.dtype} and {y.b.dtype}: its cotangent is {dy.dtype}; a map of the product, whose "
             "pullback rounds to 8 bits, has to give it"
         )
-    return rounded.of_factors(y, dy)
+    return rounded.factor_cotangents(y, dy)
 
 
 def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:

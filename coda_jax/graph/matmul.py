@@ -1,4 +1,4 @@
-"""The matrix products of values, and of which of them the factors are rounded to 8 bits."""
+"""The matrix products of values; a recipe rounds their factors to 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coda_jax.graph.values import Value as Node
 
 
 class Matmul:
-    """What is a value of a block, and so is multiplied."""
+    """The products of a block's value, which `author.Value` inherits."""
 
     shape: tuple[Any, ...]
     dtype: np.dtype[Any]

@@ -33,7 +33,7 @@ from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
 from coda_jax.graph.values import Map, Product, Turned, Value, mapped, turned
 
-_LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
+LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +94,19 @@ class Rounding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scales:
-    """Of a product of rounded factors.
+    """The scales with which a product's factors were rounded, and how its cotangent is.
 
     Attributes:
-      a, b: theirs.
-      of_cotangent: the cotangent's; None for one of its own.
-      gradient_dtype: that to which it is rounded.
+      a, b: the factors' scales.
+      cotangent_scale: the cotangent's; None for that of its own largest value.
+      gradient_dtype: to which the cotangent is rounded.
       history: (2 H,), of a and of the cotangent; None for none.
       amax: of a.
     """
 
     a: Value
     b: Value
-    of_cotangent: Value | None
+    cotangent_scale: Value | None
     gradient_dtype: np.dtype[Any]
     history: Value | None
     amax: Value
@@ -121,12 +121,16 @@ def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     if is_kept:  # rounded in the place of what would be kept in the products' dtype
         of = of.inputs[0] if isinstance(of, Map) and of.is_weight else of
         of.is_factor = False
-    of_x, of_dy = (None, None) if history is None or recipe.scaling == "current" else _of_history(history, recipe)
-    (x8, of_x), (w8, of_w) = rounded(x, recipe.dtype, of_x), rounded(of, recipe.dtype)
+    x_scale, dy_scale = (
+        (None, None) if history is None or recipe.scaling == "current" else _history_scales(history, recipe)
+    )
+    (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(of, recipe.dtype)
     w8.is_factor = is_kept
     acc = Product(x8, w8 if is_turned else turned(w8), transpose_b=True)
-    acc.scales = Scales(of_x, of_w, of_dy, recipe.gradient_dtype, history, amax_of(x))
-    y: Value = mapped(_unscaled, acc, of_x, of_w, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale")
+    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe.gradient_dtype, history, amax_of(x))
+    y: Value = mapped(
+        _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
+    )
     return y
 
 
@@ -148,24 +152,24 @@ def amax_of(x: Value) -> Value:
     return x.amax
 
 
-def _of_history(history: Value, recipe: Recipe) -> tuple[Value, Value]:
+def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
     """The scales of x and of the cotangent."""
 
     def scales(history: jax.Array) -> list[jax.Array]:
         return [history_scale(of, recipe, is_cotangent=bool(i)) for i, of in enumerate(jnp.split(history, 2))]
 
-    of_x, of_dy = mapped(scales, history, derived="scales")
-    return of_x, of_dy
+    x_scale, dy_scale = mapped(scales, history, derived="scales")
+    return x_scale, dy_scale
 
 
 def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
-    """Those of the factors of a product with scales, before they were rounded and scaled, and the history's."""
+    """A product's factors with the cotangents of what was rounded to them; its history with this step's maxima."""
     assert y.scales is not None
-    dy8, of_dy = rounded(dy, y.scales.gradient_dtype, y.scales.of_cotangent)
-    of_a, of_b = of_factors(y, dy8)
-    da = mapped(_unscaled, of_a, of_dy, y.scales.b, derived="scale")
-    db = mapped(_unscaled, turned(of_b) if isinstance(of_b, Turned) else of_b, y.scales.a, of_dy, derived="scale")
-    found = [(y.a, da), (y.b, turned(db) if isinstance(of_b, Turned) else db)]
+    dy8, dy_scale = rounded(dy, y.scales.gradient_dtype, y.scales.cotangent_scale)
+    da, db = factor_cotangents(y, dy8)
+    is_copy = isinstance(db, Turned)
+    dw: Value = mapped(_unscaled, turned(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
+    found = [(y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")), (y.b, turned(dw) if is_copy else dw)]
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy)
         found.append((y.scales.history, mapped(_in_front, *inputs, derived="history")))
@@ -191,22 +195,22 @@ def next_history(history: jax.Array, gradient: jax.Array) -> jax.Array:
     return jnp.where(amax > 0, jnp.concatenate([amax, history[..., :-1]], axis=-1), history)
 
 
-def of_factors(y: Product, dy: Value) -> tuple[Value, Value]:
+def factor_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
     """The products that are the factors' cotangents, of (M, K) and (N, K), as the kernel reads 8 bits."""
     a = turned(y.a) if y.transpose_a else y.a
     b = y.b if y.transpose_b else turned(y.b)
-    of_a = (turned(b), dy) if y.transpose_a else (dy, turned(b))
+    a_factors = (turned(b), dy) if y.transpose_a else (dy, turned(b))
     is_copy = isinstance(y.b, Turned)  # then the array in front of it has the cotangent, and that is not stored turned
-    of_b = (turned(dy), turned(a)) if y.transpose_b != is_copy else (turned(a), turned(dy))
-    da = Product(*of_a, transpose_b=True, like=y.a)
-    db = Product(*of_b, transpose_b=True, like=y.b.inputs[0] if is_copy else y.b)
+    b_factors = (turned(dy), turned(a)) if y.transpose_b != is_copy else (turned(a), turned(dy))
+    da = Product(*a_factors, transpose_b=True, like=y.a)
+    db = Product(*b_factors, transpose_b=True, like=y.b.inputs[0] if is_copy else y.b)
     return da, turned(db) if is_copy else db
 
 
 def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
     """The scale of a tensor whose largest magnitude is amax."""
     largest = float(jnp.finfo(dtype).max)
-    exponent = jnp.floor(jnp.log2(largest / jnp.maximum(amax, _LEAST_AMAX)))
+    exponent = jnp.floor(jnp.log2(largest / jnp.maximum(amax, LEAST_AMAX)))
     return jnp.exp2(exponent)
 
 

@@ -20,12 +20,11 @@ from jax import lax
 
 from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
+from coda_jax.graph.rounded import LEAST_AMAX
 from coda_jax.primitives import gemm
 from coda_jax.primitives.call_arguments import check_implementation
 from coda_jax.primitives.dtypes import check_floats
 from coda_jax.primitives.mesh_types import vary, varying_axes
-
-_LEAST_AMAX = 2.0**-100  # of an array of zeros: so large a scale is finite
 
 
 def matmul(
@@ -164,7 +163,7 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> _Quant
     largest = float(jnp.finfo(dtype).max)
     if scale is None:
         # Not the other way round: XLA makes a product of a division by a constant, and not everywhere.
-        scale = largest / jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), _LEAST_AMAX)
+        scale = largest / jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), LEAST_AMAX)
     return _Quantised(saturate(x.astype(jnp.float32) * scale, dtype), 1 / scale)
 
 

@@ -71,7 +71,7 @@ TOKENS = np.random.default_rng(0).integers(0, 320, (3, 81))
 def step_of(name, dtype, attention):
     """The jitted loss and gradients of a model, and its parameters."""
     model = MODELS[name](dtype=dtype, attention_implementation=attention)
-    # What is zero or one at first hides what it does.
+    # Biases of zeros, scales of ones and adapters of zeros hide what they do.
     leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
     keys = jax.random.split(jax.random.key(5), len(leaves))
     each = zip(keys, leaves, strict=True)
