@@ -7,7 +7,7 @@ on a GPU. Products have one kernel each, as the checkpoints have them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax_layers.axis_names import PARAMETERS
 from flax_layers.sharding import STREAM, constrain
 
 Params = dict[str, Any]
+Multiply = Callable[[jax.Array, Params, str], jax.Array]
 
 # What the parameters are called in a fused Llama, and so the names of their axes, for `flax_layers.sharding`. Arrays
 # are constrained only where its rules are in force.
@@ -90,14 +91,26 @@ def angles(positions: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Ar
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def mlp(x: jax.Array, p: Params, epsilon: float) -> jax.Array:
+def multiplied(x: jax.Array, p: Params, name: str) -> jax.Array:
+    """x (..., K) @ p[name] (K, N), in the dtype of x."""
+    return x @ p[name].astype(x.dtype)
+
+
+def mlp(x: jax.Array, p: Params, epsilon: float, multiply: Multiply = multiplied) -> jax.Array:
     """x + MLP(norm(x))."""
     y = rms_norm(x, p["mlp_norm"], epsilon)
-    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
-    return constrain(x + constrain(jax.nn.silu(y @ gate) * (y @ up), "batch", None, "mlp") @ down, *STREAM)
+    hidden = constrain(jax.nn.silu(multiply(y, p, "gate")) * multiply(y, p, "up"), "batch", None, "mlp")
+    return constrain(x + multiply(hidden, p, "down"), *STREAM)
 
 
-def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig) -> list[jax.Array]:
+def qkv(
+    x: jax.Array,
+    p: Params,
+    cos: jax.Array,
+    sin: jax.Array,
+    config: LlamaConfig,
+    multiply: Multiply = multiplied,
+) -> list[jax.Array]:
     """The rotated queries and keys, and the values, of norm(x); from kernels "q", "k", "v", or one "qkv".
 
     Queries and keys are normalised before, where there are scales "q_norm" and "k_norm".
@@ -105,10 +118,10 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
     y = rms_norm(x, p["attention_norm"], config.rms_norm_eps)
     head_dim, kv_heads = config.resolved_head_dim, config.resolved_num_key_value_heads
     if "qkv" in p:
-        z = (y @ p["qkv"].astype(x.dtype)).reshape(*y.shape[:-1], -1, head_dim)
+        z = multiply(y, p, "qkv").reshape(*y.shape[:-1], -1, head_dim)
         q, k, v = jnp.split(z, [config.num_attention_heads, config.num_attention_heads + kv_heads], axis=-2)
     else:
-        heads = (y @ p[name].astype(x.dtype) for name in "qkv")
+        heads = (multiply(y, p, name) for name in "qkv")
         q, k, v = (z.reshape(*z.shape[:-1], -1, head_dim) for z in heads)
     if "q_norm" in p:
         q, k = (rms_norm(y, p[name], config.rms_norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
@@ -116,21 +129,33 @@ def qkv(x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaCo
 
 
 def layer(
-    x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig, mask: jax.Array | None = None
+    x: jax.Array,
+    p: Params,
+    cos: jax.Array,
+    sin: jax.Array,
+    config: LlamaConfig,
+    mask: jax.Array | None = None,
+    multiply: Multiply = multiplied,
 ) -> jax.Array:
-    return mlp(attention(x, p, cos, sin, config, mask), p, config.rms_norm_eps)
+    return mlp(attention(x, p, cos, sin, config, mask, multiply), p, config.rms_norm_eps, multiply)
 
 
 def attention(
-    x: jax.Array, p: Params, cos: jax.Array, sin: jax.Array, config: LlamaConfig, mask: jax.Array | None = None
+    x: jax.Array,
+    p: Params,
+    cos: jax.Array,
+    sin: jax.Array,
+    config: LlamaConfig,
+    mask: jax.Array | None = None,
+    multiply: Multiply = multiplied,
 ) -> jax.Array:
     """x + attention(norm(x))."""
     names = ("heads", "kv_heads", "kv_heads")
-    heads = zip(qkv(x, p, cos, sin, config), names, strict=True)
+    heads = zip(qkv(x, p, cos, sin, config, multiply), names, strict=True)
     q, k, v = (constrain(y, "batch", None, name, None) for y, name in heads)
     implementation = "cudnn" if jax.default_backend() == "gpu" and x.dtype != jnp.float32 else "xla"
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
-    return constrain(x + y.reshape(*y.shape[:-2], -1) @ p["out"].astype(x.dtype), *STREAM)
+    return constrain(x + multiply(y.reshape(*y.shape[:-2], -1), p, "out"), *STREAM)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, where: jax.Array | None = None) -> jax.Array:
@@ -149,6 +174,7 @@ def loss(
     dtype: Any,
     remat: bool = False,
     segment_ids: jax.Array | None = None,
+    multiply: Multiply = multiplied,
 ) -> jax.Array:
     """The mean cross-entropy of tokens and labels (B, T).
 
@@ -157,6 +183,7 @@ def loss(
       dtype: of the computation.
       remat: whether the backward pass computes every layer again.
       segment_ids: (B, T), of packed rows. A segment attends to itself alone, and its last token has no label.
+      multiply: the layers' products, of what is multiplied, a layer's parameters and the name of one.
     """
     mask = counts = None
     positions = jnp.arange(tokens.shape[1])
@@ -165,7 +192,7 @@ def loss(
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         counts = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     cos, sin = angles(positions, config)
-    one = functools.partial(layer, cos=cos, sin=sin, config=config, mask=mask)
+    one = functools.partial(layer, cos=cos, sin=sin, config=config, mask=mask, multiply=multiply)
     if remat:
         one = jax.checkpoint(one)
     x = constrain(params["embed"][tokens].astype(dtype), *STREAM)

@@ -25,7 +25,12 @@ VARIANTS = {
     "coda_scan_recompute": 'flax_layers, scan, `remat="save_attention"`',
     "coda_recompute_3": 'flax_layers, `remat="save_attention", remat_layers=3`',
     "coda_packed": "flax_layers, packed rows",
+    "coda_fp8": "flax_layers in fp8, delayed scales",
+    "coda_fp8_current": "flax_layers in fp8, current scales",
+    "coda_fp8_recompute": 'flax_layers in fp8, delayed scales, `remat="save_attention"`',
     "xla": "plain JAX, unrolled",
+    "xla_fp8": "plain JAX in fp8, constant scales",
+    "xla_fp8_flax": "plain JAX in fp8, Flax's `fp8_ops`",
     "xla_scan": "plain JAX, scan over layers",
     "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
     "xla_packed": "plain JAX, unrolled, packed rows",
@@ -34,6 +39,7 @@ VARIANTS = {
 }
 MODELS = {
     "llama": "a Llama-3-1B (vocabulary 128256, {layers} layers, d 2048, F 8192, 32 heads and 8 key heads of 64)",
+    "8b": "{layers} layers of a Llama-3-8B (vocabulary 128256, d 4096, F 14336, 32 heads and 8 key heads of 128)",
     "qwen3_moe": "a model with Qwen3-30B-A3B's layers (vocabulary 151936, {layers} layers, d 2048, 8 of 128 experts "
     "with F 768, 32 heads and 4 key heads of 128)",
 }
@@ -82,7 +88,9 @@ def training_step(rows: Sequence[Row]) -> str:
         "*Beyond*: kernels that are neither products nor attention. *Gradient*: largest relative distance "
         f"of a kind of parameter's gradient to {_reference(steps)}.\n\n"
     )
+    has_alone = all(row.get("alone_ms") for row in steps)
     columns = ["", "ms", "over plain", "beyond, ms", "temporaries, GiB", "peak, GiB", "gradient", "compiled in, s"]
+    columns += ["alone, ms", "alone, J"] * has_alone
     text += table(
         columns,
         [
@@ -95,6 +103,7 @@ def training_step(rows: Sequence[Row]) -> str:
                 f"{number(row, 'peak_gib'):.1f}",
                 f"{number(row, 'gradient_distance'):.3f}",
                 f"{number(row, 'compile_s'):.0f}",
+                *(f"{number(row, name):.1f}" for name in ("alone_ms", "alone_joules") if has_alone),
             ]
             for row in steps
         ],
@@ -102,17 +111,20 @@ def training_step(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row["kind"] == "step" and not row["ms"]):
         name, needed = VARIANTS.get(row["variant"], row["variant"]), number(row, "temporaries_gib")
         text += f"\n{name}: {row['failure']}, not run. XLA would need {needed:.0f} GiB of temporaries.\n"
-    kernels = [row for row in rows if row["kind"] == "kernels" and row["variant"] in ("coda", "xla")]
+    named = {row["variant"] for row in steps}
+    shown_kernels = next((pair for pair in (("coda_fp8", "xla_fp8"), ("coda_recompute", "coda_fp8_recompute"))
+                          if named.issuperset(pair)), ("coda", "xla"))  # fmt: skip
+    kernels = [row for row in rows if row["kind"] == "kernels" and row["variant"] in shown_kernels]
     by_class = grouped(kernels, lambda row: row["class"])
     longest = {name: max(number(row, "ms") for row in of) for name, of in by_class.items()}
     lines = []
     for name in sorted((name for name in by_class if longest[name] >= 1), key=lambda name: -longest[name]):
         of = {row["variant"]: row for row in by_class[name]}
         shown = [f"{number(of[one], 'ms'):.1f} ({number(of[one], 'count'):.0f})" if one in of else "" for one in
-                 ("coda", "xla")]  # fmt: skip
+                 shown_kernels]  # fmt: skip
         lines.append([f"`{name}`", *shown])
     text += "\nKernels of a millisecond and more, ms (how many):\n\n"
-    text += table(["kernels", "flax_layers", "plain JAX, unrolled"], lines)
+    text += table(["kernels", *(VARIANTS[name] for name in shown_kernels)], lines)
     if traced := [row for row in rows if row["kind"] == "tracing"]:
         text += "\nSeconds in which steps of other numbers of layers are traced and lowered:\n\n"
         seconds = [f"{number(row, 'trace_s'):.1f}, {number(row, 'lower_s'):.1f}" for row in traced]
@@ -306,13 +318,21 @@ def loss_head(rows: Sequence[Row]) -> str:
 
 
 def loss_curve(rows: Sequence[Row]) -> str:
-    text = f"{len(rows)} steps on real text, float32 parameters, nats a byte; gaps to plain float32.\n\n"
-    names = ("fused_bfloat16", "plain_bfloat16", "plain_float32")
-    shown = [row for row in rows if int(row["step"]) in (1, len(rows)) or int(row["step"]) % 25 == 0]
+    compared = [name.removesuffix("_mean_gap") for name in rows[0] if name.endswith("_mean_gap")]
+    (reference,) = (
+        name
+        for name in rows[0]
+        if name.startswith("plain_") and f"{name}_gap" not in rows[0] and not name.endswith("gap")
+    )
+    names = [*compared, reference]
+    titles = [name.replace("_", ", ") for name in names]
+    text = f"{len(rows)} steps on real text, float32 parameters, nats a byte; gaps to {titles[-1]}.\n\n"
+    every = max(25, len(rows) // 8)
+    shown = [row for row in rows if int(row["step"]) in (1, len(rows)) or int(row["step"]) % every == 0]
     lines = [[row["step"], *(f"{number(row, name):.4f}" for name in names)] for row in shown]
     for title, column in (("mean gap", "mean_gap"), ("largest gap", "largest_gap")):
-        lines.append([title, *(f"{number(rows[0], f'{name}_{column}'):.4f}" for name in names[:2]), ""])
-    return text + table(["step", "fused, bfloat16", "plain, bfloat16", "plain, float32"], lines)
+        lines.append([title, *(f"{number(rows[0], f'{name}_{column}'):.4f}" for name in compared), ""])
+    return text + table(["step", *titles], lines)
 
 
 def sharded_step(rows: Sequence[Row]) -> str:

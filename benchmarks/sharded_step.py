@@ -33,7 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from benchmarks import plain_llama, results, timing
 from benchmarks.beside import by_class, kernels, overlap
 from benchmarks.train_step import check, compile_all, kernel_class
-from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant
+from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant, form_of
 from coda_jax.lowering import kernel, launch
 from coda_jax.tiles.constants import YIELD_NANOSECONDS
 from flax_layers import LlamaConfig, sharding
@@ -107,7 +107,7 @@ class _Placed(Parameters):
         self._placed: dict[Any, Any] = {}
 
     def of(self, variant: Variant) -> Any:
-        key = (variant.fused, variant.scan)
+        key = form_of(variant)
         if key not in self._placed:
             self._placed[key] = self._scheme.placed(super().of(variant), self._mesh)
         return self._placed[key]

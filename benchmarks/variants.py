@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import plain_llama
-from flax_layers import Llama, LlamaConfig
+import coda_jax as coda
+from benchmarks import plain_fp8, plain_llama
+from flax_layers import Llama, LlamaConfig, fp8
 from flax_layers.layer_stack import stack
 from flax_layers.sharding import Rules, axis_rules
 
@@ -27,6 +28,7 @@ LLAMA_3_1B = LlamaConfig(
     rms_norm_eps=1e-5,
 )
 LLAMA_3_8B = LlamaConfig.llama3_8b()
+MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
 TINY = dataclasses.replace(
     LLAMA_3_1B,
     vocab_size=256,
@@ -45,6 +47,8 @@ class Variant:
 
     Attributes:
       packed: whether rows are of several documents, each of which ends with `END` and attends to itself alone.
+      fp8: the layers' products: by a recipe with "delayed" or "current" scales, or by XLA with "constant" or "flax"
+        ones; None for the compute dtype.
     """
 
     fused: bool
@@ -52,6 +56,7 @@ class Variant:
     remat: str | None = None
     remat_layers: int | None = None
     packed: bool = False
+    fp8: str | None = None
     compiler_options: Mapping[str, Any] | None = None
 
 
@@ -70,6 +75,11 @@ VARIANTS = {
     "coda_scan_recompute": Variant(fused=True, scan=True, remat="save_attention"),
     "coda_packed": Variant(fused=True, packed=True),
     "xla_packed": Variant(fused=False, packed=True),
+    "coda_fp8": Variant(fused=True, fp8="delayed"),
+    "coda_fp8_current": Variant(fused=True, fp8="current"),
+    "coda_fp8_recompute": Variant(fused=True, fp8="delayed", remat="save_attention"),
+    "xla_fp8": Variant(fused=False, fp8="constant"),
+    "xla_fp8_flax": Variant(fused=False, fp8="flax"),
     # XLA may then write a product's result into its slice of the stacked array at once.
     "coda_scan_slices": Variant(fused=True, scan=True, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": True}),
 }
@@ -95,6 +105,11 @@ class Setting:
     rules: Rules | None = None
 
 
+def form_of(variant: Variant) -> tuple[bool, bool, str | None]:
+    """Variants of one form have the same parameters."""
+    return variant.fused, variant.scan, variant.fp8
+
+
 class Parameters:
     """The same parameters in the form that each variant takes; arrays that forms have in common are shared."""
 
@@ -104,17 +119,34 @@ class Parameters:
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
         dtypes = {"dtype": setting.dtype, "param_dtype": setting.param_dtype}
         self.model = Llama(setting.config, separate_qkv=setting.separate_qkv, **dtypes, rngs=rngs)
-        self._forms: dict[tuple[bool, bool], Any] = {}
+        self._forms: dict[tuple[bool, bool, str | None], Any] = {}
 
     def of(self, variant: Variant) -> Any:
-        key = (variant.fused, variant.scan)
+        key = form_of(variant)
         if key not in self._forms:
             self._forms[key] = self._make(variant)
         return self._forms[key]
 
+    def of_next_step(self, variant: Variant, parameters: Any, gradient: Any) -> Any:
+        """The same parameters, with the maxima of this step among those by which the next one's scales are chosen."""
+        if variant.fused:
+            weights, histories = nnx.split_state(parameters, nnx.Param, fp8.History)
+            maxima = nnx.filter_state(gradient, fp8.History)
+            return nnx.merge_state(weights, jax.tree.map(coda.fp8.next_history, histories, maxima))
+        layers = zip(parameters["layers"], gradient["layers"], strict=True)
+        return parameters | {"layers": [p | {"fp8": of["fp8"]} for p, of in layers]}
+
     def _make(self, variant: Variant) -> Any:
         if variant.fused:
-            return nnx.state(self._scanned() if variant.scan else self.model, nnx.Param)
+            weights = nnx.state(self._scanned() if variant.scan else self.model, nnx.Param)
+            model = nnx.eval_shape(lambda: fused(variant, self.setting))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.state(model, fp8.History))
+            return nnx.merge_state(weights, zeros)
+        if variant.fp8 == "flax":
+            plain = self.of(dataclasses.replace(variant, fp8=None))
+            return plain | {"layers": [p | {"fp8": plain_fp8.flax_state()} for p in plain["layers"]]}
+        if variant.fp8 is not None:
+            return self.of(dataclasses.replace(variant, fp8=None))
         if not variant.scan:
             params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
             return plain_llama.from_fused(params, self.config)
@@ -133,7 +165,7 @@ class Parameters:
         if not variant.fused:
             layers = gradient["layers"]
             if not variant.scan:
-                return gradient
+                return gradient | {"layers": [{name: p[name] for name in p if name != "fp8"} for p in layers]}
             count = self.config.num_hidden_layers
             return gradient | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(count)]}
         tree = nnx.to_pure_dict(gradient)
@@ -141,6 +173,23 @@ class Parameters:
             count = self.config.num_hidden_layers
             tree["layers"] = {i: jax.tree.map(lambda x, i=i: x[i], tree["layers"]) for i in range(count)}
         return plain_llama.from_fused(tree, self.config)
+
+
+def fused(variant: Variant, setting: Setting) -> Llama:
+    """The fused model of a variant, with parameters of its own."""
+    config, recipe = setting.config, None if variant.fp8 is None else coda.fp8.Recipe(scaling=variant.fp8)
+    return Llama(
+        config,
+        scan_layers=variant.scan,
+        remat=variant.remat,
+        remat_layers=variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
+        fp8=recipe,
+        separate_qkv=setting.separate_qkv,
+        rules=setting.rules,
+        dtype=setting.dtype,
+        param_dtype=setting.param_dtype,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: Any = None) -> Callable[..., Any]:
@@ -153,26 +202,18 @@ def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: A
         return jnp.pad(jnp.cumsum(ends, axis=1, dtype=jnp.int32), ((0, 0), (1, 0))) if variant.packed else None
 
     if variant.fused:
-        options = {
-            "scan_layers": variant.scan,
-            "remat": variant.remat,
-            "remat_layers": variant.remat_layers and min(variant.remat_layers, config.num_hidden_layers),
-            "separate_qkv": setting.separate_qkv,
-            "rules": setting.rules,
-            "dtype": dtype,
-            "param_dtype": setting.param_dtype,
-        }
-        graphdef, _ = nnx.split(nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0))), nnx.Param)
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: fused(variant, setting)), fp8.DIFFERENTIATED)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, params).loss(tokens, labels, segment_ids=documents(tokens))
     else:
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-            remat = variant.remat is not None
+            options = {"remat": variant.remat is not None, "segment_ids": documents(tokens)}
+            multiply = plain_fp8.multiplication(variant.fp8)
             with axis_rules(setting.rules):
                 return plain_llama.loss(
-                    params, tokens, labels, config=config, dtype=dtype, remat=remat, segment_ids=documents(tokens)
+                    params, tokens, labels, config=config, dtype=dtype, multiply=multiply, **options
                 )
 
     loss.__name__ = name  # timing.executions tells variants apart by it

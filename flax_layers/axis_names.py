@@ -59,6 +59,8 @@ PARAMETERS: dict[str, Axes] = {
     "up.bias": ("mlp",),
     "bias": ("norm",),
     "scale": ("norm",),
+    "fp8_history": (None, None),  # each device has all maxima
+    "gate_up_history": (None, None),
 }
 # Rules of MaxText's say by other names how activations lie; what is not here has the same name there.
 MAXTEXT = {"batch": "activation_batch", "length": "activation_norm_length"}

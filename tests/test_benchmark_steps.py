@@ -82,6 +82,18 @@ def test_packed_step(tmp_path, quick_to_compile):
 
 
 @pytest.mark.slow
+def test_step_in_fp8(tmp_path, quick_to_compile):
+    """Of all ways: they agree with bfloat16 as far as three bits let them, and nothing of fp8 is the reference."""
+    variants = ("coda", "coda_fp8", "coda_fp8_current", "xla_fp8", "xla_fp8_flax", "xla")
+    options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none", "--traced-layers="]
+    assert train_step.main([*options, f"--variants={','.join(variants)}"]) == 0
+    distances = {name: float(row["gradient_distance"]) for name, row in steps_in(tmp_path).items()}
+    assert distances.keys() == set(variants) and distances["xla"] == 0 and distances["coda"] < 0.05
+    assert all(0.05 < distances[name] < 0.2 for name in variants if "fp8" in name)
+    assert [path.name for path in tmp_path.glob("*.csv")] == ["cpu_train_step_fp8.csv"]
+
+
+@pytest.mark.slow
 def test_sharded_step(tmp_path, quick_to_compile):
     """Variants agree under each scheme; throughput a device is compared with one device's."""
     options = ["--tiny", "--layers=1", "--repeats=1", "--burst=1", f"--out={tmp_path}", "--commit=none"]

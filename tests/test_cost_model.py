@@ -246,6 +246,21 @@ def test_sums_of_both_halves_beside_rows_leave_128_x_192(sums, tile):
     assert choose_config(GemmShape(16384, 8192, 2048), program, dtypes, None, DEVICE).tile.kind == tile
 
 
+@pytest.mark.parametrize("transposes, tile", [(False, (128, 192)), (True, (128, 128))])
+def test_transposed_copies_beside_halves_leave_128_x_192(transposes, tile):
+    def gate(acc, z, scale):
+        _, pullback = jax.vjp(gated(jax.nn.silu), z)
+        dz8 = coda.saturate(scale * pullback(acc)[0], jnp.float8_e4m3fn)
+        return [dz8, dz8.T][: 1 + transposes]
+
+    shapes = [((16384, 8192), jnp.float32), ((16384, 16384), jnp.bfloat16), ((), jnp.float32)]
+    acc, *operands = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    program = trace(gate, acc, operands)[0].program
+    dtypes = [np.dtype(jnp.float8_e4m3fn)] * (1 + transposes)
+    shape = GemmShape(16384, 8192, 2048, transpose_b=True, element_bytes=1)
+    assert choose_config(shape, program, dtypes, None, DEVICE).tile.kind == tile
+
+
 def test_heads_that_are_long_have_a_tile_of_two():
     """In 128 x 128 one head of 128 columns is all, so that there are no passes."""
 

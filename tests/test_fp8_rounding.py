@@ -11,6 +11,7 @@ import pytest
 
 from coda_jax.epilogue import dtypes
 from coda_jax.epilogue.rounding import round_to
+from coda_jax.epilogue.saturate import saturate_p
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -47,6 +48,18 @@ def test_xla_keeps_it(dtype):
     x = edges(dtype)
     rounded = jax.jit(lambda x: round_to(x, np.dtype(dtype)).astype(jnp.float32))(x)
     np.testing.assert_array_equal(rounded, expected(x, dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_in_memory_a_gpu_converts_at_once(dtype):
+    """What it converts to is the same on a GPU, tests/gpu/test_fp8_results.py."""
+
+    def lowered(in_memory, platform):
+        function = jax.jit(lambda x: saturate_p.bind(x, dtype=np.dtype(dtype), in_memory=in_memory))
+        return function.trace(jnp.ones(8)).lower(lowering_platforms=(platform,)).as_text()
+
+    assert "reduce_precision" not in lowered(True, "cuda")
+    assert all("reduce_precision" in lowered(*of) for of in ((False, "cuda"), (True, "cpu"), (False, "cpu")))
 
 
 @pytest.mark.parametrize("dtype", FP8)

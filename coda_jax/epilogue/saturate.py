@@ -47,28 +47,48 @@ def _largest(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def _with_xla(x: jax.Array, *, dtype: np.dtype) -> jax.Array:
+def saturated_in_memory(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same as an array that lies in memory: nothing widens it again in the program that makes it.
+
+    A GPU then rounds by the conversion that it has. Of the arithmetic that XLA keeps in any case it would transpose
+    several float32 intermediates, where it makes a transposed copy.
+    """
+    out: jax.Array = saturate_p.bind(x, dtype=np.dtype(dtype), in_memory=True)
+    return out
+
+
+def _with_xla(x: jax.Array, *, dtype: np.dtype, in_memory: bool = False) -> jax.Array:
+    del in_memory
+    return round_to(_clipped(x, dtype), dtype)
+
+
+def _with_cuda(x: jax.Array, *, dtype: np.dtype, in_memory: bool = False) -> jax.Array:
+    return _clipped(x, dtype).astype(dtype) if in_memory else _with_xla(x, dtype=dtype)
+
+
+def _clipped(x: jax.Array, dtype: np.dtype) -> jax.Array:
     largest = _largest(dtype)
-    return round_to(jnp.clip(x.astype(jnp.float32), -largest, largest), dtype)
+    return jnp.clip(x.astype(jnp.float32), -largest, largest)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
     (x,), (dx,) = primals, tangents
-    out = saturate_p.bind(x, dtype=dtype)
+    out = saturate_p.bind(x, dtype=dtype, **params)
     is_inside = jnp.abs(x) <= jnp.asarray(_largest(dtype), x.dtype)
     return out, jnp.where(is_inside, dx, jnp.zeros_like(dx)).astype(dtype)
 
 
-def _batch(arguments: Sequence[Any], dimensions: Sequence[int], *, dtype: np.dtype) -> tuple[jax.Array, int]:
-    return saturate_p.bind(arguments[0], dtype=dtype), dimensions[0]
+def _batch(arguments: Sequence[Any], dimensions: Sequence[int], **params: Any) -> tuple[Any, int]:
+    return saturate_p.bind(arguments[0], **params), dimensions[0]
 
 
 @saturate_p.def_abstract_eval
-def _type(x: Any, *, dtype: np.dtype) -> Any:
+def _type(x: Any, *, dtype: np.dtype, **_: Any) -> Any:
     return jax.make_jaxpr(lambda x: _with_xla(x, dtype=dtype))(x).out_avals[0]
 
 
-saturate_p.def_impl(jax.jit(_with_xla, static_argnames=("dtype",)))
+saturate_p.def_impl(jax.jit(_with_xla, static_argnames=("dtype", "in_memory")))
 mlir.register_lowering(saturate_p, mlir.lower_fun(_with_xla, multiple_results=False))
+mlir.register_lowering(saturate_p, mlir.lower_fun(_with_cuda, multiple_results=False), platform="cuda")
 ad.primitive_jvps[saturate_p] = _jvp
 batching.primitive_batchers[saturate_p] = _batch

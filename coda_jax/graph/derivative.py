@@ -63,7 +63,7 @@ def cotangents_of(
     inner = _InnerProducts(order, outputs)
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
-        if not varies.isdisjoint(value.inputs):
+        if not varies.isdisjoint(_with_cotangents(value)):
             varies.add(value)
     for group in reversed(_together(order)):
         ys = [y for y in group if y in varies and is_float(y.dtype) and found[y] and not isinstance(y, Leaf)]
@@ -76,6 +76,12 @@ def cotangents_of(
                 if x in varies and of_x is not None:
                     found[x].append(of_x)
     return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
+
+
+def _with_cotangents(value: Value) -> Sequence[Value]:
+    """What has a cotangent of the value's: its inputs, and of a product whose factors are rounded its history."""
+    scales = value.scales if isinstance(value, Product) else None
+    return value.inputs if scales is None or scales.history is None else (*value.inputs, scales.history)
 
 
 def _total(cotangents: Sequence[Value]) -> Value:

@@ -20,6 +20,7 @@ from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.describe import described, maps_that_are_not_local
 from coda_jax.graph.kept import kept_values
+from coda_jax.graph.on_mesh import placed_as, reshaped_as
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
 from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
@@ -91,7 +92,7 @@ class Graph:
 
         def as_leaf(leaf: Leaf, x: jax.Array) -> jax.Array:
             rows = self.rows if leaf.has_rows else leaf.shape[:1]
-            return x if leaf.has_halves else x.reshape(*rows, *leaf.shape[1:])
+            return x if leaf.has_halves else reshaped_as(x, (*rows, *leaf.shape[1:]))
 
         return {leaf: as_leaf(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)}
 
@@ -273,7 +274,7 @@ class _Backward(Backward):
         known |= {leaf: x for leaf, x in given if leaf is not None}
         each = list(zip(backward.of_leaves, arrays, strict=True))
         made = iter(graph.made(backward.plan, known, [x.dtype for of, x in each if of is not None], which="backward"))
-        return tuple(None if of is None else next(made).reshape(x.shape) for of, x in each)
+        return tuple(None if of is None else placed_as(reshaped_as(next(made), x.shape), x) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         """The pass of more rows, where the batch shares all that has no rows."""

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from coda_jax.graph.calls import Result
 from coda_jax.graph.plan import remembered
-from coda_jax.graph.values import Leaf, Map, Turned, Value, inputs_read, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 
 def kept_values(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[Value]:
     """The values of a forward pass that are kept, for those that a backward pass is to make.
 
     A value is kept if the backward pass reads it, unless it is as short to make again: maps of leaves alone that are
-    tiles or read none, and maps of one tile that lies in memory. Of these the vectors that they read are kept.
+    tiles or read none, maps of one tile that lies in memory, and transposed copies of these where an epilogue reads
+    that tile. Of these the vectors that they read are kept.
     """
     found = _read_of_forward(outputs, wanted)
     choice = _Choice(set(found))
@@ -59,8 +60,13 @@ class _Choice:
         """Whether the value stays; what it is made of has been decided."""
         if value.is_factor:
             return
-        if isinstance(value, Turned) and _is_of_leaves(value):
-            self.kept.remove(value)
+        if isinstance(value, Turned):
+            of = self._sources(value.inputs[0])
+            if _is_of_leaves(value):
+                self.kept.remove(value)
+            elif len(of) == 1 and not of.isdisjoint(self.kept) and all(isinstance(x, Map | Product) for x in of):
+                self.kept.remove(value)  # an epilogue of the backward pass reads the one tile, and stores the copy
+                self._keep_vectors(value)
         elif isinstance(value, Map) and not value.is_tile:
             if _is_of_vectors(value):
                 self.kept.remove(value)

@@ -114,6 +114,11 @@ def reshaped_as(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
     return _reshaped(x, shape) if any(explicit_cuts(x)) else x.reshape(tuple(shape))
 
 
+def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x, lying over explicit mesh axes as an array of its shape."""
+    return placed(x, explicit_sharding(like)) if any(explicit_cuts(like)) else x
+
+
 def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
     """x in this shape: what cuts an axis that is split cuts the first of its parts, if evenly; else it is gathered."""
     first = next((i for i, pair in enumerate(zip(x.shape, shape, strict=False)) if not same_size(*pair)), None)

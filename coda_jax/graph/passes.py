@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph import unflattened
 from coda_jax.graph.evaluate import as_seen
@@ -29,9 +31,13 @@ def in_pass(value: Map | Turned, inputs: Sequence[Part | Pieces]) -> Part | Piec
     if value.is_weight:
         return given[0]
     with default_types():
-        if value.pullback is not None:
-            return _varied(axes, _by_its_pullback(value, list(map(whole, given)), bind))
-        (made,) = in_pieces(value.jaxpr, list(map(_seen, given)), bind)
+        if value.pullback is None:
+            (made,) = in_pieces(value.jaxpr, list(map(_seen, given)), bind)
+        elif is_of_8_bits(value.dtype):  # products alone read it, which are differentiated but once
+            primal, is_read = value.primal()
+            (made,) = in_pieces(primal, [_seen(x) for x in itertools.compress(given, is_read)], bind)
+        else:
+            made = _by_its_pullback(value, list(map(whole, given)), bind)
     return _varied(axes, made)
 
 

@@ -80,6 +80,8 @@ def _of_pieces(
         return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
     if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(found)) == 2:
         return [Pieces([apply(x)[0] for x in found.parts])]
+    if name == "reduce_max" and len(params["axes"]) == len(_shape(found)):
+        return [functools.reduce(jnp.maximum, (apply(x)[0] for x in found.parts))]
     if name == "split" and params["axis"] == len(_shape(found)) - 1 and list(params["sizes"]) == widths:
         return found.parts
     if name == "slice" and (part := _slice_of(params, found, ends)) is not None:

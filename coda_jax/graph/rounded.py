@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ import numpy as np
 
 from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
+from coda_jax.epilogue.saturate import saturated_in_memory
 from coda_jax.graph.values import Map, Product, Turned, Value, mapped, turned
 
 LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
@@ -140,7 +142,7 @@ def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple
     if key not in x.rounded:
         if scale is None:
             scale = mapped(functools.partial(scale_of, dtype=dtype), amax_of(x), derived="scale")
-        round_ = functools.partial(_rounded, dtype=dtype)
+        round_ = functools.partial(_rounded, dtype=dtype, saturate=saturated_in_memory)  # products alone read it
         x.rounded[key] = mapped(round_, x, scale, pullback=lambda y, x, s, dy: (dy, None), derived="round"), scale
     return x.rounded[key]
 
@@ -272,7 +274,7 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(jax.lax.stop_gradient(x)))
 
 
-def _rounded(x: jax.Array, scale: jax.Array, *, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, scale: jax.Array, *, dtype: Any, saturate: Callable[..., jax.Array] = saturate) -> jax.Array:
     return saturate(x * scale, dtype)
 
 

@@ -193,6 +193,7 @@ class Map(Value):
       origin: the function with all its results, which are differentiated together.
       index: among these.
       is_pass: no epilogue makes it, though the language has one.
+      is_weight: true of `kept_weight`.
       programs: what it is as an epilogue, by the product's shape, or why it is none; of a plan.
     """
 
@@ -215,14 +216,9 @@ class Map(Value):
         self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
         self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
         self.programs: dict[tuple[Any, ...], Any] = {}
-        self.is_pass = False
+        self.is_pass = self.is_weight = False
         self._backward: core.ClosedJaxpr | None = None
         self._primal: tuple[core.ClosedJaxpr, list[bool]] | None = None
-
-    @property
-    def is_weight(self) -> bool:
-        """True of `kept_weight`."""
-        return self.is_factor and self.pullback is not None
 
     def primal(self) -> tuple[core.ClosedJaxpr, list[bool]]:
         """The function without its pullback, of the inputs that it reads, and which these are."""
@@ -327,8 +323,8 @@ def mapped(
 
 def kept_weight(w: Value) -> Value:
     """w, in the dtype of products' factors, which is kept for a backward pass."""
-    made: Value = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
-    made.is_factor = True
+    made: Map = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
+    made.is_factor = made.is_weight = True
     return made
 
 

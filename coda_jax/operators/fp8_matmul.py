@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
+from coda_jax.epilogue.saturate import saturated_in_memory
 from coda_jax.graph.rounded import LEAST_AMAX
 from coda_jax.primitives import gemm
 from coda_jax.primitives.call_arguments import check_implementation
@@ -164,7 +164,7 @@ def _quantised(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> _Quant
     if scale is None:
         # Not the other way round: XLA makes a product of a division by a constant, and not everywhere.
         scale = largest / jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), LEAST_AMAX)
-    return _Quantised(saturate(x.astype(jnp.float32) * scale, dtype), 1 / scale)
+    return _Quantised(saturated_in_memory(x.astype(jnp.float32) * scale, dtype), 1 / scale)
 
 
 def _multiply(a: _Quantised, b: _Quantised, out_dtype: Any, implementation: str) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from coda_jax.epilogue import types_of
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.groups import RowGroups
+from coda_jax.epilogue.rounding import stored
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.dtypes import compute_dtype
 from coda_jax.primitives.mesh_types import (
@@ -52,13 +53,18 @@ def accumulate(
         taken = axes_of_dimension(a, 1 if transpose_a else 0)
         b = without_axes(b.astype(dtypes[1]), 0 if transpose_b else 1, taken)
     return lax.dot_general(
-        a.astype(dtypes[0]),
-        b.astype(dtypes[1]),
+        _converted(a, dtypes[0]),
+        _converted(b, dtypes[1]),
         (contraction, ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
         out_sharding=out_sharding,
     )
+
+
+def _converted(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in this dtype; XLA, which may drop what rounded it to 8 bits where it is widened, rounds once more."""
+    return (stored(x.astype(jnp.float32), x.dtype) if is_of_8_bits(x.dtype) and x.dtype != dtype else x).astype(dtype)
 
 
 def accumulate_groups(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from coda_jax.epilogue.saturate import saturate_p
 from coda_jax.tiles.config import GemmConfig
 
 BF16, E4M3, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -83,6 +84,22 @@ def test_results_are_those_of_xla(name, dtype, size, config):
     expected = product(a, b, name, None, "xla")
     for _ in range(3):
         check(product(a, b, name, config, "cuda"), expected)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_gpu_s_conversion_rounds_as_the_arithmetic_does(dtype):
+    """Of all float32 values."""
+
+    @jax.jit
+    def different(start):
+        x = jax.lax.bitcast_convert_type(start + jax.lax.iota(jnp.uint32, 2**26), jnp.float32)
+        made = [saturate_p.bind(x, dtype=np.dtype(dtype), in_memory=of) for of in (True, False)]
+        a, b = (jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(y), jnp.uint8) for y in made)
+        are_nan = ((a & 0x7F) > largest) & ((b & 0x7F) > largest)
+        return jnp.sum(jnp.where(jnp.isnan(x), ~are_nan, a != b))
+
+    largest = np.asarray(jnp.finfo(dtype).max, dtype).view(np.uint8)
+    assert sum(int(different(jnp.uint32(i << 26))) for i in range(64)) == 0
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
