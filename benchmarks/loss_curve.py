@@ -135,7 +135,11 @@ def curves(
             **variants,
         }
     params = nnx.state(Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), nnx.Param)
-    return {name: losses(one, params, data, optimizer, **sizes) for name, one in variants.items()}
+    found = {}
+    for name, one in variants.items():
+        found[name] = losses(one, params, data, optimizer, **sizes)
+        print(f"{name}: the last {WINDOW} losses {found[name][-WINDOW:].mean():.4f} in the mean", flush=True)
+    return found
 
 
 def plot(found: Mapping[str, np.ndarray], gaps: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
