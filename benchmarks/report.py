@@ -57,9 +57,6 @@ SECTIONS = [
     Section("Training step in fp8", "_train_step_fp8",
             'make bench-train_step ARGS="--variants coda,coda_fp8,coda_fp8_current,xla,xla_fp8,xla_fp8_flax --alone 3"',
             report_tables.training_step),
-    Section("Training step in fp8, Llama-3-8B", "_train_step_8b_fp8",
-            'make bench-train_step ARGS="--model 8b --variants coda_recompute,coda_fp8_recompute --alone 4"',
-            report_tables.training_step),
     Section("Training step on several GPUs", "_sharded_step",
             'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat '
             '--repeats 4"',

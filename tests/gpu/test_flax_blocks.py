@@ -1,6 +1,7 @@
 """Models of flax_layers on the device: every product a kernel, losses and gradients as good as XLA's, the same bits."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
+from coda_jax.primitives.fallbacks import FallbackWarning
 
 REPEATS = 20
 ORDERS = "PostNormBlock", "NormBeforeSumBlock", "SandwichNormBlock", "ParallelBlock"
@@ -78,7 +80,8 @@ def step_of(name, dtype, attention):
     moved = [x + (0.1 if x.ndim == 1 else 0.02) * jax.random.normal(key, x.shape, x.dtype) for key, x in each]
     nnx.update(model, jax.tree.unflatten(tree, moved))
     if jax.tree.leaves(nnx.state(model, layers.fp8.History)):
-        layers.fp8.calibrate(model, lambda model: model.loss(TOKENS[:, :-1], TOKENS[:, 1:]))
+        with warnings.catch_warnings(action="ignore", category=FallbackWarning):  # of the reference in float32
+            layers.fp8.calibrate(model, lambda model: model.loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     graphdef, state, rest = nnx.split(model, layers.fp8.DIFFERENTIATED, ...)
 
     def loss(state, tokens):
