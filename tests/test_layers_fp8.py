@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as orbax
 import pytest
 from flax import nnx
 
@@ -131,6 +132,43 @@ def test_training_by_delayed_scales_follows_that_in_float32():
     for history in jax.tree.leaves(nnx.state(model, fp8.History)):
         assert bool((history > 0).all())  # filled, and not decayed by the optimiser
         assert float(history[0, 0]) != float(history[0, 1])
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    """The same steps as without one; from one of the parameters alone after a calibration."""
+
+    def made(seed):
+        model = llama(DELAYED, seed)
+        return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    def trained(model, optimizer, steps):
+        values = []
+        for _ in range(steps):
+            value, gradients = step(model)
+            optimizer.update(model, fp8.update(model, gradients))
+            values.append(float(value))
+        return values
+
+    first = made(0)
+    fp8.calibrate(first[0], loss)
+    trained(*first, 2)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "whole", nnx.to_pure_dict(nnx.state(first)))
+        checkpointer.save(tmp_path / "parameters", nnx.to_pure_dict(nnx.state(first[0], nnx.Param)))
+    expected = trained(*first, 3)
+
+    resumed, of_parameters = made(1), made(2)
+    with orbax.StandardCheckpointer() as checkpointer:
+        for name, of, state in (
+            ("whole", resumed, nnx.state(resumed)),
+            ("parameters", of_parameters[0], nnx.state(of_parameters[0], nnx.Param)),
+        ):
+            nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / name, nnx.to_pure_dict(state)))
+            nnx.update(of, state)
+    assert trained(*resumed, 3) == expected
+    fp8.calibrate(of_parameters[0], loss)
+    (value,) = trained(*of_parameters, 1)  # its optimizer begins anew
+    assert value == pytest.approx(expected[0], rel=0.01)
 
 
 def test_a_forward_pass_changes_no_history():
