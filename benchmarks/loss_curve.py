@@ -75,8 +75,9 @@ def losses(
 
     @jax.jit
     def step(params: Any, maxima: Any, state: Any, index: jax.Array) -> Any:
-        of_step = windows(text, index, batch, length)
-        value, (gradient, of_maxima) = jax.value_and_grad(variant.loss, (0, 1))(params, maxima, *of_step)
+        tokens, labels = windows(text, index, batch, length)
+        value, gradients = jax.value_and_grad(variant.loss, (0, 1))(params, maxima, tokens, labels)
+        gradient, of_maxima = gradients
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), variant.next(maxima, of_maxima), state, value
 
@@ -102,7 +103,7 @@ def fused(config: LlamaConfig, recipe: coda.fp8.Recipe | None, example: tuple[ja
 
 def plain(config: LlamaConfig, dtype: Any, *, in_fp8: bool = False) -> Variant:
     """The plain model, with Flax's fp8 where that is asked for."""
-    multiply = plain_fp8.multiplication("flax" if in_fp8 else None)
+    multiply = plain_fp8.MULTIPLICATIONS["flax" if in_fp8 else None]
 
     def loss(params: Any, states: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         separate = plain_llama.from_fused(nnx.to_pure_dict(params), config)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jax import lax
 
+from benchmarks.plain_llama import Multiply, multiplied
+
 PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer, by the names of plain_llama
 HISTORY = 1024  # steps, Flax's own number
 X_SCALE, W_SCALE = 2.0**4, 2.0**9  # for inputs near 1, and Llama's initial weights
@@ -66,15 +68,16 @@ def with_flax_scales(x: jax.Array, p: Mapping[str, Any], name: str) -> jax.Array
 
 
 def flax_state() -> dict[str, dict[str, jax.Array]]:
-    """Of a layer before its first step; its gradient is that of the next step."""
+    """The scales and histories of a layer before its first step. Their gradients are those of the next step."""
     ones, zeros = jnp.ones(1), jnp.zeros(HISTORY)
     factors = ("lhs", "rhs", "grad")
     scales = {f"{x}_scale": ones for x in factors} | {f"{x}_amax_history": zeros for x in factors}
     return {name: dict(scales) for name in PRODUCTS}
 
 
-def multiplication(kind: str | None) -> Any:
-    """The `multiply` of `plain_llama`: "constant", "flax", or None for the compute dtype."""
-    from benchmarks.plain_llama import multiplied
-
-    return {None: multiplied, "constant": with_constant_scales, "flax": with_flax_scales}[kind]
+# The `multiply` of `plain_llama`, by `Variant.fp8`.
+MULTIPLICATIONS: dict[str | None, Multiply] = {
+    None: multiplied,
+    "constant": with_constant_scales,
+    "flax": with_flax_scales,
+}

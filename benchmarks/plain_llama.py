@@ -6,7 +6,6 @@ on a GPU. Products have one kernel each, as the checkpoints have them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -128,18 +127,6 @@ def qkv(
     return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
 
-def layer(
-    x: jax.Array,
-    p: Params,
-    cos: jax.Array,
-    sin: jax.Array,
-    config: LlamaConfig,
-    mask: jax.Array | None = None,
-    multiply: Multiply = multiplied,
-) -> jax.Array:
-    return mlp(attention(x, p, cos, sin, config, mask, multiply), p, config.rms_norm_eps, multiply)
-
-
 def attention(
     x: jax.Array,
     p: Params,
@@ -192,7 +179,10 @@ def loss(
         mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         counts = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     cos, sin = angles(positions, config)
-    one = functools.partial(layer, cos=cos, sin=sin, config=config, mask=mask, multiply=multiply)
+
+    def one(x: jax.Array, p: Params) -> jax.Array:
+        return mlp(attention(x, p, cos, sin, config, mask, multiply), p, config.rms_norm_eps, multiply)
+
     if remat:
         one = jax.checkpoint(one)
     x = constrain(params["embed"][tokens].astype(dtype), *STREAM)

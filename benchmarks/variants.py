@@ -210,7 +210,7 @@ def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: A
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
             options = {"remat": variant.remat is not None, "segment_ids": documents(tokens)}
-            multiply = plain_fp8.multiplication(variant.fp8)
+            multiply = plain_fp8.MULTIPLICATIONS[variant.fp8]
             with axis_rules(setting.rules):
                 return plain_llama.loss(
                     params, tokens, labels, config=config, dtype=dtype, multiply=multiply, **options

@@ -83,7 +83,7 @@ def test_packed_step(tmp_path, quick_to_compile):
 
 @pytest.mark.slow
 def test_step_in_fp8(tmp_path, quick_to_compile):
-    """Of all ways: they agree with bfloat16 as far as three bits let them, and nothing of fp8 is the reference."""
+    """All variants agree with bfloat16 as far as three bits let them, and none of fp8 is the reference."""
     variants = ("coda", "coda_fp8", "coda_fp8_current", "xla_fp8", "xla_fp8_flax", "xla")
     options = ["--tiny", "--layers=1", "--repeats=1", f"--out={tmp_path}", "--commit=none", "--traced-layers="]
     assert train_step.main([*options, f"--variants={','.join(variants)}"]) == 0

@@ -145,7 +145,7 @@ def test_delayed_copies_and_maxima_are_made_by_the_epilogue_that_makes_the_tile(
 
 
 def test_a_history_alone_is_differentiated(weights):
-    """Of a layer whose input and weights have no gradients, as the first of a frozen model."""
+    """The first layer of a frozen model has a history's gradient, and none of its input and weights."""
     for scaling in ("current", "delayed"):
         block = coda.block(feed_forward, fp8=coda.fp8.Recipe(scaling=scaling))
         histories = [jnp.ones((2, 16))] * 2

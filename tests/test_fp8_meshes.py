@@ -33,7 +33,6 @@ SCHEMES = {
 
 def llama(scaling, rules=None, **options):
     recipe = coda.fp8.Recipe(scaling=scaling, history=2)
-    options = {"separate_qkv": rules in (sharding.TENSOR, sharding.SEQUENCE, sharding.FSDP_TENSOR), **options}
     return Llama(CONFIG, fp8=recipe, rules=rules, **options, rngs=nnx.Rngs(0))
 
 
@@ -69,11 +68,11 @@ def test_a_step_on_several_devices_is_that_of_one(name, scaling, kind):
         model = sharding.create(lambda: llama(scaling, rules, **options), rules, mesh=mesh)
         nnx.update(model, nnx.state(alone, fp8.History))
         tokens = jax.device_put(TOKENS, sharding.array_sharding(mesh, rules, "batch", None))
-        found, of_model = step(model, tokens)
-        of_model = flat(of_model)
+        found, sharded = step(model, tokens)
+        sharded = flat(sharded)
     assert float(found) == pytest.approx(float(value), rel=1e-3)
     for path, exact in flat(gradients).items():
-        assert np.linalg.norm(of_model[path] - exact) <= 0.03 * np.linalg.norm(exact), path
+        assert np.linalg.norm(sharded[path] - exact) <= 0.03 * np.linalg.norm(exact), path
 
 
 def test_training_under_fsdp_follows_one_device():
@@ -93,15 +92,15 @@ def test_training_under_fsdp_follows_one_device():
     with jax.set_mesh(mesh):
         model = sharding.create(lambda: llama("delayed", sharding.FSDP), sharding.FSDP, mesh=mesh)
         tokens = jax.device_put(TOKENS, sharding.array_sharding(mesh, sharding.FSDP, "batch", None))
-        found, of_model = trained(calibrated(model, tokens), tokens)
+        found, sharded = trained(calibrated(model, tokens), tokens)
     assert values[-1] < values[0] - 0.1
     np.testing.assert_allclose(found, values, rtol=2e-3)
     for path, exact in histories.items():
-        np.testing.assert_allclose(of_model[path], exact, rtol=0.1, err_msg=path)
+        np.testing.assert_allclose(sharded[path], exact, rtol=0.1, err_msg=path)
 
 
 def test_maxima_are_of_all_devices_under_shard_map():
-    """Where the author's own code cuts the batch: pmax of the histories' gradients is his to take."""
+    """The author, whose own code cuts the batch, takes pmax of the histories' gradients."""
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
     x = jax.random.normal(jax.random.key(0), (32, 64)) * jnp.linspace(1, 8, 32)[:, None]
     w, history = jax.random.normal(jax.random.key(1), (64, 32)) / 8, jnp.ones((2, 4))

@@ -52,7 +52,7 @@ def test_xla_keeps_it(dtype):
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_in_memory_a_gpu_converts_at_once(dtype):
-    """What it converts to is the same on a GPU, tests/gpu/test_fp8_results.py."""
+    """tests/gpu/test_fp8_results.py shows that both ways give the same values on a GPU."""
 
     def lowered(in_memory, platform):
         function = jax.jit(lambda x: saturate_p.bind(x, dtype=np.dtype(dtype), in_memory=in_memory))

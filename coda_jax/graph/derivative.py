@@ -79,7 +79,7 @@ def cotangents_of(
 
 
 def _with_cotangents(value: Value) -> Sequence[Value]:
-    """What has a cotangent of the value's: its inputs, and of a product whose factors are rounded its history."""
+    """The values that a value's cotangent goes to: its inputs, and the history of a product that rounds its factors."""
     scales = value.scales if isinstance(value, Product) else None
     return value.inputs if scales is None or scales.history is None else (*value.inputs, scales.history)
 

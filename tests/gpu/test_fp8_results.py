@@ -88,7 +88,7 @@ def test_results_are_those_of_xla(name, dtype, size, config):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_gpu_s_conversion_rounds_as_the_arithmetic_does(dtype):
-    """Of all float32 values."""
+    """Both give the same for every float32 value."""
 
     @jax.jit
     def different(start):
