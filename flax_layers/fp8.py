@@ -11,14 +11,15 @@ gradients are the maxima of the step, and `update` makes the next histories of t
     loss, gradients = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(model)
     optimizer.update(model, fp8.update(model, gradients))
 
-An evaluation and `generate` read histories and change none.
+An evaluation and `generate` read histories and change none. In linen (`flax_layers.linen`) they are the collection
+`COLLECTION`, and `next_histories` takes such collections.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ from flax import nnx
 
 import coda_jax as coda
 
-__all__ = ["DIFFERENTIATED", "History", "calibrate", "saturated", "update"]
+__all__ = ["COLLECTION", "DIFFERENTIATED", "History", "Recipes", "calibrate", "next_histories", "saturated", "update"]
+
+_Tree = TypeVar("_Tree")
 
 
 class History(nnx.Variable[Any]):
@@ -34,6 +37,11 @@ class History(nnx.Variable[Any]):
 
 
 DIFFERENTIATED = (nnx.Param, History)  # for nnx.DiffState: any of both
+COLLECTION = "fp8_history"  # of linen's variables
+nnx.register_variable_name(COLLECTION, History)
+
+Recipes: TypeAlias = coda.fp8.Recipe | Sequence[coda.fp8.Recipe | None] | None
+"""Of a model's layers: one for all, or one for each, None for those in the compute dtype."""
 
 
 def history_of(recipe: coda.fp8.Recipe | None) -> Any:
@@ -41,6 +49,30 @@ def history_of(recipe: coda.fp8.Recipe | None) -> Any:
     if recipe is None or recipe.scaling == "current":
         return nnx.data(None)
     return History(jnp.zeros((2, recipe.history), jnp.float32))
+
+
+def of_layers(fp8: Recipes, count: int) -> Sequence[coda.fp8.Recipe | None]:
+    """The recipe of each of so many layers.
+
+    Raises:
+      ValueError: there are more, or fewer.
+    """
+    if fp8 is None or not isinstance(fp8, Sequence):
+        return [fp8] * count
+    if len(fp8) != count:
+        raise ValueError(f"fp8: {len(fp8)} recipes for {count} layers; it must be one for all, or one for each")
+    return fp8
+
+
+def next_histories(histories: _Tree, gradients: _Tree) -> _Tree:
+    """The histories of the next step.
+
+    Args:
+      histories: pytree of arrays (..., 2, H), as the collection of a linen module's variables.
+      gradients: those of the histories, of the same structure.
+    """
+    found: _Tree = jax.tree.map(coda.fp8.next_history, histories, gradients)
+    return found
 
 
 def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
@@ -63,7 +95,7 @@ def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, 
             "fp8.update: there are no gradients of the model's histories. Differentiate with "
             "argnums=nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED)"
         )
-    nnx.update(model, jax.tree.map(coda.fp8.next_history, histories, found))
+    nnx.update(model, next_histories(histories, found))
     return others
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as orbax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from flax_layers import fp8
+from flax_layers import fp8, linen
 from tests.test_block_fp8 import distance
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -274,6 +275,52 @@ def test_recipes_of_single_layers():
         equations, _ = equations_of(lambda params, x, graphdef=graphdef: nnx.merge(graphdef, params)(x), params, x)
         factors = [one.invars[0].aval.dtype for one, _ in equations if one.primitive in PRIMITIVES]
         assert factors and set(factors) == {np.dtype(jnp.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_recipes_of_some_layers(make):
+    """The last layer in float32: its products have no factors of 8 bits, and no history."""
+    model = make([DELAYED, None])
+    graphdef, params = nnx.split(model)
+    equations, _ = equations_of(lambda params: loss(nnx.merge(graphdef, params)), params)
+    factors = [one.invars[0].aval.dtype for one, _ in equations if one.primitive in PRIMITIVES]
+    assert factors.count(np.dtype(jnp.float8_e4m3fn)) == 4
+    assert {path[1] for path, _ in nnx.to_flat_state(nnx.state(model, fp8.History))} == {0}
+    with pytest.raises(ValueError, match="1 recipes for 2 layers"):
+        make([DELAYED])
+    with pytest.raises(ValueError, match="layer 1 differs in structure"):
+        llama([DELAYED, None], scan_layers=True)
+
+
+def test_linen_trains_by_histories():
+    """Three steps have the losses of the nnx module, whose histories the last ones are."""
+    module, learning_rate = linen.Llama(config=CONFIG, fp8=DELAYED), 0.1
+    variables = jax.jit(module.init)(jax.random.key(0), TOKENS)
+    params, histories = nn.meta.unbox(variables["params"]), variables[fp8.COLLECTION]
+    model = llama(DELAYED)
+    nnx.update(model, nn.meta.unbox(variables["params"]))
+
+    @jax.jit
+    def linen_step(params, histories):
+        def of_both(params, histories):
+            variables = {"params": params, fp8.COLLECTION: histories}
+            return module.apply(variables, TOKENS[:, :-1], TOKENS[:, 1:], nnx_method="loss")
+
+        value, (grads, maxima) = jax.value_and_grad(of_both, argnums=(0, 1))(params, histories)
+        return value, optax.apply_updates(params, descent(grads)), fp8.next_histories(histories, maxima)
+
+    def descent(grads):
+        return jax.tree.map(lambda x: -learning_rate * x, grads)
+
+    for _ in range(3):
+        value, params, histories = linen_step(params, histories)
+        expected, gradients = step(model)
+        nnx.update(model, optax.apply_updates(nnx.state(model, nnx.Param), descent(fp8.update(model, gradients))))
+        assert value == pytest.approx(float(expected), rel=1e-5)
+    assert jnp.all(histories["layers"][1]["mlp"]["gate_up_history"] > 0)
+    np.testing.assert_allclose(
+        histories["layers"][1]["mlp"]["gate_up_history"], model.layers[1].mlp.gate_up_history[...], rtol=1e-4
+    )
 
 
 def test_one_product_of_a_block_has_a_recipe():

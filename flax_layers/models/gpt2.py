@@ -19,6 +19,7 @@ from flax_layers.block import TransformerBlock
 from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed, PositionEmbed
+from flax_layers.fp8 import Recipes, of_layers
 from flax_layers.layer_stack import run_layers
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
@@ -114,8 +115,9 @@ class GPT2(LanguageModel):
         Attention.
       rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
-      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits;
-        default all in the compute dtype, in which embedding, experts and head always are.
+      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits, or
+        a sequence, one or None for each layer; default all in the compute dtype, in which embedding, experts and head
+        always are.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
@@ -130,7 +132,7 @@ class GPT2(LanguageModel):
         separate_qkv: bool = False,
         rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
-        fp8: coda.fp8.Recipe | None = None,
+        fp8: Recipes = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -143,10 +145,9 @@ class GPT2(LanguageModel):
         layout: dict[str, Any] = {
             "separate_qkv": separate_qkv,
             "attention_implementation": attention_implementation,
-            "fp8": fp8,
         }
         block = partial(gpt2_block, config, **layout, **options)
-        self.layers = nnx.List(block() for _ in range(config.n_layer))
+        self.layers = nnx.List(block(fp8=recipe) for recipe in of_layers(fp8, config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(
             config.n_embd, config.vocab_size, tied=config.tie_word_embeddings, kernel_init=init, **options

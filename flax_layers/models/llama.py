@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers.attend import Implementation
 from flax_layers.block import LlamaBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
+from flax_layers.fp8 import Recipes, of_layers
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.models.language_model import LanguageModel, under_rules
@@ -43,15 +43,16 @@ class Llama(LanguageModel):
       remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
       rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
-      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits;
-        default all in the compute dtype, in which embedding, experts and head always are.
+      fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits, or
+        a sequence, one or None for each layer; default all in the compute dtype, in which embedding, experts and head
+        always are.
       dtype: compute dtype, also of the logits; default that of the parameters.
       param_dtype: storage dtype of the parameters.
       rngs: source of keys.
 
     Raises:
-      ValueError: an unknown remat, scan_layers without layers, or remat_layers out of range, beside scan_layers or
-        without remat.
+      ValueError: an unknown remat, scan_layers without layers or with layers of several recipes, another number
+        of recipes than of layers, or remat_layers out of range, beside scan_layers or without remat.
     """
 
     max_length = "max_position_embeddings"
@@ -67,7 +68,7 @@ class Llama(LanguageModel):
         remat_layers: int | None = None,
         rules: Rules | None = None,
         attention_implementation: Implementation | None = None,
-        fp8: coda.fp8.Recipe | None = None,
+        fp8: Recipes = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -106,12 +107,12 @@ class Llama(LanguageModel):
                 activation=config.hidden_act,
                 sliding_window=config.sliding_window,
                 attention_implementation=attention_implementation,
-                fp8=fp8,
+                fp8=recipe,
                 epsilon=config.rms_norm_eps,
                 mlp=_experts_of(config, i, **options),
                 **options,
             )
-            for i in range(config.num_hidden_layers)
+            for i, recipe in enumerate(of_layers(fp8, config.num_hidden_layers))
         ]
         self.layers = stack(blocks) if scan_layers else nnx.List(blocks)
         self.norm = RMSNorm(width, epsilon=config.rms_norm_eps, param_dtype=param_dtype, rngs=rngs)
