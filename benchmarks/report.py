@@ -57,6 +57,9 @@ SECTIONS = [
     Section("Training step in fp8", "_train_step_fp8",
             'make bench-train_step ARGS="--variants coda,coda_fp8,coda_fp8_current,xla,xla_fp8,xla_fp8_flax --alone 3"',
             report_tables.training_step),
+    Section("Training step of Llama-3-8B's layers in fp8", "_train_step_8b_fp8",
+            'make bench-train_step ARGS="--model 8b --layers 16 --variants coda,coda_recompute,coda_fp8,'
+            'coda_fp8_recompute --repeats 3 --alone 3"', report_tables.training_step),
     Section("Training step on several GPUs", "_sharded_step",
             'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat '
             '--repeats 4"',
