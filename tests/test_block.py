@@ -518,6 +518,15 @@ def test_a_map_that_no_epilogue_can_make_is_told():
                 lowered.lower(lowering_platforms=("cuda",))
 
 
+def test_a_plan_is_told_though_the_value_is_not_needed():
+    """A sum's derivative needs none of the block's values, but the products of its forward pass."""
+    block = coda.block(lambda x, w, v: (x @ w).map(jnp.tanh) @ v)
+    arrays = jnp.ones((24, 16)), jnp.ones((16, 16)), jnp.ones((16, 16))
+    found = coda.explain(jax.grad(lambda *args: jnp.sum(block(*args)), 1), *arrays, platform="cuda", device="H100")
+    first_lines = [plan.partition("\n")[0] for plan in found.blocks]
+    assert first_lines == ["block 'lambda', forward", "block 'lambda', backward"]
+
+
 def test_how_often_a_plan_runs():
     plan = "block 'b', forward\nb_0  (2, 3) @ (3, 4): tanh; stores 1 tile, 0 vectors"
     found = coda.Explanation({}, 0, blocks={plan: 3})

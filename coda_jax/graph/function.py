@@ -72,14 +72,16 @@ class Graph:
         """Runs the plan of this pass and returns its values in these dtypes."""
         name = self.name if which == "forward" else f"{self.name}_{which}"
         options: dict[str, Any] = {"name": name, "rows": self.rows, "implementation": self.implementation}
-        outputs = run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, names=names, **options)
-        if outputs:
-            text, not_local = self._described(plan, name)
-            outputs[0] = told(outputs[0], f"block '{self.name}', {which}\n{text}")
+        text, not_local = self._described(plan, name)
+
+        def telling(x: jax.Array) -> jax.Array:
+            x = told(x, f"block '{self.name}', {which}\n{text}")
             for name, reason in not_local:
                 message = f"map '{name}' is a pass of XLA's: {reason}"
-                outputs[0] = noted(outputs[0], f"block '{self.name}'", message, "coda.opaque says that this is meant")
-        return outputs
+                x = noted(x, f"block '{self.name}'", message, "coda.opaque says that this is meant")
+            return x
+
+        return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, names=names, telling=telling, **options)
 
     def _described(self, plan: Plan, name: str) -> tuple[str, list[tuple[str, str]]]:
         """The plan in words, and the author's maps that no epilogue can make."""

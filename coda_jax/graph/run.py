@@ -42,6 +42,7 @@ def run(
     rows: Sequence[Any] = (),
     implementation: str = "auto",
     names: Mapping[Value, str] | None = None,
+    telling: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> list[Any]:
     """The arrays of what the plan makes; a factor that is kept may be a tuple of these, pieces of one.
 
@@ -53,17 +54,27 @@ def run(
       rows: the axes that arrays have in the place of a block's rows; none where these are one axis.
       implementation: as in `gemm`.
       names: for the policies of `jax.checkpoint`, of what lies in memory.
+      telling: of the first product's first factor, or an output where there is no product: an identity that tells of
+        the plan to who looks at the program, as long as the product is in it.
     """
     stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
     for value, of in zip(plan.wanted, out_dtypes, strict=True):
         stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
     parts = {x: list(of) for x, of in arrays.items() if isinstance(of, tuple)}
     arrays = {x: of for x, of in arrays.items() if x not in parts}
-    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {})
+    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, telling)
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for step in range(len(plan.steps)):
         running.multiply(step, f"{name}_{step}")
-    return [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
+    outputs = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
+    return outputs if plan.steps else _with_first(outputs, telling)
+
+
+def _with_first(arrays: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """The array changed, or the arrays with the first of them changed."""
+    if not isinstance(arrays, Sequence):
+        return change(arrays)
+    return [change(arrays[0]), *arrays[1:]] if arrays else arrays
 
 
 @dataclasses.dataclass
@@ -78,6 +89,7 @@ class _Run:
     rows: tuple[Any, ...]
     implementation: str
     names: Mapping[Value, str]
+    telling: Callable[[jax.Array], jax.Array]
 
     def __post_init__(self) -> None:
         self.passing: dict[Value, Part | Pieces] = {}
@@ -149,7 +161,7 @@ class _Run:
         if step not in self.plan.epilogues:
             self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores)
         outputs, _ = product(
-            a,
+            a if step else _with_first(a, self.telling),
             b,
             list(operands.values()),
             None if stores == [of] else self.plan.epilogues[step],
