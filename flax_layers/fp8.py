@@ -57,7 +57,7 @@ def of_layers(fp8: Recipes, count: int) -> Sequence[coda.fp8.Recipe | None]:
     Raises:
       ValueError: there are more, or fewer.
     """
-    if fp8 is None or not isinstance(fp8, Sequence):
+    if not isinstance(fp8, Sequence) or isinstance(fp8, str):  # of which the layers tell what is wrong
         return [fp8] * count
     if len(fp8) != count:
         raise ValueError(f"fp8: {len(fp8)} recipes for {count} layers; it must be one for all, or one for each")
