@@ -51,14 +51,17 @@ def history_of(recipe: coda.fp8.Recipe | None) -> Any:
     return History(jnp.zeros((2, recipe.history), jnp.float32))
 
 
-def of_layers(fp8: Recipes, count: int) -> Sequence[coda.fp8.Recipe | None]:
+def of_layers(fp8: Recipes | str, count: int) -> Sequence[coda.fp8.Recipe | None]:
     """The recipe of each of so many layers.
 
     Raises:
+      TypeError: a string.
       ValueError: there are more, or fewer.
     """
-    if not isinstance(fp8, Sequence) or isinstance(fp8, str):  # of which the layers tell what is wrong
+    if fp8 is None or isinstance(fp8, coda.fp8.Recipe):
         return [fp8] * count
+    if isinstance(fp8, str):
+        raise TypeError(f"{fp8=} must be a coda.fp8.Recipe or None, or a sequence of them")
     if len(fp8) != count:
         raise ValueError(f"fp8: {len(fp8)} recipes for {count} layers; it must be one for all, or one for each")
     return fp8

@@ -239,7 +239,7 @@ def test_a_frozen_base_under_adapters_has_no_weight_gradient():
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: llama("e4m3"), TypeError, "fp8='e4m3' must be a coda.fp8.Recipe or None"),
+        (lambda: llama("e4m3"), TypeError, "fp8='e4m3' must be a coda.fp8.Recipe or None, or a seq"),
         (lambda: fp8.update(llama(DELAYED), nnx.grad(_of_norm)(llama(DELAYED))), ValueError, "no gradients of the"),
     ],
 )
