@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from coda_jax.jaxprs.graph import graphs_of
+from coda_jax.jaxprs.graph import Graph, graphs_of
 from coda_jax.jaxprs.walk import equations_in, jaxpr_of
 from coda_jax.lowering.kernel import readable_source
 from coda_jax.lowering.launch import problem_of
@@ -23,6 +23,7 @@ from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, advise, remedy_of
 from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
+from coda_jax.tools.others import OtherProduct, find_attention, products_of_others
 from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
 
 
@@ -64,6 +65,8 @@ class Totals:
       fused_ms: that these same products take as kernels.
       passes_bytes, passes_ms: of the passes left to XLA between products; no time on several devices.
       kept_bytes: of what is kept for the backward pass.
+      other_flops: of `Explanation.other_products`, as far as known. Of several devices they are those of whole arrays,
+        on all of them together, but for those inside a shard_map.
     """
 
     flops: int
@@ -75,6 +78,7 @@ class Totals:
     passes_bytes: int
     passes_ms: float | None
     kept_bytes: int
+    other_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Explanation:
     Attributes:
       products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
-      others: products that are not coda_jax's, as attention's are.
+      others: how many products are not coda_jax's: `attention_products`, and all of `other_products`.
       notes: what operators and layers say of themselves, as why one is not one block, and how often.
       device: the kind whose times are told; None on another platform.
       passes: what XLA does between products, as far as the function's jaxpr tells; see `coda_jax.tools.passes`.
@@ -96,6 +100,9 @@ class Explanation:
         and how often each runs.
       num_devices: that the program runs on. Of several, passes and what is kept are of whole arrays, on all of them
         together, but for those inside a shard_map.
+      other_products: products that are neither coda_jax's nor attention's, and how often each is executed, as those of
+        an optimizer, of a router, or of layers in plain JAX.
+      attention_products: of `attention`, which has them inside; on a machine with a GPU cuDNN's calls have none.
     """
 
     products: dict[Product, int]
@@ -108,6 +115,8 @@ class Explanation:
     advice: tuple[Advice, ...] = ()
     num_devices: int = 1
     blocks: dict[str, int] = dataclasses.field(default_factory=dict)
+    other_products: dict[OtherProduct, int] = dataclasses.field(default_factory=dict)
+    attention_products: int = 0
 
     @property
     def kernels(self) -> int:
@@ -133,6 +142,7 @@ class Explanation:
             passes_bytes=passes_bytes,
             passes_ms=None if passes_us is None else passes_us / 1e3,
             kept_bytes=sum(one.bytes * count for one, count in self.kept.items()),
+            other_flops=sum((one.flops or 0) * count for one, count in self.other_products.items()),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,6 +164,8 @@ class Explanation:
             "kernels": self.kernels,
             "products": products,
             "others": self.others,
+            "other_products": rows(self.other_products),
+            "attention_products": self.attention_products,
             "passes": passes,
             "attention": rows(self.attention),
             "kept": rows(self.kept),
@@ -218,7 +230,7 @@ def explain(
         raise ValueError(f"{platform=} with {device=}; a device is a GPU")
     platform = platform or ("cuda" if named else jax.default_backend())
     told = named or attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
-    products, others, notes = collections.Counter[Product](), 0, collections.Counter[str]()
+    products, notes = collections.Counter[Product](), collections.Counter[str]()
     blocks = collections.Counter[str]()
     remedies: dict[str, str] = {}
     jaxpr = jaxpr_of(function, *args, **kwargs)
@@ -228,23 +240,35 @@ def explain(
             with as_if_attached(named):
                 product = _product(equation, platform, num_devices, source, told)
             products[product] += times
-        elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            others += times
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]
         elif equation.primitive is coda_told_p:
             blocks[equation.params["text"]] += times
-    passes, attention, kept = _left_to_xla(jaxpr)
-    advice = advise(products, notes, remedies, told)
-    counts = dict(products), others, dict(notes)
-    return Explanation(*counts, told, passes, attention, kept, advice, num_devices, dict(blocks))
+    graphs = graphs_of(jaxpr)
+    find_attention(graphs)
+    passes, attention, kept = _left_to_xla(graphs)
+    others, of_attention = products_of_others(graphs)
+    return Explanation(
+        products=dict(products),
+        others=sum(others.values()) + of_attention,
+        notes=dict(notes),
+        device=told,
+        passes=passes,
+        attention=attention,
+        kept=kept,
+        advice=advise(products, notes, remedies, told),
+        num_devices=num_devices,
+        blocks=dict(blocks),
+        other_products=others,
+        attention_products=of_attention,
+    )
 
 
-def _left_to_xla(jaxpr: core.Jaxpr) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
+def _left_to_xla(graphs: Iterable[Graph]) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
     """What all graphs of a function leave to XLA; what a loop's body keeps counts once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
-    for graph in graphs_of(jaxpr):
+    for graph in graphs:
         of_graph = left_to_xla(graph)
         for one, count in of_graph[0].items():
             passes[one] += count * graph.times

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
 from coda_jax.jaxprs.walk import inner_jaxprs
+from coda_jax.tools.others import OTHERS
 
-_PRODUCTS = {"coda_gemm", "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_PRODUCTS = {"coda_gemm", *OTHERS}
 _COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"),
     *("all_to_all", "reduce_scatter", "psum_scatter"),

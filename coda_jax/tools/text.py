@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from coda_jax.tools.explain import Explanation
 
 _MOST_ROWS = 8  # of passes, and of what is kept
+_MOST_OTHERS = 5  # of products that are not coda_jax's
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
@@ -27,7 +28,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
 
 def explanation(found: Explanation) -> str:
     """The tables, the advice, and the sources."""
-    lines = [*_products(found), *_between(found), *_kept(found)]
+    lines = [*_products(found), *_attention(found), *_others(found), *_between(found), *_kept(found)]
     lines += [f"{count:>5}  {note}" for note, count in found.notes.items()]
     for plan, count in found.blocks.items():
         first, *others = plan.splitlines()
@@ -56,7 +57,6 @@ def _products(found: Explanation) -> Iterator[str]:
     used = [i for i in range(len(header)) if i < 3 or any(row[i] for row in rows[1:])]
     right = [used.index(i) for i in (0, 3, 4, 5, 7) if i in used]
     yield from columns([[row[i] for i in used] for row in rows], right)
-    yield f"{found.others:>5}  products that are not coda_jax's"
     totals = found.totals
     if totals.products_ms:
         left_out = f"; {totals.untimed} products have no time" if totals.untimed else ""
@@ -69,19 +69,47 @@ def _products(found: Explanation) -> Iterator[str]:
             yield f"in XLA's form at least {totals.xla_ms:.{places}f} ms in place of {totals.fused_ms:.{places}f}"
 
 
+def _attention(found: Explanation) -> Iterator[str]:
+    if not found.attention:
+        return
+    forward, backward = (
+        [(one, count) for one, count in found.attention.items() if one.is_backward == is_backward]
+        for is_backward in (False, True)
+    )
+    each = [
+        f"{sum(count for _, count in ones)} {name}, "
+        f"{_short(sum(one.bytes_read + one.bytes_written for one, _ in ones) / len(ones) / 1e6)} MB each"
+        for name, ones in (("forward", forward), ("backward", backward))
+        if ones
+    ]
+    inside = f"; they have {found.attention_products} products inside" if found.attention_products else ""
+    yield f"attention, no time known: {'; '.join(each)}{inside}"
+
+
+def _others(found: Explanation) -> Iterator[str]:
+    """The largest products that are neither coda_jax's nor attention's."""
+    others = sorted(found.other_products.items(), key=lambda item: -(item[0].flops or 0) * item[1])
+    besides = " nor attention's" if found.attention_products else ""
+    is_not = "neither" if besides else "not"
+    if not others:
+        yield f"{0:>5}  products that are {is_not} coda_jax's{besides}"
+        return
+    all_of_them = f"{_short(found.totals.other_flops / 1e9)} GFLOP{_of_all(found)}"
+    yield ""
+    yield f"{sum(found.other_products.values())} products that are {is_not} coda_jax's{besides}: {all_of_them}"
+    rows = [("count", "product", "GFLOP", "MB", "made in")]
+    for one, count in others[:_MOST_OTHERS]:
+        kind = "" if one.operation == "dot_general" else f"{one.operation}: "
+        gflop, moved = ("" if x is None else _short(x / unit) for x, unit in ((one.flops, 1e9), (one.bytes, 1e6)))
+        where = f"{one.source or '-'}{', backward' if one.is_backward else ''}"
+        rows.append((str(count), f"{kind}{one.a} @ {one.b}", gflop, moved, where))
+    yield from columns(rows, (0, 2, 3))
+    if rest := others[_MOST_OTHERS:]:
+        flops = sum((one.flops or 0) * count for one, count in rest)
+        yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(flops / 1e9)} GFLOP in all"
+
+
 def _between(found: Explanation) -> Iterator[str]:
-    if found.attention:
-        forward, backward = (
-            [(one, count) for one, count in found.attention.items() if one.is_backward == is_backward]
-            for is_backward in (False, True)
-        )
-        each = [
-            f"{sum(count for _, count in ones)} {name}, "
-            f"{_short(sum(one.bytes_read + one.bytes_written for one, _ in ones) / len(ones) / 1e6)} MB each"
-            for name, ones in (("forward", forward), ("backward", backward))
-            if ones
-        ]
-        yield f"attention, no time known: {'; '.join(each)}"
     passes = sorted(found.passes.items(), key=lambda item: -item[0].bytes * item[1])
     totals = found.totals
     if not totals.passes_bytes:

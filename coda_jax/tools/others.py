@@ -1,0 +1,159 @@
+"""Products that are not coda_jax's: their sizes and lines, and which of them are attention's."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
+from coda_jax.jaxprs.walk import equations, inner_jaxprs
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
+from coda_jax.tools.source_lines import line_of
+
+OTHERS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# The einsums of `jax.nn.dot_product_attention`, which maps them over groups of heads.
+_EINSUMS = re.compile(r"vmap\((BTNH,BSNH->BNTS|BNTS,BSNH->BTNH)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherProduct:
+    """One kind of product in a function that is neither coda_jax's nor attention's.
+
+    Attributes:
+      operation: JAX's name: "dot_general", "ragged_dot_general", "conv_general_dilated".
+      a, b, out: types of the factors and of the result.
+      flops: of one execution: 2 for each element of a and each of b's columns, which are what it neither contracts, has
+        as a batch, nor counts groups with. Of a ragged product each row so goes through one group's matrix, and of the
+        weights' gradient each row through one outer product. None where a size is symbolic, and inside of a kernel
+        that others wrote, where nobody says how often it is executed.
+      bytes: of the factors, all groups' matrices among them, and of the result, each once; None as flops.
+      source: the line that made it, as `coda_jax.tools.source_lines.line_of` finds it; None where JAX knows none.
+      is_backward: whether it is in a backward pass.
+    """
+
+    operation: str
+    a: str
+    b: str
+    out: str
+    flops: int | None
+    bytes: int | None
+    source: str | None
+    is_backward: bool
+
+
+def products_of_others(graphs: Iterable[Graph]) -> tuple[dict[OtherProduct, int], int]:
+    """How often each is executed; and how many products attention has beside them."""
+    found, of_attention = collections.Counter[OtherProduct](), 0
+    for graph in graphs:
+        for one in graph.operations:
+            for equation, times, is_known in _products(one):
+                if one.is_attention:
+                    of_attention += graph.times * times
+                else:
+                    found[_other(equation, one.is_backward, is_known)] += graph.times * times
+    return dict(found), of_attention
+
+
+def _products(one: Operation) -> Iterator[tuple[core.JaxprEqn, int, bool]]:
+    """The equations of products in an operation, how often each is executed, and whether that is known."""
+    if one.name in OTHERS:
+        yield one.equation, 1, True
+    elif one.name not in LOOPS and one.equation.primitive not in PRIMITIVES:
+        for inner in inner_jaxprs(one.equation):
+            for equation, times in equations(inner):
+                if equation.primitive.name in OTHERS:
+                    yield equation, times, False
+
+
+def _other(equation: core.JaxprEqn, is_backward: bool, is_known: bool) -> OtherProduct:
+    avals: list[Any] = [var.aval for var in (*equation.invars[:2], *equation.outvars)]
+    a, b, out = (jax.core.ShapedArray(x.shape, x.dtype) for x in avals)
+    is_known = is_known and all(isinstance(size, int) for x in (a, b, out) for size in x.shape)
+    return OtherProduct(
+        equation.primitive.name,
+        a.str_short(),
+        b.str_short(),
+        out.str_short(),
+        _flops(equation, a.shape, b.shape, out.shape) if is_known else None,
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, out)) if is_known else None,
+        line_of(equation),
+        is_backward,
+    )
+
+
+def _flops(equation: core.JaxprEqn, a: Sequence[int], b: Sequence[int], out: Sequence[int]) -> int:
+    params = equation.params
+    if equation.primitive.name == "conv_general_dilated":
+        features = b[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(out) * math.prod(b) // max(1, features)
+    ragged = params.get("ragged_dot_dimension_numbers")
+    (_, contracted), (_, batch) = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    apart = {*contracted, *batch, *(() if ragged is None else ragged.rhs_group_dimensions)}
+    return 2 * math.prod(a) * math.prod(size for axis, size in enumerate(b) if axis not in apart)
+
+
+def find_attention(graphs: Iterable[Graph]) -> None:
+    """Marks what is `jax.nn.dot_product_attention`'s and has lost its line, as in the rules of a `jax.custom_vjp`.
+
+    JAX gives the equations of such rules the line of the call. The names of the einsums stay, and what stands between
+    two of them, with no other product on the way, is attention's. On a machine with a GPU nothing is marked: there the
+    equations are what will run.
+    """
+    if jax.default_backend() == "gpu":
+        return
+    for graph in graphs:
+        lost = [one for one in graph.operations if not one.is_attention and _has_lost_its_line(one)]
+        for one in lost:
+            one.is_attention = True
+        if lost:
+            _mark_between(graph)
+
+
+def _has_lost_its_line(one: Operation) -> bool:
+    info = one.equation.source_info
+    if not _EINSUMS.search(str(info.name_stack)):
+        return False
+    traceback: Any = info.traceback
+    return traceback is None or all(frame.function_name != "einsum" for frame in traceback.frames)
+
+
+def _mark_between(graph: Graph) -> None:
+    def ends(one: Operation) -> bool:
+        return one.name in {*OTHERS, *LOOPS} or one.equation.primitive in PRIMITIVES
+
+    for is_backward in (False, True):
+        same = [one for one in graph.operations if one.is_backward == is_backward]
+        behind: set[Array] = set()  # what attention's products made, and what was made of that
+        for one in same:
+            if one.is_attention or (not ends(one) and not behind.isdisjoint(one.inputs)):
+                behind.update(one.outputs)
+        before: set[Array] = set()  # what attention's products read, and what that is made of
+        for one in reversed(same):
+            if not one.is_attention and not ends(one) and not before.isdisjoint(one.outputs):
+                one.is_attention = not behind.isdisjoint(one.inputs)
+                before.update(one.inputs)
+            elif one.is_attention:
+                before.update(one.inputs)
+    read, others = _read_by(graph)
+    for one in reversed(graph.operations):  # masks are made as large as scores for attention alone
+        if one.name == "broadcast_in_dim" and others.isdisjoint(one.outputs) and not read.isdisjoint(one.outputs):
+            one.is_attention = True
+    _, others = _read_by(graph)
+    for one in graph.operations:
+        for array in one.outputs if one.is_attention else ():
+            array.is_of_attention |= array not in others
+
+
+def _read_by(graph: Graph) -> tuple[set[Array], set[Array]]:
+    """What attention reads, and what others do, the graph's caller among them."""
+    read: tuple[set[Array], set[Array]] = set(), {*graph.results}
+    for one in graph.operations:
+        read[not one.is_attention].update(one.inputs)
+    return read
