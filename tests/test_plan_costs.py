@@ -91,6 +91,61 @@ def test_memory():
     assert found.gib["gathered"] == pytest.approx(32 * 2 * PARAMETERS / 2**30)
 
 
+def test_collectives_that_leave_a_host():
+    """8 hosts of 8: by NVLink inside, else by the network of as many devices as a host has of the group."""
+
+    def gbytes(mesh, what, phase="backward", of="weights", **options):
+        found = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh=mesh, tflops=650, **options)
+        return step(found, what, phase=phase, of=of).gbytes, found
+
+    reduced, found = gbytes({"data": 8, "fsdp": 8}, "all-reduce")
+    assert reduced == 50 and gbytes({"data": 8, "fsdp": 8}, "reduce-scatter")[0] == 350
+    assert step(found, "all-reduce", phase="backward").ms == pytest.approx(2 * 4 * PARAMETERS / 8 * 7 / 8 / 50e6)
+    assert found.in_host == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert "collectives that leave a host: data, over 8 hosts, 1 of each" in str(found)
+    assert gbytes({"fsdp": 8, "data": 8}, "all-reduce")[0] == 350  # the innermost axis is in a host
+    assert gbytes({"fsdp": 8, "data": 8}, "reduce-scatter")[0] == 50
+    assert gbytes({"fsdp": 64}, "reduce-scatter")[0] == 350  # eight networks have 400
+    assert gbytes({"fsdp": 64}, "reduce-scatter", network_gbytes=25)[0] == 200
+    assert gbytes({"fsdp": 64}, "reduce-scatter", gpus_per_host=4)[0] == 200
+    assert gbytes({"fsdp": 32, "tensor": 2}, "reduce-scatter")[0] == 200
+    assert gbytes({"fsdp": 8}, "reduce-scatter", network_gbytes=1)[0] == 350
+    assert gbytes(AbstractMesh((4, 2, 8), ("dp", "fsdp", "tp")), "reduce-scatter")[0] == 50
+    experts = coda.plan_costs(QWEN3_30B, tokens=8192, mesh={"expert": 16}, tflops=650)
+    exchange = step(experts, "all-to-all")
+    assert exchange.ms == pytest.approx(exchange.bytes * 8 / 16 / 50e6)  # half of the rows leave the host
+    assert experts.as_dict()["in_host"]["expert"] == 8
+    assert "leave a host" not in str(coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"fsdp": 8}))
+
+
+def test_what_is_kept_has_its_dtype():
+    whole = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
+    assert whole.gib["optimizer"] == 2 * whole.gib["parameters"] == 2 * whole.gib["gradients"]
+    assert "parameters 3.7 (float32), gradients 3.7 (float32), optimizer 7.5 (2 x float32)" in str(whole)
+    dtypes = {"param_dtype": jnp.bfloat16, "gradient_dtype": jnp.bfloat16, "optimizer_states": 1}
+    half = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650, **dtypes)
+    assert half.gib["parameters"] == half.gib["gradients"] == whole.gib["parameters"] / 2
+    assert half.gib["optimizer"] == whole.gib["parameters"] and "optimizer 3.7 (1 x float32)" in str(half)
+    eighth = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, optimizer_dtype="bfloat16", tflops=650)
+    assert eighth.gib["optimizer"] == whole.gib["parameters"] and eighth.optimizer_dtype == "bfloat16"
+
+
+def test_a_model_that_does_not_fit():
+    """All of an 8B on one device is 120 GiB of parameters, gradients and Adam's state in float32."""
+    alone = {
+        name: coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"data": 8}, device=name, tflops=650)
+        for name in ("H100", "H200")
+    }
+    at_rest = 16 * (32 * PARAMETERS + 2 * 128256 * 4096) / 2**30
+    for found in alone.values():
+        assert sum(found.gib.values()) == pytest.approx(at_rest + found.gib["activations"])
+    assert not alone["H100"].fits and alone["H200"].fits
+    assert str(alone["H100"]).endswith("\nit does not fit: 122.5 GiB, and the chip has 80")
+    assert str(alone["H200"]).endswith("; 122.5 in all, of 141 that the chip has")
+    read = alone["H100"].as_dict()
+    assert read["fits"] is False and read["gib_of_chip"] == 80 and read["gib_in_all"] == pytest.approx(122.5, abs=0.1)
+
+
 def test_the_cost_models_products():
     """At the shapes of the 8B on one device they reach 650 to 720 TFLOP/s; an H100's differ; small parts are slower."""
     for device in ("H200", "H100"):
@@ -127,6 +182,9 @@ def test_meshes_and_configs():
         ({"mesh": {"tensor": 16}}, "key_value_heads = 8 is not divided by 16 devices"),
         ({"mesh": {"fsdp": 8}, "sequence_parallel": True}, "sequence_parallel=True wants a tensor axis"),
         ({"mesh": {"fsdp": 8}, "tokens": 0}, "tokens=0"),
+        ({"mesh": {"fsdp": 8}, "network_gbytes": 0}, "network_gbytes=0; it must be positive"),
+        ({"mesh": {"fsdp": 8}, "gpus_per_host": 0}, "gpus_per_host=0; it must be positive"),
+        ({"mesh": {"fsdp": 8}, "optimizer_states": -1}, "optimizer_states=-1; it must be at least 0"),
         ({"mesh": {"fsdp": 8}, "device": "A100"}, "device='A100'; it must be"),
         ({"mesh": {"fsdp": 0}}, "axis 'fsdp' has 0 devices"),
     ],

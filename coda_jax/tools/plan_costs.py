@@ -18,6 +18,26 @@ devices of their experts, and back, and so do their cotangents. What is gathered
 and a reduce-scatter in the place of each all-reduce, and gathers the stream once more for the weights' gradients. With
 n devices a gather or a reduce-scatter of so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that.
 This is how "Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts.
+
+The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md there), that of the narrowest link of a ring. In a
+host it is `bus_gbytes`. Of n devices of which each host has k < n it is min(bus_gbytes, k network_gbytes): what a host
+sends leaves it by the network of k devices. An all-to-all sends bytes (n - k) / n by a device's own network. Devices
+are those of a mesh in its order, the last axis innermost, so that each host has the next `gpus_per_host` of them.
+
+A device's memory, with P parameters of all layers, embedding and head, and f devices of FSDP:
+
+| what                  | bytes                                                                             |
+|-----------------------|-----------------------------------------------------------------------------------|
+| parameters, gradients | P / f / t elements, of `param_dtype` and of `gradient_dtype`                      |
+| optimizer             | `optimizer_states` P / f / t elements of `optimizer_dtype`; Adam has two moments  |
+| activations           | 2 T (2 D + (Q + H + 2 F) / t) of each layer                                       |
+| gathered              | 2 P / t of the layers' parameters, where f > 1                                    |
+
+Adam is of arXiv 1412.6980. Activations are what layers of this library keep in bfloat16: the stream in front of each
+sub-layer, qkv, the context, and the hidden product. Sequence parallelism cuts the stream over t too; with k experts a
+token it is 2 + k times as wide, and F is that of k experts. The head's chunks, and what XLA holds besides, are left
+out. A chip's memory is that of its data sheet, taken as GiB: 80 of an H100, 141 of an H200, of which nvidia-smi tells
+79.6 and 140.4.
 """
 
 from __future__ import annotations
@@ -31,10 +51,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
-from coda_jax.tools.plan_steps import Planner, Sizes, Step
+from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
 ROLES = ("data", "fsdp", "tensor", "expert")
+_GIB_OF_CHIP = {"NVIDIA H200": 141, "NVIDIA H100": 80}  # by the beginning of JAX's device kind
 # What meshes call their axes elsewhere.
 _ALSO = {
     "model": "tensor",
@@ -54,6 +75,9 @@ class PlanCosts:
       sizes, tokens, mesh, sequence_parallel, device, bus_gbytes: what was asked, the mesh by roles.
       tflops: of the products; None where the cost model says how long each takes.
       steps: of one layer, then of the loss's head.
+      network_gbytes, gpus_per_host: what was asked.
+      in_host: by role, of the devices that take part in its collectives how many one host has.
+      param_dtype, gradient_dtype, optimizer_dtype, optimizer_states: what is assumed to be kept.
     """
 
     sizes: Sizes
@@ -64,6 +88,13 @@ class PlanCosts:
     bus_gbytes: float
     tflops: float | None
     steps: tuple[Step, ...]
+    network_gbytes: float = 50.0
+    gpus_per_host: int = 8
+    in_host: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
+    param_dtype: str = "float32"
+    gradient_dtype: str = "float32"
+    optimizer_dtype: str = "float32"
+    optimizer_states: int = 2
 
     def ms(self, phase: str, what: str | None = None, *, part: str = "layer", over: str | None = None) -> float:
         """Milliseconds in a phase of products, of one collective, or unless `what` is given of all collectives."""
@@ -100,26 +131,45 @@ class PlanCosts:
 
     @property
     def gib(self) -> dict[str, float]:
-        """GiB on a device: parameters and gradients in float32, and what layers keep for going back, activations and
-        gathered weights. An optimizer's state, two more copies of the parameters for Adam, is not among them.
+        """GiB on a device: parameters, gradients, the optimizer's state, and what layers keep for going back,
+        activations and gathered weights.
         """
         sizes, mesh = self.sizes, self.mesh
         of_layer = sizes.parameters_of_all_tokens + sizes.parameters_of_experts / mesh.get("expert", 1)
         parameters = sizes.layers * of_layer + sizes.vocabulary * sizes.features * 2
-        apart = 4 * parameters / mesh["fsdp"] / mesh["tensor"]
+        apart = parameters / mesh["fsdp"] / mesh["tensor"]
         packed = (sizes.heads + 2 * sizes.key_value_heads) * sizes.head
         hidden = (sizes.experts_per_token or 1) * sizes.hidden + sizes.shared
         cut = packed + sizes.heads * sizes.head + (1 + sizes.is_gated) * hidden
         stream = (2 + sizes.experts_per_token) * sizes.features / (mesh["tensor"] if self.sequence_parallel else 1)
         kept = 2 * self.tokens * (stream + cut / mesh["tensor"]) * sizes.layers
         gathered = 2 * sizes.layers * of_layer / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
-        each = {"parameters": apart, "gradients": apart, "activations": kept, "gathered": gathered}
+        each = {
+            "parameters": apart * _bytes(self.param_dtype),
+            "gradients": apart * _bytes(self.gradient_dtype),
+            "optimizer": apart * self.optimizer_states * _bytes(self.optimizer_dtype),
+            "activations": kept,
+            "gathered": gathered,
+        }
         return {name: size / 2**30 for name, size in each.items()}
+
+    @property
+    def gib_of_chip(self) -> int | None:
+        """The device's memory; None where it is not known."""
+        return next((gib for name, gib in _GIB_OF_CHIP.items() if self.device.startswith(name)), None)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the sum of `gib` is at most the device's memory; None where that is not known."""
+        return None if self.gib_of_chip is None else sum(self.gib.values()) <= self.gib_of_chip
 
     def as_dict(self) -> dict[str, Any]:
         """The same for a program to read."""
         return dataclasses.asdict(self) | {
             "gib": self.gib,
+            "gib_in_all": sum(self.gib.values()),
+            "gib_of_chip": self.gib_of_chip,
+            "fits": self.fits,
             "layer_ms": {phase: self.layer_ms(phase) for phase in ("forward", "backward")},
             "hidden_above": {phase: self.hidden_above(phase) for phase in ("forward", "backward")},
             "step_ms": self.step_ms,
@@ -147,14 +197,17 @@ class PlanCosts:
         rate = f"{self.tflops:.0f} TFLOP/s" if self.tflops else "products by the cost model"
         lines = [
             f"{self.device}, {mesh}{', sequence parallel' if self.sequence_parallel else ''}, "
-            f"{self.tokens} tokens a device, {rate}, {self.bus_gbytes:.0f} GB/s of bus bandwidth"
+            f"{self.tokens} tokens a device, {rate}, {self.bus_gbytes:.0f} GB/s of bus bandwidth in a host of "
+            f"{self.gpus_per_host}, {self.network_gbytes:g} of network a GPU",
+            *self._beyond_hosts(),
         ]
-        rows = [("part", "phase", "what", "of", "over", "MB", "ms", "beside")]
+        rows = [("part", "phase", "what", "of", "over", "MB", "GB/s", "ms", "beside")]
         for step in self.steps:
             beside = "" if step.what == "products" else "products" if step.can_overlap else "nothing"
             moved = f"{step.bytes / 1e6:.0f}" if step.bytes else ""
-            rows.append((step.part, step.phase, step.what, step.of, step.over, moved, f"{step.ms:.2f}", beside))
-        lines += columns(rows, (5, 6))
+            gbytes = f"{step.gbytes:.0f}" if step.gbytes else ""
+            rows.append((step.part, step.phase, step.what, step.of, step.over, moved, gbytes, f"{step.ms:.2f}", beside))
+        lines += columns(rows, (5, 6, 7))
         for phase in ("forward", "backward"):
             above = self.hidden_above(phase)
             hidden = f"; hidden from {above} tokens a device on" if above else ""
@@ -166,9 +219,38 @@ class PlanCosts:
             f"a step at best {self.step_ms:.0f} ms, {self.tokens_per_second:.0f} tokens a second of all devices; "
             "attention and what is elementwise left out"
         )
-        memory = ", ".join(f"{name} {size:.1f}" for name, size in self.gib.items())
-        lines.append(f"GiB a device: {memory}; an optimizer's state comes to that")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._memory()])
+
+    def _beyond_hosts(self) -> list[str]:
+        over = [
+            f"{role}, over {size // self.in_host[role]} hosts, {self.in_host[role]} of each"
+            for role, size in self.mesh.items()
+            if self.in_host and size > self.in_host[role]
+        ]
+        return [f"collectives that leave a host: {'; '.join(over)}"] if over else []
+
+    def _memory(self) -> str:
+        found, dtypes = (
+            self.gib,
+            {
+                "parameters": self.param_dtype,
+                "gradients": self.gradient_dtype,
+                "optimizer": f"{self.optimizer_states} x {self.optimizer_dtype}",
+                "activations": "bfloat16",
+                "gathered": "bfloat16",
+            },
+        )
+        each = ", ".join(f"{name} {size:.1f} ({dtypes[name]})" for name, size in found.items())
+        all_of_it = f"GiB a device: {each}; {sum(found.values()):.1f} in all"
+        if self.gib_of_chip is None:
+            return all_of_it
+        if self.fits:
+            return f"{all_of_it}, of {self.gib_of_chip} that the chip has"
+        return f"{all_of_it}\nit does not fit: {sum(found.values()):.1f} GiB, and the chip has {self.gib_of_chip}"
+
+
+def _bytes(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
 
 
 def _hides(step: Step) -> bool:
@@ -193,6 +275,11 @@ def plan_costs(
     tflops: float | None = None,
     gradient_dtype: Any = jnp.float32,
     stream_dtype: Any = jnp.bfloat16,
+    network_gbytes: float = 50.0,
+    gpus_per_host: int = 8,
+    param_dtype: Any = jnp.float32,
+    optimizer_dtype: Any = jnp.float32,
+    optimizer_states: int = 2,
 ) -> PlanCosts:
     """What a Llama-like layer computes and sends on each device under FSDP, tensor, expert and data parallelism.
 
@@ -202,15 +289,22 @@ def plan_costs(
     Args:
       config: with Hugging Face's names, as `flax_layers.LlamaConfig` and a model's config.json have.
       tokens: that a device has. Under tensor parallelism the devices of a group have the same ones.
-      mesh: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis: {"fsdp": 8}.
+      mesh: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis: {"fsdp": 8}. The order counts: a host has
+        neighbours, which differ in the last axes.
       axes: roles by axis, "data", "fsdp", "tensor" or "expert", for axes that are called otherwise: {"x": "fsdp"}.
       sequence_parallel: whether the stream between sub-layers is cut by tokens over the tensor axis.
       device: as `coda.explain` takes it; default an H200.
-      bus_gbytes: bus bandwidth of a device in GB/s, as nccl-tests tells it. The default is assumed for the NVLink of a
-        host of eight; two H100s reached 206 to 234, beside products 100 to 130; between hosts it is their network's.
+      bus_gbytes: bus bandwidth of a device inside a host in GB/s, as nccl-tests tells it. The default is assumed for
+        the NVLink of a host of eight; two H100s reached 206 to 234, beside products 100 to 130.
       tflops: that the products reach; by default the cost model says for each how long it takes, without its epilogue.
-      gradient_dtype: in which weights' gradients are summed over devices.
+      gradient_dtype: in which weights' gradients are summed over devices, and kept.
       stream_dtype: in which the stream's partial sums are, under tensor parallelism.
+      network_gbytes: GB/s of a device into its host's network. The default is 400 Gb/s, as the data sheet of NVIDIA's
+        DGX H100 has it: eight ConnectX-7 of up to 400 Gb/s for eight GPUs.
+      gpus_per_host: devices that NVLink connects.
+      param_dtype: in which parameters are kept.
+      optimizer_dtype, optimizer_states: of an optimizer's state, and how many arrays it has for each parameter: two of
+        Adam, one of Muon or of momentum.
 
     Raises:
       ValueError: a size that is missing or does not divide, an unknown role or device, sequence parallelism without a
@@ -218,10 +312,42 @@ def plan_costs(
 
     Example: `print(coda.plan_costs(LlamaConfig(...), tokens=16384, mesh={"fsdp": 8}))`
     """
-    sizes, roles = Sizes.of(config), _roles(mesh, axes or {})
+    sizes, axes_of_roles = Sizes.of(config), _axes_of_roles(mesh, axes or {})
+    roles = dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    for role, size in axes_of_roles:
+        roles[role] = roles.get(role, 1) * size
     kind = device_named(device) if device else DEFAULT_DEVICE
-    if tokens < 1 or bus_gbytes <= 0 or (tflops is not None and tflops <= 0):
-        raise ValueError(f"plan_costs: {tokens=}, {bus_gbytes=}, {tflops=}; they must be positive")
+    given = {"tokens": tokens, "bus_gbytes": bus_gbytes, "tflops": tflops, "network_gbytes": network_gbytes}
+    for name, value in {**given, "gpus_per_host": gpus_per_host}.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"plan_costs: {name}={value}; it must be positive")
+    if optimizer_states < 0:
+        raise ValueError(f"plan_costs: {optimizer_states=}; it must be at least 0")
+    _check_divided(sizes, tokens, roles, sequence_parallel)
+    widths = np.dtype(gradient_dtype).itemsize, np.dtype(stream_dtype).itemsize
+    links = Links(bus_gbytes, network_gbytes, gpus_per_host)
+    in_host = roles | links.in_host(axes_of_roles)
+    planner = Planner(sizes, tokens, roles, sequence_parallel, kind, links, in_host, tflops, *widths)
+    return PlanCosts(
+        sizes,
+        tokens,
+        roles,
+        sequence_parallel,
+        kind,
+        bus_gbytes,
+        tflops,
+        steps=(*planner.layer(), *planner.head()),
+        network_gbytes=network_gbytes,
+        gpus_per_host=gpus_per_host,
+        in_host=in_host,
+        param_dtype=np.dtype(param_dtype).name,
+        gradient_dtype=np.dtype(gradient_dtype).name,
+        optimizer_dtype=np.dtype(optimizer_dtype).name,
+        optimizer_states=optimizer_states,
+    )
+
+
+def _check_divided(sizes: Sizes, tokens: int, roles: Mapping[str, int], sequence_parallel: bool) -> None:
     if sequence_parallel and roles["tensor"] == 1:
         raise ValueError("plan_costs: sequence_parallel=True wants a tensor axis")
     for name, size in (
@@ -239,18 +365,14 @@ def plan_costs(
         raise ValueError(f"plan_costs: the expert axis has {over} devices, and the config has no experts")
     if sizes.experts % over:
         raise ValueError(f"plan_costs: {sizes.experts} experts are not divided by {over} devices of the expert axis")
-    widths = np.dtype(gradient_dtype).itemsize, np.dtype(stream_dtype).itemsize
-    planner = Planner(sizes, tokens, roles, sequence_parallel, kind, bus_gbytes, tflops, *widths)
-    steps = (*planner.layer(), *planner.head())
-    return PlanCosts(sizes, tokens, roles, sequence_parallel, kind, bus_gbytes, tflops, steps)
 
 
-def _roles(mesh: Any, axes: Mapping[str, str]) -> dict[str, int]:
-    """Devices by role."""
+def _axes_of_roles(mesh: Any, axes: Mapping[str, str]) -> list[tuple[str, int]]:
+    """The roles of a mesh's axes and their devices, in its order."""
     sizes = {str(name): int(size) for name, size in dict(getattr(mesh, "shape", mesh)).items()}
     if unknown := sorted(axes.keys() - sizes.keys()):
         raise ValueError(f"plan_costs: axes names {unknown[0]!r}; the mesh has {', '.join(sizes)}")
-    found = dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    found = []
     for name, size in sizes.items():
         role = axes.get(name) or _ALSO.get(name, name)
         if role not in ROLES:
@@ -259,5 +381,5 @@ def _roles(mesh: Any, axes: Mapping[str, str]) -> dict[str, int]:
             )
         if size < 1:
             raise ValueError(f"plan_costs: axis {name!r} has {size} devices")
-        found[role] = found.get(role, 1) * size
+        found.append((role, size))
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -125,6 +126,7 @@ class Step:
       ms: milliseconds, alone.
       can_overlap: whether it needs nothing of what runs beside it: gathers of weights and sums of gradients can run
         beside products, sums of the stream stand in their way.
+      gbytes: the bus bandwidth that `ms` is of, GB/s of a device; of products 0.
     """
 
     part: str
@@ -135,6 +137,53 @@ class Step:
     bytes: int
     ms: float
     can_overlap: bool = True
+    gbytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What connects the devices.
+
+    Attributes:
+      bus_gbytes: bus bandwidth of a device inside its host, GB/s.
+      network_gbytes: of its host's network, each device's part, GB/s.
+      gpus_per_host: counts.
+    """
+
+    bus_gbytes: float
+    network_gbytes: float
+    gpus_per_host: int
+
+    def in_host(self, axes: Sequence[tuple[str, int]]) -> dict[str, int]:
+        """By role, of the devices that take part in its collectives how many one host has.
+
+        Devices are numbered as those of a `jax.sharding.Mesh` are by default: those that differ in the last axis alone
+        come one after the other, and a host has as many as `gpus_per_host` of them.
+
+        Args:
+          axes: the mesh's roles and sizes, in its order.
+        """
+        found: dict[str, int] = {}
+        stride = 1
+        for role, size in reversed(axes):
+            found[role] = found.get(role, 1) * math.gcd(size, max(1, self.gpus_per_host // stride))
+            stride *= size
+        return found
+
+    def of_ring(self, devices: int, in_host: int) -> float:
+        """Bus bandwidth of a gather, a sum or a scatter over so many devices, so many of them in a host.
+
+        Each byte that a host sends leaves it by the network of one of these devices, so they have theirs together.
+        """
+        if devices <= in_host:
+            return self.bus_gbytes
+        return min(self.bus_gbytes, in_host * self.network_gbytes)
+
+    def of_exchange(self, devices: int, in_host: int) -> float:
+        """Bus bandwidth of an all-to-all, in which each device sends by its own network what is for other hosts."""
+        if devices <= in_host:
+            return self.bus_gbytes
+        return min(self.bus_gbytes, self.network_gbytes * (devices - 1) / (devices - in_host))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +195,8 @@ class Planner:
     mesh: dict[str, int]
     sequence_parallel: bool
     device: str
-    bus_gbytes: float
+    links: Links
+    in_host: dict[str, int]
     tflops: float | None
     gradient_bytes: int
     stream_bytes: int
@@ -254,10 +304,11 @@ class Planner:
     def _collective(
         self, part: str, phase: str, what: str, of: str, over: str, moved: int, can_overlap: bool = True, times: int = 1
     ) -> Step:
-        n = self.mesh[over]
+        n, in_host = self.mesh[over], self.in_host[over]
         ways = 2 if what == "all-reduce" else 1
-        ms = times * ways * moved * (n - 1) / n / self.bus_gbytes / 1e6
-        return Step(part, phase, what, of, over, times * moved, ms, can_overlap)
+        gbytes = (self.links.of_exchange if what == "all-to-all" else self.links.of_ring)(n, in_host)
+        ms = times * ways * moved * (n - 1) / n / gbytes / 1e6
+        return Step(part, phase, what, of, over, times * moved, ms, can_overlap, gbytes)
 
 
 def _three(m: int, k: int, n: int) -> tuple[GemmShape, GemmShape, GemmShape]:

@@ -47,7 +47,7 @@ def plan(found: PlanCosts, where: Any) -> Any:
         mesh = " × ".join(f"{size} {role}" for role, size in found.mesh.items() if size > 1) or "1 device"
         axes.set_title(
             f"{mesh}{', sequence parallel' if found.sequence_parallel else ''}: {found.tokens} tokens a device, "
-            f"{found.device}, {found.bus_gbytes:.0f} GB/s",
+            f"{found.device}, {found.bus_gbytes:.0f} GB/s in a host, {found.network_gbytes:g} beyond",
             fontsize=10,
         )
         for side in ("top", "right"):

@@ -94,7 +94,9 @@ def _others(found: Explanation) -> Iterator[str]:
     if not others:
         yield f"{0:>5}  products that are {is_not} coda_jax's{besides}"
         return
+    unknown = sum(count for one, count in others if one.flops is None)
     all_of_them = f"{_short(found.totals.other_flops / 1e9)} GFLOP{_of_all(found)}"
+    all_of_them += f", and {unknown} whose FLOPs nobody knows" if unknown else ""
     yield ""
     yield f"{sum(found.other_products.values())} products that are {is_not} coda_jax's{besides}: {all_of_them}"
     rows = [("count", "product", "GFLOP", "MB", "made in")]
