@@ -4,6 +4,7 @@ import ctypes
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -190,6 +191,39 @@ def test_a_native_module_that_is_not_built(tmp_path):
     assert "-> pip install " in found.stdout and "1 broken" in found.stdout and found.stderr == ""
     plain = run("-c", "import coda_jax")
     assert plain.returncode == 1 and "python -m coda_jax.doctor says how to mend it" in plain.stderr
+
+
+def test_a_checkout_that_hides_the_installed_package(tmp_path):
+    """As after `pip install .` in a clone: that package is examined, and is whole; an import says what to do."""
+    package = pathlib.Path(coda.__file__).parent
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    for root in (clone, site):
+        shutil.copytree(package, root / "coda_jax", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ffi._ffi.__file__, site / "coda_jax" / "ffi")
+    (site / "coda_jax" / "cuda").mkdir(exist_ok=True)  # of an editable install the headers lie in its checkout
+    for name, text in ffi.headers().items():
+        (site / "coda_jax" / "cuda" / name).write_text(text)
+    (clone / "CMakeLists.txt").touch()
+    editable = "[x for x in sys.meta_path if not type(x).__name__.startswith('ScikitBuild')]"
+    (site / "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {editable}")
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+
+    def run(*command):
+        options = {"env": environment, "cwd": clone, "capture_output": True, "text": True, "timeout": 120}
+        return subprocess.run([sys.executable, *command], **options)
+
+    plain = run("-c", "import coda_jax")
+    assert plain.returncode == 1
+    assert f"{clone} is the source: start Python elsewhere if coda_jax is installed, or pip install" in plain.stderr
+    found = run("-m", "coda_jax.doctor")
+    note, _, report = found.stdout.partition(f"-> start Python elsewhere, or pip install -e {clone}\n")
+    assert note.startswith("note ") and f"examined is what is installed, {site / 'coda_jax'}" in note
+    assert f"{site / 'coda_jax'}; native module {site}" in report and found.stderr == ""
+    # Beside a GPU there may be real faults; that the package does not import is none of them.
+    assert "does not import" not in report and report.endswith(("nothing is broken\n", " broken\n"))
+    (site / "coda_jax" / "ffi" / pathlib.Path(ffi._ffi.__file__).name).unlink()
+    alone = run("-m", "coda_jax.doctor")
+    assert alone.returncode == 1 and "BROKEN  coda_jax      does not import" in alone.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

@@ -35,7 +35,11 @@ try:
     from coda_jax.ffi import _ffi
 except ImportError as error:
     message = "coda_jax's native module _ffi is not built for this Python, or does not load; python -m coda_jax.doctor"
-    raise ImportError(f"{message} says how to mend it: {error}", name=error.name) from error
+    message = f"{message} says how to mend it: {error}"
+    root = pathlib.Path(__file__).resolve().parents[2]
+    if (root / "CMakeLists.txt").exists():
+        message += f". {root} is the source: start Python elsewhere if coda_jax is installed, or pip install -e {root}"
+    raise ImportError(message, name=error.name) from error
 
 __all__ = [
     "ABI",

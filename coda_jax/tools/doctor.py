@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from coda_jax.tools import source_tree
+
 VARIABLES = ("CACHE_DIR", "DUMP_DIR", "QUIET", "STRICT", "TILES_BY", "TUNED")  # CODA_JAX_...; docs/settings.md
 OTHERS = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "XLA_FLAGS")
 OLDEST_DRIVER = 13000  # as cuDriverGetVersion says it: what jax[cuda13] needs
@@ -117,9 +119,11 @@ def _reinstall(module: str) -> str:
     """The command, where this module is missing."""
     if not module.startswith("coda_jax"):
         return INSTALL
-    root = pathlib.Path(__file__).resolve().parents[2]
-    is_checkout = (root / "CMakeLists.txt").exists()
-    return f"pip install -e {root}" if is_checkout else "pip install --force-reinstall --no-deps coda-jax"
+    return (
+        f"pip install -e {source_tree.ROOT}"
+        if source_tree.is_source()
+        else "pip install --force-reinstall --no-deps coda-jax"
+    )
 
 
 def _version(package: str) -> str | None:
@@ -374,6 +378,9 @@ def findings() -> Iterator[Finding]:
 
 def main() -> int:
     """Prints the report; 1 where something is broken."""
+    if (package := source_tree.hidden_package()) is not None:
+        print(Finding("coda_jax", *source_tree.told(package)), flush=True)
+        return source_tree.examine()
     faults = 0
     for finding in findings():
         print(finding, flush=True)
