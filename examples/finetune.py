@@ -3,14 +3,19 @@
     python examples/finetune.py [--model folder] [--out folder] [--steps n]
 
 Without --model it first makes a tiny Llama and writes it as `save_pretrained` of transformers would: config.json and
-model.safetensors. The task is to reverse short sequences. Needs the extra `hf` for safetensors, and optax.
+model.safetensors. The task is to reverse short sequences. Needs optax, and safetensors for the folders.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
+
+if missing := [name for name in ("optax", "safetensors") if find_spec(name) is None]:
+    names = " ".join(missing)
+    raise SystemExit(f"finetune.py needs {names}: pip install {names}, or pip install 'coda-jax[train,hf]'")
 
 import jax
 import jax.numpy as jnp

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import collections
 import re
+from importlib.util import find_spec
+
+if find_spec("optax") is None:
+    raise SystemExit("fsdp.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
 
 import jax
 import jax.numpy as jnp

@@ -10,6 +10,10 @@ array of logits, and works on the answers' tokens alone: a mask leaves the promp
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
+
+if find_spec("optax") is None:
+    raise SystemExit("grpo.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
 
 import jax
 import jax.numpy as jnp

@@ -3,14 +3,20 @@
     python examples/lora.py [folder]
 
 A base model learns to count by 1; its adapters learn to count by 3, with the base's kernels frozen. Sequences of many
-lengths are packed into rows without padding: `segment_ids` tells attention and the loss where each ends.
+lengths are packed into rows without padding: `segment_ids` tells attention and the loss where each ends. Needs optax,
+and safetensors to write the folder.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
+
+if missing := [name for name in ("optax", "safetensors") if find_spec(name) is None]:
+    names = " ".join(missing)
+    raise SystemExit(f"lora.py needs {names}: pip install {names}, or pip install 'coda-jax[train,hf]'")
 
 import jax
 import jax.numpy as jnp

@@ -9,6 +9,11 @@ lowered to on a Hopper GPU.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+if find_spec("optax") is None:
+    raise SystemExit("new_architecture.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+
 import jax
 import jax.numpy as jnp
 import optax

@@ -12,7 +12,11 @@ import argparse
 import statistics
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
+
+if find_spec("optax") is None:
+    raise SystemExit("profile_step.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
 
 import jax
 import jax.numpy as jnp

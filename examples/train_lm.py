@@ -15,9 +15,13 @@ import dataclasses
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+if missing := [name for name in ("matplotlib", "optax", "orbax", "rich") if find_spec(name) is None]:
+    raise SystemExit(f"train_lm.py needs {', '.join(missing)}: pip install 'coda-jax[train]'")
 
 import device_mesh
 import jax

@@ -1,5 +1,7 @@
 """The examples, at sizes that take seconds: each does what its docstring says."""
 
+import ast
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SHORT = ("custom_epilogue", "finetune", "fsdp", "grpo", "lora", "new_architecture", "packing", "profile_step")
+OPTIONAL = ("matplotlib", "optax", "orbax", "rich", "safetensors")
 
 
 def example(name):
@@ -25,6 +28,35 @@ def test_it_is_short_and_says_how_to_run_it(name):
     text = (FOLDER / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 100
     assert f"python examples/{name}.py" in text.split('"""')[1]
+
+
+def optional_packages(path):
+    """Those of this program and of the files that it imports; folders of Hugging Face and of PEFT need safetensors."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in froms}
+    found = {name.partition(".")[0] for name in modules} & {*OPTIONAL}
+    if any(re.fullmatch("(load|save)_(hf|peft)_folder", alias.name) for node in froms for alias in node.names):
+        found.add("safetensors")
+    beside = [FOLDER / f"{name}.py" for name in modules]
+    return found.union(*(optional_packages(other) for other in beside if other.exists()))
+
+
+@pytest.mark.parametrize("name", [*SHORT, "train_lm"])
+def test_what_is_missing_is_told_before_it_begins(name, monkeypatch):
+    """Before any import that takes a while; the page names the same packages."""
+    path, page = FOLDER / f"{name}.py", FOLDER.parent / "docs" / "examples.md"
+    packages = optional_packages(path)
+    if page.exists():
+        (row,) = (line for line in page.read_text().splitlines() if line.startswith(f"| [{name}.py]"))
+        assert set(row.split("|")[3].strip().split(", ")) == (packages or {"nothing"})
+    monkeypatch.setitem(sys.modules, "jax", None)  # to import it is an error
+    for package in packages:
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(SystemExit, match=rf"^{name}.py needs {package}: pip install .*coda-jax\[train"):
+                runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.mark.slow
