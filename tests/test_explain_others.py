@@ -81,6 +81,8 @@ def test_the_largest_are_printed():
     assert "bfloat16[64,448] @ bfloat16[448,512]" in lines[at + 2] and lines[at + 2].endswith(line(f, "x @ w"))
     assert lines[at + 7].startswith("    2  smaller ones, ")
     assert json.loads(json.dumps(found.as_dict()))["totals"]["other_flops"] == found.totals.other_flops
+    as_given = coda.Explanation(products={}, others=9, other_products=found.other_products, attention_products=2)
+    assert as_given.totals.other_flops == found.totals.other_flops
     none = coda.explain(coda.gemm, array(64, 64), array(64, 64))
     assert none.other_products == {} and "    0  products that are not coda_jax's" in str(none)
 

@@ -122,8 +122,34 @@ def test_what_is_kept_has_its_dtype():
     whole = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
     assert whole.gib["optimizer"] == 2 * whole.gib["parameters"] == 2 * whole.gib["gradients"]
     assert "parameters 3.7 (float32), gradients 3.7 (float32), optimizer 7.5 (2 x float32)" in str(whole)
-    dtypes = {"param_dtype": jnp.bfloat16, "gradient_dtype": jnp.bfloat16, "optimizer_states": 1}
-    half = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650, **dtypes)
+    half = coda.plan_costs(
+        LLAMA_3_8B,
+        tokens=1024,
+        mesh={"fsdp": 8},
+        tflops=650,
+        network_gbytes=25.0,
+        gpus_per_host=4,
+        param_dtype=jnp.bfloat16,
+        gradient_dtype=jnp.bfloat16,
+        optimizer_states=1,
+    )
+    assert half == coda.PlanCosts(
+        sizes=half.sizes,
+        tokens=1024,
+        mesh=half.mesh,
+        sequence_parallel=False,
+        device=half.device,
+        bus_gbytes=350.0,
+        tflops=650,
+        steps=half.steps,
+        network_gbytes=25.0,
+        gpus_per_host=4,
+        in_host=half.in_host,
+        param_dtype="bfloat16",
+        gradient_dtype="bfloat16",
+        optimizer_dtype="float32",
+        optimizer_states=1,
+    )
     assert half.gib["parameters"] == half.gib["gradients"] == whole.gib["parameters"] / 2
     assert half.gib["optimizer"] == whole.gib["parameters"] and "optimizer 3.7 (1 x float32)" in str(half)
     eighth = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, optimizer_dtype="bfloat16", tflops=650)

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FACTORS, is_of_8_bits
 from coda_jax.lowering.addressing import unaligned_rows
+from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
+from coda_jax.tools.source_lines import called_directly
+from coda_jax.tools.unfused import Unfused
 
 if TYPE_CHECKING:
     from coda_jax.tools.explain import Product
+
+_JOIN_PRODUCTS = ", or join those that read the same array: coda.gemm(x, (w1, w2), ...)"
+_JOIN_LAYERS = (
+    "Call both sides in one coda.block, as flax_layers.TransformerBlock and PostNormBlock, NormBeforeSumBlock, "
+    "SandwichNormBlock and ParallelBlock do: epilogues make what needs one tile and sums over its rows, and the plan "
+    "says why another stays a pass"
+)
+_WRITE_PRODUCTS = (
+    "Write these lines as a coda.block, or each product as a coda.gemm with what follows it as its epilogue=; "
+    "flax_layers has blocks of the usual orders"
+)
+_WORTH_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +52,89 @@ class Advice:
         return f"{self.about}: {self.why}. {self.change}"
 
 
+class Calls:
+    """What the calls of each kind of product in a jaxpr have in common, that the product does not say."""
+
+    def __init__(self, jaxpr: core.Jaxpr) -> None:
+        self._called_directly = called_directly(jaxpr, PRIMITIVES)
+        self._direct: set[Product] = set()
+        self._weight_share: dict[Product, float] = {}
+        self._readers: dict[Any, list[Product]] = collections.defaultdict(list)
+        self._sum_rows: set[Product] = set()
+
+    def add(self, product: Product, equation: core.JaxprEqn) -> None:
+        """Of one call."""
+        spec: GemmSpec = equation.params["spec"]
+        factors = self._called_directly.pop(id(equation), [])  # once, of a jaxpr that is called several times
+        if factors:
+            self._direct.add(product)
+        if not spec.transpose_a and not spec.transpose_b:
+            for factor in factors:
+                self._readers[factor].append(product)
+        if spec.transpose_a:
+            self._sum_rows.add(product)
+        aval: Any = equation.invars[1].aval
+        if product.cost is not None and all(isinstance(size, int) for size in aval.shape):
+            self._weight_share[product] = math.prod(aval.shape) * aval.dtype.itemsize / product.cost.bytes
+
+    def is_direct(self, product: Product) -> bool:
+        """Whether it is the program's own, and no block's, so that its operands and outputs are the program's."""
+        return product in self._direct
+
+    def sums_rows(self, product: Product) -> bool:
+        """Whether a is transposed, as for a weight's gradient: more rows make no result larger."""
+        return product in self._sum_rows
+
+    def reads_weights(self, product: Product) -> bool:
+        """Whether b is most of what it moves."""
+        return not self.sums_rows(product) and self._weight_share.get(product, 0.0) > 0.5
+
+    def share_a_factor(self, products: Iterable[Product]) -> bool:
+        """Whether two of them that are the program's own multiply the same array."""
+        among = set(products)
+        return any(sum(one in among for one in readers) > 1 for readers in self._readers.values())
+
+
 def advise(
-    products: Mapping[Product, int], notes: Mapping[str, int], remedies: Mapping[str, str], device: str | None
+    products: Mapping[Product, int],
+    calls: Calls,
+    between: Mapping[Unfused, int],
+    notes: Mapping[str, int],
+    remedies: Mapping[str, str],
+    device: str | None,
 ) -> tuple[Advice, ...]:
-    """All advice: fallbacks first, then notes, then products that gain nothing."""
-    return (*_of_fallbacks(products), *_of_notes(notes, remedies), *_of_small(products, device))
+    """All advice: fallbacks first, then notes, passes that blocks would make, and products that gain nothing."""
+    of_passes = _of_passes(between) if device is not None else ()
+    return (*_of_fallbacks(products), *_of_notes(notes, remedies), *of_passes, *_of_small(products, calls, device))
+
+
+def _of_passes(between: Mapping[Unfused, int]) -> Iterator[Advice]:
+    """One for those beside coda_jax's products, one for those between others alone, if they are worth it."""
+    in_all = sum(one.bytes * count for one, count in between.items())
+    for has_kernels, change in ((True, _JOIN_LAYERS), (False, _WRITE_PRODUCTS)):
+        found = [(one, count) for one, count in between.items() if one.has_kernels == has_kernels]
+        found.sort(key=lambda item: -item[0].bytes * item[1])
+        large = [(one, count) for one, count in found if one.bytes * count > max(in_all / 50, _WORTH_BYTES)]
+        if not large:
+            continue
+        names = list(dict.fromkeys(name for one, _ in large for name in one.between))
+        told = [f"{_few(one.operation.split('+'), '+')} in {one.source or 'an unknown line'}" for one, _ in large]
+        told = list(dict.fromkeys(told))
+        moved = sum(one.bytes * count for one, count in large) / 1e6
+        yield Advice(
+            f"{_count(sum(count for _, count in large), 'pass')} of XLA's between {_few(names, ', ')}, forward",
+            f"{moved:.0f} MB, for no block has both sides: {_few(told, '; ')}",
+            change,
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'es' * (number != 1)}"
+
+
+def _few(names: Sequence[str], separator: str) -> str:
+    """Four at most."""
+    return separator.join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def _of_fallbacks(products: Mapping[Product, int]) -> Iterator[Advice]:
@@ -60,8 +156,11 @@ def _of_notes(notes: Mapping[str, int], remedies: Mapping[str, str]) -> Iterator
             yield Advice(f"{count} {operator}" if count > 1 else operator, reason.rstrip("."), remedies[note])
 
 
-def _of_small(products: Mapping[Product, int], device: str | None) -> Iterator[Advice]:
-    """Kernels whose launch is most of their time, and those that move more than they multiply."""
+def _of_small(products: Mapping[Product, int], calls: Calls, device: str | None) -> Iterator[Advice]:
+    """Kernels whose launch is most of their time, and those that move more than they multiply.
+
+    Of what a block moves nothing is said but that its weights are read for few rows: its plan chose the rest.
+    """
     if device not in CONSTANTS:
         return
     launch_us = min(CONSTANTS[device].start) * UNIT_NANOSECONDS / 1e3
@@ -74,17 +173,22 @@ def _of_small(products: Mapping[Product, int], device: str | None) -> Iterator[A
         yield Advice(
             _named(small),
             "too small to gain: the launch and the first tiles' way to the chip take most of the time",
-            "Give them more rows, by a larger batch, or join products that read the same array: "
-            "coda.gemm(x, (w1, w2), ...)",
+            "Give them more rows, by a larger batch"
+            + (_JOIN_PRODUCTS if calls.share_a_factor(product for product, _ in small) else ""),
         )
     for product, count, cost, us in kernels:
-        if us >= 2 * launch_us and cost.bound == "memory":
-            yield Advice(
-                _named([(product, count)]),
-                f"bound by memory: {cost.flops / cost.bytes:.0f} flops a byte",
-                "No tile helps; fewer bytes would: narrower outputs, fewer tile operands, or more rows for a weight "
-                "that is read for few",
-            )
+        if us < 2 * launch_us or cost.bound != "memory":
+            continue
+        if calls.reads_weights(product):
+            change = "No tile helps; more rows would, by a larger batch: most of it is a weight that is read for few"
+        elif not calls.is_direct(product):
+            continue
+        elif calls.sums_rows(product):
+            change = "No tile helps; more rows would, by a larger batch: its result is as large for few"
+        else:
+            change = "No tile and no larger batch helps; narrower outputs or fewer tile operands would"
+        why = f"bound by memory: {cost.flops / cost.bytes:.0f} flops a byte"
+        yield Advice(_named([(product, count)]), why, change)
 
 
 def _named(products: Sequence[tuple[Product, int]]) -> str:

@@ -20,11 +20,12 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.told import coda_told_p
 from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
-from coda_jax.tools.advice import Advice, advise, remedy_of
+from coda_jax.tools.advice import Advice, Calls, advise, remedy_of
 from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.others import OtherProduct, find_attention, products_of_others
 from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
+from coda_jax.tools.unfused import Unfused, unfused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +235,14 @@ def explain(
     blocks = collections.Counter[str]()
     remedies: dict[str, str] = {}
     jaxpr = jaxpr_of(function, *args, **kwargs)
+    calls = Calls(jaxpr)
     found, num_devices = equations_in(jaxpr, (args, kwargs))
     for equation, times in found:
         if equation.primitive in PRIMITIVES:
             with as_if_attached(named):
                 product = _product(equation, platform, num_devices, source, told)
             products[product] += times
+            calls.add(product, equation)
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]
@@ -247,7 +250,7 @@ def explain(
             blocks[equation.params["text"]] += times
     graphs = graphs_of(jaxpr)
     find_attention(graphs)
-    passes, attention, kept = _left_to_xla(graphs)
+    passes, attention, kept, between = _left_to_xla(graphs)
     others, of_attention = products_of_others(graphs)
     return Explanation(
         products=dict(products),
@@ -257,7 +260,7 @@ def explain(
         passes=passes,
         attention=attention,
         kept=kept,
-        advice=advise(products, notes, remedies, told),
+        advice=advise(products, calls, between, notes, remedies, told),
         num_devices=num_devices,
         blocks=dict(blocks),
         other_products=others,
@@ -265,17 +268,22 @@ def explain(
     )
 
 
-def _left_to_xla(graphs: Iterable[Graph]) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
+def _left_to_xla(
+    graphs: Iterable[Graph],
+) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int]]:
     """What all graphs of a function leave to XLA; what a loop's body keeps counts once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
+    between = collections.Counter[Unfused]()
     for graph in graphs:
-        of_graph = left_to_xla(graph)
-        for one, count in of_graph[0].items():
-            passes[one] += count * graph.times
-        for call, count in of_graph[1].items():
+        made, calls, of_graph = left_to_xla(graph)
+        for one in made:
+            passes[one.of] += graph.times
+        for call, count in calls.items():
             attention[call] += count * graph.times
-        kept.update(of_graph[2])
-    return dict(passes), dict(attention), dict(kept)
+        kept.update(of_graph)
+        for unmade, count in unfused(graph, made).items():
+            between[unmade] += count * graph.times
+    return dict(passes), dict(attention), dict(kept), dict(between)
 
 
 def _product(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
 from coda_jax.jaxprs.walk import inner_jaxprs
@@ -94,8 +94,15 @@ class Attention:
     is_backward: bool
 
 
-def left_to_xla(graph: Graph) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int]]:
-    """The passes and the attention of one execution of a graph, and what it keeps; each with how many there are."""
+class MadePass(NamedTuple):
+    """A pass of a graph, and the operations that make what it writes."""
+
+    of: Pass
+    makers: list[Operation]
+
+
+def left_to_xla(graph: Graph) -> tuple[list[MadePass], dict[Attention, int], dict[Kept, int]]:
+    """The passes of one execution of a graph; its attention and what it keeps, each with how many there are."""
     fusion = _Fusion(graph)
     return fusion.passes(), fusion.attention(), fusion.kept()
 
@@ -160,7 +167,7 @@ class _Fusion:
                 found |= self._steps[array]
         return found | {one.name: None}
 
-    def passes(self) -> dict[Pass, int]:
+    def passes(self) -> list[MadePass]:
         """Those of fused operations, and of operations that stand alone."""
         after, before = self._neighbours()
 
@@ -178,39 +185,38 @@ class _Fusion:
                 any(one.is_backward for one in makers),
             )
 
-        found = collections.Counter[Pass]()
+        found: list[MadePass] = []
         for arrays in self._groups():
             read: dict[Array, int] = {}
             for array in arrays:
                 for leaf, size in self._leaves[array].items():
                     read[leaf] = max(read.get(leaf, 0), size)
             makers = [array.maker for array in arrays if array.maker is not None]
-            found[found_of(makers, read, {array: _written(array) for array in arrays})] += 1
+            found.append(MadePass(found_of(makers, read, {array: _written(array) for array in arrays}), makers))
         for one in self._graph.operations:
             if _is_alone(one) and not one.is_attention:
                 is_scatter = one.name.startswith("scatter")  # adds to what is there, in place
                 read = {x: x.bytes for x in one.inputs[is_scatter:] if not x.is_constant}
                 made = one.inputs[-1].bytes if is_scatter else 0
-                found[found_of([one], read, {x: made or x.bytes for x in one.outputs})] += 1
-        return dict(found)
+                found.append(MadePass(found_of([one], read, {x: made or x.bytes for x in one.outputs}), [one]))
+        return found
 
     def _neighbours(self) -> tuple[dict[Array, frozenset[str]], dict[Array, frozenset[str]]]:
         """`Pass.after` and `Pass.before` of arrays."""
         nothing = frozenset[str]()
-        operations, fused = self._graph.operations, set(self._fused)
-        is_pass = {one: one in fused or _is_alone(one) for one in operations}
+        operations = self._graph.operations
         after: dict[Array, frozenset[str]] = collections.defaultdict(lambda: frozenset({"input"}))
         for one in operations:
             makers = [after[array] for array in one.inputs if not array.is_constant]
-            label = nothing.union(*makers) if is_pass[one] else frozenset({_label(one)})
-            after |= dict.fromkeys(one.outputs, label)
+            names = nothing.union(*makers) if is_pass(one) else frozenset({label(one)})
+            after |= dict.fromkeys(one.outputs, names)
         before: dict[Array, frozenset[str]] = collections.defaultdict(frozenset)
         for array in self._graph.results:
             before[array] |= {"output"}
         for one in reversed(operations):
             readers = nothing.union(*(before[array] for array in one.outputs))
             for array in one.inputs:
-                before[array] |= readers if is_pass[one] else {_label(one)}
+                before[array] |= readers if is_pass(one) else {label(one)}
         return after, before
 
     def _groups(self) -> list[list[Array]]:
@@ -261,8 +267,13 @@ class _Fusion:
             maker = array.maker
             if maker is None or maker.is_backward or not array.bytes or array.is_constant or array.is_of_attention:
                 continue
-            found[Kept(array.name, str(array), _label(maker), array.bytes)] += 1
+            found[Kept(array.name, str(array), label(maker), array.bytes)] += 1
         return dict(found)
+
+
+def is_pass(one: Operation) -> bool:
+    """Whether XLA makes it in a pass, alone or with others; not a product, attention, a loop or a collective."""
+    return _is_fused(one) or _is_alone(one)
 
 
 def _is_fused(one: Operation) -> bool:
@@ -286,7 +297,7 @@ def _written(array: Array) -> int:
     return array.bytes
 
 
-def _label(one: Operation) -> str:
+def label(one: Operation) -> str:
     """What a user knows it by."""
     if one.is_attention:
         return "attention"
