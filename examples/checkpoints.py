@@ -1,4 +1,7 @@
-"""Checkpoints of a training run: atomic, resumed by default, refused when the run's settings have changed."""
+"""Checkpoints of a training run: atomic, resumed by default, refused when the run's settings have changed.
+
+The best one by validation stays, however long the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +28,9 @@ class RunFolderError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one run: its state (a pytree of arrays) and its history (JSON), the last two kept.
+    """The checkpoints of one run: its state (a pytree of arrays) and its history (JSON).
+
+    The last two are kept, and the one whose history ends with the lowest "validation".
 
     Orbax writes a checkpoint into a temporary folder and renames it, so a run killed at any moment finds its last
     complete one; what it was writing is removed when it resumes. Of several processes each writes what its own devices
@@ -44,9 +50,16 @@ class Checkpoints:
         self._folder, self._saving = folder, 0
         # Orbax logs each thread that a failed write ends; RunFolderError tells it once.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        kept = ocp.checkpoint_managers
+        best = kept.BestN(get_metric_fn=_validation, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             folder.resolve() / "checkpoints",
-            options=ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True),
+            options=ocp.CheckpointManagerOptions(
+                best_fn=_validation,
+                best_mode="min",
+                preservation_policy=kept.AnyPreservationPolicy([kept.LatestN(2), best]),
+                cleanup_tmp_directories=True,
+            ),
         )
         device_mesh.in_first_process(lambda: self._settle(folder, settings), RunFolderError)
 
@@ -82,38 +95,52 @@ class Checkpoints:
         """The step of the last complete checkpoint, None for a run that has none."""
         return self._manager.latest_step()
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the lowest validation; the last one where none has any."""
+        best = self._manager.best_step()
+        return self.latest_step if best is None else best
+
     def save(self, step: int, state: Any, history: list[dict[str, float]]) -> None:
         """Starts to write a checkpoint, when the one before is written; the files follow while training goes on.
 
         Raises:
           RunFolderError: one of the two cannot be written, for instance because the disk is full.
         """
-        with self._writing():
-            self._manager.wait_until_finished()
+        self.wait()
         # The next step donates the state's buffers: what is still being written must not be among them.
         state = jax.tree.map(jnp.copy, state)
         self._saving = step
         with self._writing():
             self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history))
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)),
+                metrics={key: history[-1][key] for key in ("validation",) if key in history[-1]} or None,
             )
 
-    def restore(self, like: Any) -> tuple[Any, list[dict[str, float]]]:
-        """The last checkpoint's state, shaped and placed as `like`, a tree of jax.ShapeDtypeStruct, and its history."""
-        restored = self._manager.restore(
-            self.latest_step,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(like), history=ocp.args.JsonRestore()),
-        )
-        return restored.state, restored.history
-
-    def close(self) -> None:
-        """Waits for what is being written.
+    def wait(self) -> None:
+        """Until all is written.
 
         Raises:
           RunFolderError: it cannot be written.
         """
         with self._writing():
             self._manager.wait_until_finished()
+
+    def restore(self, like: Any, step: int | None = None) -> tuple[Any, list[dict[str, float]]]:
+        """State and history of a checkpoint, by default the last one.
+
+        The state is shaped and placed as `like`, a tree of jax.ShapeDtypeStruct.
+        """
+        restored = self._manager.restore(
+            self.latest_step if step is None else step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(like), history=ocp.args.JsonRestore()),
+        )
+        return restored.state, restored.history
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends."""
+        self.wait()
         self._manager.close()
 
     @contextlib.contextmanager
@@ -127,6 +154,12 @@ class Checkpoints:
                 + ("There is none before it" if whole is None else f"The last whole one is that of step {whole}")
                 + "; make room there, and the same command goes on from it"
             ) from error
+
+
+def _validation(metrics: dict[str, float]) -> float:
+    """A run that diverged has NaN, which is not the lowest."""
+    value = metrics["validation"]
+    return math.inf if math.isnan(value) else value
 
 
 def _check_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:

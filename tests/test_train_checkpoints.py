@@ -74,6 +74,24 @@ def test_a_run_killed_at_any_moment_has_a_whole_checkpoint(tmp_path):
     assert not list(tmp_path.glob("copy*/checkpoints/*tmp*"))  # what was being written is gone
 
 
+def test_the_best_by_validation_stays(tmp_path):
+    """Beside the last two; also for the next process, and what is not a number is not the best."""
+    checkpoints = Checkpoints(tmp_path, SETTINGS)
+    for step, validation in enumerate([np.nan, 3.0, 1.0, np.nan, 2.0, 1.5], 1):
+        checkpoints.save(step, state(step), [{"step": 1, "validation": 0.0}, {"step": step, "validation": validation}])
+    checkpoints.wait()
+    assert checkpoints.best_step == 3
+    checkpoints.close()
+    (tmp_path / ".lock").unlink()  # this process still has it
+    checkpoints = Checkpoints(tmp_path, SETTINGS)
+    assert (checkpoints.best_step, checkpoints.latest_step) == (3, 6)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [3, 5, 6]
+    found, history = checkpoints.restore(LIKE, 3)
+    assert history[-1]["step"] == 3
+    np.testing.assert_array_equal(found["x"], state(3)["x"])
+    checkpoints.close()
+
+
 @pytest.fixture(params=["file system", "file"])
 def limited(request, tmp_path):
     """A folder, and what makes it one with room for two checkpoints of `LIKE` and a part of one; or for no file of it.

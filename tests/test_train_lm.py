@@ -11,15 +11,22 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
+
+import coda_jax as coda
+from flax_layers import Llama, LlamaConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import report  # noqa: E402
 import stdlib_text  # noqa: E402
 import train_lm  # noqa: E402
+from trainer import Trainer  # noqa: E402
 
 STEPS = 240
 ARGUMENTS = f"--steps={STEPS} --batch=2 --context=32 --width=16 --layers=1 --heads=2 --checkpoint-every=20".split()
@@ -165,12 +172,60 @@ def test_a_run_killed_while_it_saves_and_on_a_full_disk_resumes_to_the_same_resu
 def test_what_a_finished_run_shows(undisturbed):
     out, output = undisturbed
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"validation: \d\.\d+ bits per byte; byte bigram: 3\.\d+; ", output)
-    assert "--- sample ---\nimport os\n\n\ndef " in output
-    assert re.search(r"LlamaBlock_2 +float32\[64,16\] @ float32\[16,128\] .*XLA: the platform is cpu", output)
-    assert re.search("0 kernels of 15 products in the compiled step", output)
+    step, bits = re.search(
+        r"--- sample of the best checkpoint, step (\d+), (\S+) bits per byte ---\nimport os", output
+    ).groups()
+    assert re.search(rf"validation: {bits} bits per byte at step {step}; byte bigram: 3\.\d+; ", output)
+    ran = "XLA's form ran for 15 products: the platform is cpu\n0 kernels of 15 products in the compiled step\n"
+    assert output.endswith(ran)
     losses = [float(x) for x in re.findall(r"validation (\d\.\d+) bits per byte", output)]
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_best_checkpoint_is_sampled_and_judged(tmp_path, monkeypatch, capsys):
+    """One that is neither the last nor the one before."""
+    validations, validate, judged = iter([3.0, 1.5, 2.0, 2.5]), Trainer.validate, []
+
+    def told(self, params, windows):
+        judged.append(leaves(jax.tree.map(np.asarray, nnx.to_pure_dict(params))))
+        return next(validations, None) or validate(self, params, windows)
+
+    monkeypatch.setattr(Trainer, "validate", told)
+    monkeypatch.setattr(Trainer, "sample", lambda self, params, prompt, length: told(self, params, few) and prompt)
+    few = np.zeros((1, 33), np.uint8)
+    arguments = [*ARGUMENTS, "--steps=4", "--checkpoint-every=1", "--out", str(tmp_path)]
+    second = None
+    for count in (4, 0):  # again when it is finished
+        del judged[:]
+        assert train_lm.main(arguments) == 0
+        assert "--- sample of the best checkpoint, step 2, " in (output := capsys.readouterr().out)
+        assert re.search(r"bits per byte at step 2; ", output)
+        *during, at_end, of_sample = judged
+        assert len(during) == count
+        second = during[1] if during else second
+        for got in (at_end, of_sample):
+            for a, b in zip(got, second, strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert steps(tmp_path) == [2, 3, 4]
+        (tmp_path / ".lock").unlink()  # this process still has it
+
+
+def test_what_ran_names_the_fused_kernels():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = Llama(LlamaConfig(vocab_size=64, **sizes), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+
+    def gradient(params, tokens):
+        return jax.grad(lambda params: nnx.merge(graph, params).loss(tokens, tokens))(params)
+
+    tokens = jnp.zeros((2, 128), jnp.int32)
+    text = report.what_ran(coda.explain(gradient, params, tokens, platform="cuda"), 27)
+    assert re.search("^    2  LlamaBlock_2           rms_norm, gated$", text, re.MULTILINE)
+    assert re.search("^    2  LlamaBlock_backward_0  gated, gated backward, ", text, re.MULTILINE)
+    assert text.endswith("27 kernels of 27 products in the compiled step") and "gemm" not in text and "XLA" not in text
+    wide = report.what_ran(coda.explain(gradient, params, tokens, platform="cpu"), 0)
+    told = "XLA's form ran for 27 products: the platform is cpu\n0 kernels of 27 products in the compiled step"
+    assert wide == told
 
 
 @pytest.mark.slow
