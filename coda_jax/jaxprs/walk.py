@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
+
+_UNEXPECTED = "coda_unexpected"
+
+State = TypeVar("State")
+
+
+def unexpected(is_needed: jax.Array, make: Callable[[], State], made: State) -> State:
+    """What was made, or where that is not right what `make` gives: a program counts as if it were never needed.
+
+    Args:
+      is_needed: () bool or integer. The program waits for it on the host.
+      make: gives the like of `made`, in whose place it is written.
+    """
+
+    def again(is_needed: jax.Array, made: State) -> State:
+        return lax.fori_loop(0, is_needed.astype(jnp.int32), lambda _, __: make(), made)
+
+    again.__name__ = _UNEXPECTED
+    return jax.jit(again)(is_needed, made)
 
 
 def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Jaxpr:
@@ -44,7 +65,11 @@ def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def executions(equation: core.JaxprEqn) -> int:
-    """The number of times that the inside of an equation is executed: a scan's steps, else once."""
+    """The number of times that the inside of an equation is executed: a scan's steps, else once; what is `unexpected`
+    never.
+    """
+    if equation.params.get("name") == _UNEXPECTED:
+        return 0
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 
@@ -52,5 +77,6 @@ def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn
     """All equations, those of nested jaxprs too, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner, times * executions(equation))
+        if inside := times * executions(equation):
+            for inner in inner_jaxprs(equation):
+                yield from equations(inner, inside)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm
+from coda_jax.operators.exponential_head import ExponentialHead
 from coda_jax.operators.head_arguments import (
     LowRank,
     array_of,
@@ -49,12 +50,12 @@ def linear_cross_entropy(
         loss[m] = lse - (1 - label_smoothing) z[m, labels[m]] - label_smoothing mean_v z[m, v] + z_loss lse^2
 
     Tokens are worked on in chunks. Where no gradient is asked for, one product a chunk gives the three sums over the
-    vocabulary in its epilogue, and logits never exist. Where one is, the chunk's logits are kept for a moment, rounded;
-    one elementwise pass turns them into their cotangent, and two products make the chunk's dx and add to dw in
-    place, in float32. So the gradients are formed in the forward pass, with the weights; the backward pass scales
-    them by the loss's cotangent. That of reduction="none" is not known in the forward pass: there the backward
-    pass computes the logits again, four products instead of three, the third of which gives their cotangent in its
-    epilogue.
+    vocabulary in its epilogue, and logits never exist. Where one is, the epilogue keeps the chunk's exponentials for a
+    moment, of which the logits' cotangent is a multiple in each row, and two products make the chunk's dx and add to dw
+    in place, in float32. (With smoothing, a cap or in other dtypes the logits are kept, and one pass makes their
+    cotangent.) So the gradients are formed in the forward pass, with the weights; the backward pass scales them by the
+    loss's cotangent. That of reduction="none" is not known in the forward pass: there the backward pass computes the
+    logits again, four products instead of three, the third of which gives their cotangent in its epilogue.
 
     A norm is applied on its way into the product, not in the epilogue as elsewhere: with V > D a pass over (M, D) is
     cheaper than one over w, where the scale would be folded, and as accurate.
@@ -78,10 +79,10 @@ def linear_cross_entropy(
       soft_cap: bound of the logits, as in Gemma 2; None: none. It, label_smoothing and z_loss are numbers or arrays (),
         which receive their gradient and make one program of a schedule. A traced one that is out of its range makes
         loss and gradients NaN.
-      chunk_bytes: the most that a chunk's logits take; they are those of a multiple of 128 tokens, at least 128. The
-        default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of w in the
-        compute dtype stands beside them. Adding to dw costs 5 % of its product with 2048 tokens and 40 % with
-        1024 (H200). A symbolic number of tokens is one chunk.
+      chunk_bytes: the most that a chunk's logits or exponentials take; they are those of a multiple of 128 tokens, at
+        least 128. The default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of w in
+        the compute dtype stands beside them; of exponentials 1.6 times what dw takes in float32, if both are within
+        3.25 GiB, for adding to dw costs the more, the more chunks there are. A symbolic number of tokens is one chunk.
       dtype: compute dtype, of the products' inputs and the chunk's logits, but that these are float32 where it is
         float16, beyond whose range, 65504, logits without a norm may be; default the promotion of x and w.
       implementation: as in `gemm`.
@@ -94,10 +95,12 @@ def linear_cross_entropy(
       TypeError: labels that are no integers, or a floating array or dtype that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or an option out of its range.
 
-    Numerics: lse and the label's logit come from the float32 accumulator, the other logits of the gradient are rounded:
-    in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" they are not. dx and dw leave
-    it in float32 where x or w are. In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a
-    copy of w.
+    Numerics: lse and the label's logit come from the float32 accumulator. Of the others the gradient reads exponentials
+    in bfloat16 where that is the compute dtype and there is neither smoothing nor a cap; else rounded logits:
+    in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" nothing is rounded before the
+    probability. Where a row's log-sum-exp is 41 below or 87 above the logits of the first labels, all chunks are made
+    again by rounded logits, in twice the time. dx and dw leave the products in float32 where x or w are. In 16-bit
+    dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
     Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).
     """
@@ -123,7 +126,7 @@ def linear_cross_entropy(
     )
     fixed = [x if isinstance(x, float) else None for x in coefficients]
     has_smoothing, has_square = (x != 0 for x in fixed)
-    head = dataclasses.replace(head, has_total=has_smoothing)
+    head = ExponentialHead.of(dataclasses.replace(head, has_total=has_smoothing), tokens, kernel, chunk_bytes)
     labels, ignored, unknown = known_labels(rows.flat(labels), head.vocabulary, ignore_index)
     weights = jnp.ones_like(labels, jnp.float32) if weights is None else rows.flat(weights).astype(jnp.float32)
     weights = jnp.where(unknown, jnp.nan, jnp.where(ignored, 0.0, weights))

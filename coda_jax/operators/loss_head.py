@@ -35,7 +35,7 @@ from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
 from coda_jax.operators.logit_curve import LogitCurve
-from coda_jax.operators.multiply import multiply
+from coda_jax.operators.multiply import accumulate, multiply, scale_rows
 from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
@@ -310,10 +310,16 @@ class LossHead:
         w: jax.Array,
         gradients: tuple[Tokens, Kernel],
         chunk: Chunk,
+        *,
+        factor: jax.Array | None = None,
     ) -> tuple[Tokens, Kernel]:
-        """The gradients with those of the chunk: dz W^T in its rows, h^T dz added in place."""
+        """The gradients with those of the chunk: dz W^T in its rows, h^T dz added in place; factor (m, 1) is of dz."""
         dtokens, dkernel = gradients
-        (dh,) = self._multiply([dz], w, out_dtypes=[dtokens.h.dtype], transpose_b=not self.transpose_w)
+        options: dict[str, Any] = {} if factor is None else {"epilogue": scale_rows}
+        options |= {"out_dtypes": [dtokens.h.dtype], "transpose_b": not self.transpose_w}
+        (dh,) = self._multiply([dz], w, *([] if factor is None else [factor]), **options)
+        if factor is not None:
+            formed = [(factor * x.astype(jnp.float32)).astype(self.dtype) for x in formed]
         dinner = None
         if dtokens.inner is not None:
             dh, dinner = jnp.split(dh, [dtokens.h.shape[-1]], axis=1)
@@ -330,8 +336,7 @@ class LossHead:
         options: dict[str, Any] = {"out_dtypes": [jnp.float32], "transpose_a": True}
         if total is not None:
             options |= {"epilogue": accumulate, "input_output_aliases": ((0, 0),)}
-        (total,) = self._multiply([a], b, *([] if total is None else [total]), **options)
-        return total
+        return self._multiply([a], b, *([] if total is None else [total]), **options)[0]
 
     def _multiply(self, a: list[jax.Array], b: jax.Array, *operands: Any, **options: Any) -> list[jax.Array]:
         joined = a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)
@@ -361,9 +366,8 @@ class LossHead:
     def _unpadded(self, dkernel: Kernel) -> Kernel:
         if self.columns == self.vocabulary:
             return dkernel
-        dw, db = dkernel
-        dw = dw[: self.vocabulary] if self.transpose_w else dw[:, : self.vocabulary]
-        return Kernel(dw, None if db is None else db[:, : self.vocabulary])
+        dw = dkernel.w[: self.vocabulary] if self.transpose_w else dkernel.w[:, : self.vocabulary]
+        return Kernel(dw, None if dkernel.b is None else dkernel.b[:, : self.vocabulary])
 
     def _of_part(self, labels: jax.Array) -> jax.Array:
         """Labels as columns of this part of W; those of other parts are none of its columns, or padding."""
@@ -394,7 +398,3 @@ class LossHead:
         dw = zeros((columns, width) if self.transpose_w else (width, columns), jnp.float32)
         db = None if kernel.b is None else zeros((kernel.b.shape[0], columns), jnp.float32)
         return dtokens, Kernel(dw, db)
-
-
-def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
-    return acc + total

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
+from coda_jax.operators.exponential_head import ExponentialHead
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.primitives.dtypes import kept_dtype
@@ -115,9 +116,8 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
         return jnp.sum(weights * value(found, *coefficients), keepdims=True)
 
     def forward(*arguments: Any) -> tuple[jax.Array, Any]:
-        tokens, kernel, _, weights, *coefficients = arguments
-        results = (Result(), (Result(),) * len(coefficients), _gradients(head, tokens, kernel))
-        values, *gradients = _on_devices(head, "values_and_gradients", arguments, results, value)
+        tokens, kernel, _, weights, *_ = arguments
+        values, *gradients = _values_and_gradients(head, *arguments, name=name, value=value)
         return jnp.sum(weights * values, keepdims=True), (tokens, kernel, values, gradients)
 
     def backward(kept: Any, dsum: jax.Array) -> tuple[Any, ...]:
@@ -132,6 +132,32 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
 
     made: jax.Array = differentiable(name, run, forward, backward)(*arguments)
     return made
+
+
+def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Value) -> Any:
+    """`LossHead.values_and_gradients`, whose own derivative is that of the head that keeps logits."""
+
+    def of(head: LossHead) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            tokens, kernel, *others = arguments
+            results = (Result(), (Result(),) * len(others[2:]), _gradients(head, tokens, kernel))
+            return _on_devices(head, "values_and_gradients", arguments, results, value)
+
+        return run
+
+    if not isinstance(head, ExponentialHead):
+        return of(head)(*arguments)
+    by_logits = of(head.of_logits())
+
+    def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
+        tokens, kernel, labels, *others = arguments
+        _, pullback = jax.vjp(
+            lambda tokens, kernel, *others: by_logits(tokens, kernel, labels, *others), tokens, kernel, *others
+        )
+        dtokens, dkernel, *dothers = pullback(cotangents)
+        return dtokens, dkernel, None, *dothers
+
+    return differentiable(name, of(head), lambda *arguments: (of(head)(*arguments), arguments), backward)(*arguments)
 
 
 def _of_arguments(

@@ -45,3 +45,11 @@ def multiply(
     )
     dtypes = [np.dtype(dtype) for dtype in out_dtypes]
     return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
+
+
+def scale_rows(acc: jax.Array, factor: jax.Array) -> jax.Array:
+    return acc * factor
+
+
+def accumulate(acc: jax.Array, total: jax.Array) -> jax.Array:
+    return acc + total

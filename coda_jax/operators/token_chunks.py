@@ -87,11 +87,17 @@ def over_chunks(
 
 
 def chunk_size(rows: Any, row_bytes: int, chunk_bytes: int) -> int | None:
-    """Rows of a chunk, a multiple of 128, all about one size; None: one chunk."""
+    """Rows of a chunk, a multiple of 128; None: one chunk.
+
+    All are of one size if less than twice as many as are needed can be, else about so: a last one of another size has
+    kernels and memory of its own.
+    """
     most = max(chunk_bytes // row_bytes // 128 * 128, 128)
     if not isinstance(rows, int) or rows <= most:
         return None
-    return _round_up(-(-rows // -(-rows // most)), 128)
+    needed = -(-rows // most)
+    alike = (count for count in range(needed, 2 * needed) if rows % (128 * count) == 0)
+    return _round_up(-(-rows // next(alike, needed)), 128)
 
 
 def columns_of(vocabulary: int, dtype: Any) -> int:

@@ -1,0 +1,160 @@
+"""A loss head that keeps the exponentials of a chunk's logits: no pass makes the logits' cotangent of them.
+
+    e[m, v] = exp(z[m, v] - s)        lse[m] = s + log(sum_v e[m, v])
+
+with one number s near the logits. The first product's epilogue sums e and stores it. The cotangent is, but for the
+label's, a multiple of it in each row:
+
+    dz[m, v] = p[m, v] dlse[m] + [v == labels[m]] dtarget[m] = f[m] e'[m, v]        f = exp(s - lse) dlse
+    e'[m, v] = e[m, v]  but  e'[m, labels[m]] = exp(target - s) + dtarget / f
+    dh = f (e' W^T)        dW = (f h)^T e'
+
+so that the products read e', and f is a factor of one's rows, in its epilogue, and of the other's input. bfloat16 has
+float32's range, and an exponential is as exact in it as the cotangent would be; a logit of 20 that is rounded to
+bfloat16 makes its probability uncertain by 6 %.
+
+A row whose sum leaves 2^-60 to 2^126 has logits more than 41 below s or 87 above it in all that matters, and what is
+beyond is lost. That is noticed, and all chunks are made again by their logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from coda_jax.epilogue import ReductionOp
+from coda_jax.jaxprs.walk import unexpected
+from coda_jax.lowering.on_devices import across
+from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
+from coda_jax.operators.loss_head import LossHead
+from coda_jax.operators.token_chunks import Chunk, over_chunks
+
+LEAST, MOST = 2.0**-60, 2.0**126  # of a row's sum of exponentials
+_MOST_BYTES = 13 << 28  # of a chunk's exponentials and dW, where nothing else is asked for
+_SAMPLE = 128  # rows whose targets say where the logits are
+
+
+@dataclasses.dataclass(frozen=True)
+class ExponentialHead(LossHead):
+    """A `LossHead` in bfloat16 of logits as they are, whose statistics are lse and target."""
+
+    @classmethod
+    def of(cls, head: LossHead, tokens: Tokens, kernel: Kernel, chunk_bytes: int | None) -> LossHead:
+        """The same head with kept exponentials, or the head itself where its cotangent has another form.
+
+        Args:
+          chunk_bytes: as it was asked for. By default exponentials may take 1.6 times what dW takes in float32, to
+            which each chunk is added: with D = 2560, 8192 tokens, whose three products take 25 times as long as reading
+            and writing dW does. Both together take 3.25 GiB at most, if that leaves the exponentials what logits have.
+        """
+        is_plain = head.soft_cap is None and tokens.cap is None and tokens.scale is None
+        if head.dtype != jnp.bfloat16 or not is_plain or head.has_total or head.has_entropy:
+            return head
+        if chunk_bytes is None:
+            of_gradient = 4 * head.columns * sum(x.size // head.vocabulary for x in kernel if x is not None)
+            chunk_bytes = max(head.chunk_bytes, min(int(1.6 * of_gradient), _MOST_BYTES - of_gradient))
+        fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
+        return cls(**{**fields, "chunk_bytes": chunk_bytes})
+
+    def of_logits(self) -> LossHead:
+        """The head that keeps logits and makes a second array of them: half of a chunk's tokens take as much."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return LossHead(**{**fields, "chunk_bytes": max(self.chunk_bytes // 2, 1)})
+
+    def values_and_gradients(
+        self,
+        value: Callable[..., jax.Array],
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        weights: jax.Array,
+        *coefficients: jax.Array,
+    ) -> Any:
+        arguments: tuple[Any, ...] = (tokens, kernel, labels, weights, *coefficients)
+        made, is_lost = self._by_exponentials(value, *arguments)
+        return unexpected(is_lost, lambda: self.of_logits().values_and_gradients(value, *arguments), made)
+
+    def _by_exponentials(
+        self,
+        value: Callable[..., jax.Array],
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        weights: jax.Array,
+        *coefficients: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        """What `values_and_gradients` gives, and whether it is not right."""
+        w, labels = self._joined(kernel), self._of_part(labels)
+        shift = self._near_logits(tokens, w, labels)
+
+        def step(state: Any, chunk: Chunk) -> Any:
+            (values, is_lost), dtokens, dkernel = state
+            formed, given = self._formed(tokens, chunk), chunk.of(labels)
+            found, e, is_row_lost = self._exponentials(formed, w, given, shift)
+            made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
+            cotangents, *dcoefficients = pullback(chunk.of(weights))
+            factor = jnp.exp(shift - found.lse) * cotangents.lse
+            of_label = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)
+            is_row_lost |= jnp.abs(of_label) > MOST
+            rows, inside = lax.iota(jnp.int32, given.shape[0]), (given >= 0) & (given < self.vocabulary)
+            of_label = (jnp.exp(found.target - shift) + of_label).astype(e.dtype)
+            e = e.at[rows, jnp.where(inside, given, self.columns)].set(of_label, mode="drop", unique_indices=True)
+            gradients = self._products(e, [], formed, w, (dtokens, dkernel), chunk, factor=factor[:, None])
+            values = jax.tree.map(chunk.put, values, [made, *dcoefficients])
+            return (values, is_lost | jnp.any(is_row_lost)), *gradients
+
+        size = self._chunk(labels.shape[0], self.dtype)
+        no_value = self._no_statistics(tokens, kernel, labels).lse
+        is_lost = no_value[0] != 0
+        state = (
+            ([no_value] * (1 + len(coefficients)), is_lost),
+            *self._no_gradients(tokens, kernel, is_single=size is None),
+        )
+        ((made, *dcoefficients), is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        is_lost = across(ReductionOp.MAX, is_lost.astype(jnp.int32), self.axes)
+        return (made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)), is_lost
+
+    def _exponentials(
+        self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, shift: jax.Array
+    ) -> tuple[Statistics, jax.Array, jax.Array]:
+        """The statistics, e, and for each row whether it is lost."""
+
+        def loss_exponentials(acc: jax.Array, labels: jax.Array, shift: jax.Array) -> list[jax.Array]:
+            column = lax.broadcasted_iota(jnp.int32, acc.shape, 1)
+            e = jnp.exp(acc - shift)
+            if self.columns > self.vocabulary:
+                e = jnp.where(column < self.vocabulary, e, 0.0)
+            return [jnp.sum(e, axis=1), jnp.sum(jnp.where(column == labels, acc, 0.0), axis=1), e]
+
+        total, target, e = self._multiply(
+            formed,
+            w,
+            labels[:, None],
+            shift,
+            epilogue=loss_exponentials,
+            out_dtypes=[jnp.float32, jnp.float32, self.dtype],
+            transpose_b=self.transpose_w,
+        )
+        is_finite = total <= MOST  # of this part of W: false of NaN
+        total, target = (across(ReductionOp.SUM, x, self.axes) for x in (total, target))
+        return Statistics(shift + jnp.log(total), target), e, ~(is_finite & (total >= LEAST))
+
+    def _near_logits(self, tokens: Tokens, w: jax.Array, labels: jax.Array) -> jax.Array:
+        """The mean of the first tokens' targets, in a trained model a little below their log-sum-exps."""
+        rows = Chunk(0, min(_SAMPLE, labels.shape[0]))
+        formed, given = self._formed(tokens, rows), rows.of(labels)
+        h = formed[0] if len(formed) == 1 else jnp.concatenate(formed, axis=1)
+        inside = (given >= 0) & (given < self.vocabulary)
+        picked = jnp.take(w, jnp.where(inside, given, 0), axis=0 if self.transpose_w else 1)
+        equation = "mk,mk->m" if self.transpose_w else "mk,km->m"
+        targets = jnp.einsum(equation, h.astype(jnp.float32), picked.astype(jnp.float32))
+        total, count = (
+            across(ReductionOp.SUM, jnp.sum(x), self.axes) for x in (jnp.where(inside, targets, 0.0), inside)
+        )
+        shift = total / jnp.maximum(count, 1)
+        return lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0.0))
