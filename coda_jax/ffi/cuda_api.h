@@ -25,6 +25,7 @@ inline constexpr int kDeviceAttributeComputeCapabilityMinor = 76;
 enum class TensorMapType : int { kUint8 = 0, kF16 = 6, kF32 = 7, kBF16 = 9 };
 enum class TensorMapSwizzle : int { kNone = 0, k32B = 1, k64B = 2, k128B = 3 };
 inline constexpr int kTensorMapInterleaveNone = 0;
+inline constexpr int kTensorMapL2Promotion128B = 2;
 inline constexpr int kTensorMapL2Promotion256B = 3;
 inline constexpr int kTensorMapOutOfBoundsZeros = 0;
 
