@@ -110,7 +110,9 @@ def test_the_step_of_record(name):
     each = {epilogue: ms / found.measured_ms[epilogue] for epilogue, ms in found.ms.items()}
     assert 0.75 < each.pop("gated_backward") < 0.9 and all(0.9 < ratio < 1.1 for ratio in each.values()), each
     assert found.kept_gib == pytest.approx(found.temporaries_gib, rel=0.03)
-    assert 0.7 < found.passes_ms / found.measured_passes_ms < 1.1
+    # The H200's record has a pass over the loss's logits, a quarter of all, that is no longer made.
+    least = 0.45 if name == "nvidia_h200" else 0.9
+    assert least < found.passes_ms / found.measured_passes_ms < 1.1
 
 
 def test_plain_jax():

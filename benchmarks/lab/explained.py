@@ -30,6 +30,8 @@ DEVICES = {"nvidia_h200": "NVIDIA H200", "nvidia_h100_80gb_hbm3": "NVIDIA H100 8
 _RENAMED = {
     "row_scale_gated": "norm_gated",
     "scale_backward": "weight_backward",
+    "loss_exponentials": "loss_sums",
+    "scale_rows": "gemm",
     "LlamaBlock_0": "row_scale_rotary",
     "LlamaBlock_1": "add_residual_sumsq",
     "LlamaBlock_2": "norm_gated",
