@@ -18,7 +18,7 @@ os.environ |= {
 os.environ.pop("XLA_FLAGS", None)
 os.environ.pop("CODA_JAX_STRICT", None)
 
-from tools import api, docstrings, operators, pages
+from tools import docstrings, made, pages
 
 import coda_jax
 
@@ -58,11 +58,9 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-MADE = {"stored": pages.stored, "document": pages.document, "operators": operators.page, "names": api.names}
-
 
 def rewritten(app: Any, docname: str, source: list[str]) -> None:
-    source[0] = pages.to_notebook(source[0], docname, MADE)
+    source[0] = pages.to_notebook(source[0], docname, made.MADE)
 
 
 def counted(app: Any, exception: Exception | None) -> None:

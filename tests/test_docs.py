@@ -13,7 +13,7 @@ if not (ROOT / "docs").exists():
     pytest.skip("the documents are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "docs"))
 
-from tools import api, device_outputs, docstrings, expected, links, operators, pages  # noqa: E402
+from tools import api, device_outputs, docstrings, expected, links, made, operators, pages  # noqa: E402
 
 PAGE = """# A page
 
@@ -56,6 +56,20 @@ def test_python_blocks_become_cells():
 
 def test_a_page_without_blocks_is_no_notebook():
     assert pages.to_notebook("# A page\n\n```py\nx\n```\n") == "# A page\n\n```py\nx\n```\n"
+
+
+def test_what_is_committed_between_markers_is_made_anew(monkeypatch):
+    """A page says the same on a code host and on the site; a marker without an end is for the site alone."""
+    monkeypatch.setitem(made.MADE, "twice", lambda x: x * 2)
+    old = "<!-- made: twice a -->\n<!-- made: twice b -->\nold\n\nolder\n<!-- end of made -->\nafter\n"
+    new = "<!-- made: twice a -->\n<!-- made: twice b -->\n\nbb\n\n<!-- end of made -->\nafter\n"
+    assert made.rewritten(old) == made.rewritten(new) == new
+    assert pages.to_notebook(new, "page", made.MADE) == "aa\nbb\nafter\n"
+
+
+def test_made_parts_of_pages_are_up_to_date():
+    """Else: `PYTHONPATH=docs python -m tools.made`."""
+    assert [path.name for path in made.stale()] == []
 
 
 def test_a_document_of_another_folder_keeps_its_links():
@@ -107,6 +121,9 @@ def test_public_names():
     text = api.names("flax_layers")
     assert ".. autoclass:: Llama\n" in text and ".. autofunction:: generate" in text
     assert ".. autoclass:: Stream" not in text  # documented in coda_jax
+    table = api.summaries("coda_jax").splitlines()
+    assert len(table) == 2 + len(api.documented("coda_jax"))
+    assert all(row.count("|") - row.count("\\|") == 4 for row in table)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@
     <!-- run
     code
     -->                     a cell that is executed and not shown
-    <!-- made: name -->     replaced by what the function `name` of `MADE` in conf.py returns; `name x` for one of x
+    <!-- made: name -->     what the function `name` of `MADE` in made.py returns; `name x` for one of x. Up to a line
+                            `<!-- end of made -->` it is committed; without such a line it is made for Sphinx alone
     <!-- whole: path -->    the page is this document of the repository; what else it says is for a code host
 
 `setups.py` has what a page's first block needs and the page does not say. Before Sphinx reads a page `to_notebook`
@@ -29,6 +30,7 @@ DEVICE = DOCS / "device"  # outputs of a GPU
 FRONT = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
 _HIDDEN = re.compile(r"^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^(?:<!-- run: ([\w, -]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMITTED = re.compile(r"^<!-- made: [^\n]* -->\n((?:(?!<!-- made: )[^\n]*\n)*?)<!-- end of made -->$", re.MULTILINE)
 _MADE = re.compile(r"^<!-- made: (\w+)(?: (\S+))? -->$", re.MULTILINE)
 _WHOLE = re.compile(r"^<!-- whole: (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?![a-z]+://|#)([^)\s#]+)", re.MULTILINE)
@@ -72,6 +74,7 @@ def to_notebook(text: str, name: str = "", made: Mapping[str, Callable[..., str]
     if whole := _WHOLE.search(text):
         text = document(whole[1], shift=0)
     has_cells = bool(blocks_of(text))
+    text = _COMMITTED.sub(lambda match: match[1].strip(), text)
     text = _MADE.sub(lambda match: made[match[1]](*filter(None, match.groups()[1:])), text)
     if has_cells:
         if name in SETUPS:
