@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import block_tables, fp8_tables, moe_tables, report_tables, results, tile_report
 from benchmarks.grouped import CASES
-from benchmarks.markdown import geometric_mean, percent, table
-from benchmarks.report_tables import Row, number, overheads, peer_ratios, product_times
+from benchmarks.markdown import geometric_mean, table
+from benchmarks.report_tables import Row, number, product_times
 
 REPORT = pathlib.Path(__file__).parent / "REPORT.md"
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -133,49 +133,30 @@ def report(folder: pathlib.Path) -> str:
 
 
 def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "2048") -> str:
-    """The README's table: a step, three epilogues and the bare product on one device."""
+    """The README's table, of one device: a step's time and memory, an epilogue and the bare product."""
     paths = {suffix: folder / f"{device}{suffix}.csv" for suffix in ("", "_train_step")}
     rows, steps = rows_of(paths[""]), rows_of(paths["_train_step"])
     step = {row["variant"]: row for row in steps if row["kind"] == "step"}
-    ours = step["coda"]
-    plain = [step[name] for name in ("xla", "xla_scan", "xla_scan_remat")]
-
-    def beside(column: str) -> str:
-        unrolled, scanned, remat = (f"{number(row, column):.{0 if column == 'ms' else 1}f}" for row in plain)
-        return f"{unrolled} unrolled, {scanned} scanned, {remat} scanned with `jax.checkpoint`"
-
-    lines = [
-        ["training step, ms", f"{number(ours, 'ms'):.0f}", beside("ms")],
-        ["its peak memory, GiB", f"{number(ours, 'peak_gib'):.1f}", beside("peak_gib")],
-    ]
-    shown = {
-        "residual_sumsq": "product + residual + row sums of squares",
-        "swiglu": "product + SwiGLU",
-        "gated_backward": "product + back through SwiGLU",
-    }
-    for row in (row for row in rows if row["program"] in shown and row["k"] == depth):
-        whole = overheads(row)[1]
-        ratio = number(row, "xla") / number(row, "fused")
-        lines.append([f"{shown[row['program']]}, us", f"{number(row, 'fused'):.0f}: epilogue overhead {percent(whole)}",
-                      f"{number(row, 'xla'):.0f}, {ratio:.2f} times ours"])  # fmt: skip
+    of_step = [step[name] for name in ("coda", "xla", "xla_scan_remat")]
+    ours = of_step[0]
+    swiglu = next(row for row in rows if row["program"] == "swiglu" and row["k"] == depth)
     times = product_times(rows)
-    over = {
-        name: geometric_mean([it / our for it, our in zip(of, times["coda_product"], strict=True)])
-        for name, of in times.items()
-    }
-    cutlass = geometric_mean(peer_ratios(times, "coda_product")["the fastest CUTLASS schedule"])
-    peers = f"XLA {over['xla_product']:.2f}, cuBLAS by torch {over['torch_product']:.2f}, CUTLASS 4.2 {cutlass:.2f}"
-    lines.append(["bare product, mean of nine shapes, time", "1", peers])
+    xla = geometric_mean([it / our for it, our in zip(times["xla_product"], times["coda_product"], strict=True)])
+    lines = [
+        ["training step, ms", *(f"{number(row, 'ms'):.0f}" for row in of_step)],
+        ["its peak memory, GiB", *(f"{number(row, 'peak_gib'):.1f}" for row in of_step)],
+        ["product + SwiGLU, us", f"{number(swiglu, 'fused'):.0f}", f"{number(swiglu, 'xla'):.0f}", ""],
+        ["bare product, mean time over ours", "1", f"{xla:.2f}", ""],
+    ]
     first = rows[0]
     commits = " and ".join(dict.fromkeys(row["commit"] for row in (ours, first)))
     note = (
-        f"{first['device']}, driver {first['driver']}, jax {first['jax']}, commit {commits}, at the power limit: "
-        "`make bench-train_step`, `make bench`. The step is value and gradient of the loss of a Llama-3-1B on "
-        f"{ours['batch']} x {ours['length']} tokens, {ours['param_dtype']}; its peak memory has parameters and "
-        f"gradients in it. Epilogues at K = {depth}. CUTLASS: the fastest of three schedules for each shape."
+        f"{first['device']}, commit {commits}, at the power limit: `make bench-train_step`, `make bench`. The step is "
+        f"value and gradient of the loss of a Llama-3-1B on {ours['batch']} x {ours['length']} tokens, "
+        f"{ours['param_dtype']}; its peak memory has parameters and gradients in it."
     )
     note = "\n" + textwrap.fill(note, 118, break_on_hyphens=False, break_long_words=False) + "\n"
-    return table(["", "coda_jax", "plain JAX, or another library"], lines) + note
+    return table(["", "coda_jax", "plain JAX, unrolled", "plain JAX, scanned, `jax.checkpoint`"], lines) + note
 
 
 def texts(folder: pathlib.Path) -> dict[pathlib.Path, str]:

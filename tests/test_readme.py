@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import coda_jax as coda
+from flax_layers.checkpoints import hf_settings
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -15,9 +16,11 @@ EPILOGUE, OPERATORS, MODEL, PARALLEL = re.findall(r"```python\n(.*?)```", TEXT, 
 
 
 def test_epilogue():
-    names = {"x": jnp.ones((8, 4)), "w": jnp.ones((4, 16)), "bias": jnp.zeros(16)}
+    """As it stands: it defines all that it uses."""
+    names = {}
     exec(EPILOGUE, names)
-    assert names["y"].shape == (8, 16) and names["largest"].shape == (8,)
+    assert names["y"].shape == (512, 1024) and names["largest"].shape == (512,)
+    assert jnp.allclose(names["y"], 256) and jnp.allclose(names["largest"], 256)
 
 
 def test_operators():
@@ -41,6 +44,28 @@ def test_table_of_operators():
             assert hasattr(coda, name)
         for file in re.findall(r"`(.*?)`", files):
             assert (Path(coda.__file__).parent / file).exists(), file
+
+
+def test_first_screen():
+    """Two sentences, the example, a picture, the commands."""
+    prose, _, rest = TEXT.partition("```python\n")
+    assert len(re.findall(r"[.:]\s", prose)) == 2
+    after = rest.partition("```\n")[2].split("\n\n")
+    assert [part.strip()[:4] for part in after[:2]] == ["![pr", "make"]
+    assert "make train" in after[1] and "make test" in after[1]
+
+
+def test_few_numbers():
+    """What decides, and no more: in text, tables and code, without names as H100 or GPT-2."""
+    read = re.sub(r"\]\([^)]*\)", "]", TEXT)
+    assert len(re.findall(r"(?<![\w.])(?<!\w-)\d+(?:\.\d+)*(?:e-\d+)?(?!\w)", read)) <= 40
+
+
+def test_checkpoints_that_load():
+    (row,) = re.findall(r"^\| Hugging Face \| (.*?):", TEXT, re.MULTILINE)
+    assert {name.lower().replace("-", "_") for name in row.split(", ")} == {
+        name.replace("gpt2", "gpt_2") for name in hf_settings.FAMILIES
+    }
 
 
 SMALL = MODEL.replace("512", "32").replace("1408", "48").replace("=8", "=2")
