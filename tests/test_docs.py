@@ -88,6 +88,22 @@ def test_every_page_is_in_the_index_and_has_blocks_that_compile():
             compile(code, path.name, "exec")
 
 
+def test_the_index_begins_with_the_example_of_the_readme():
+    index, readme = ((ROOT / name).read_text() for name in ("docs/index.md", "README.md"))
+    assert pages.blocks_of(index) == pages.blocks_of(readme)[:1]
+
+
+def test_lab_notes_stand_in_no_sidebar_but_their_list_does():
+    notes = sorted((ROOT / "docs" / "measurements").glob("*.md"))
+    listed = (ROOT / "docs" / "measurements" / "README.md").read_text()
+    for path in notes:
+        is_list = path.name == "README.md"
+        text = pages.to_notebook(path.read_text(), f"measurements/{path.stem}")
+        assert text.startswith(pages.ORPHAN) != is_list
+        assert is_list or f"({path.name})" in listed
+    assert "<measurements/README>" in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_docstrings_become_rst():
     rst = docstrings.to_rst(
         ["f(x) * y, of `x`s.", "", "    z = x * y", "", "Of `a", "name`.", "", "Args:", "  x: (M, N) * 2.", "    more"]

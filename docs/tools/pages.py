@@ -28,6 +28,7 @@ ROOT = DOCS.parent
 DEVICE = DOCS / "device"  # outputs of a GPU
 
 FRONT = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
+NOTES, ORPHAN = "measurements/", "---\norphan: true\n---\n"  # lab notes: their README links to them, no sidebar
 _HIDDEN = re.compile(r"^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^(?:<!-- run: ([\w, -]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMITTED = re.compile(r"^<!-- made: [^\n]* -->\n((?:(?!<!-- made: )[^\n]*\n)*?)<!-- end of made -->$", re.MULTILINE)
@@ -85,6 +86,8 @@ def to_notebook(text: str, name: str = "", made: Mapping[str, Callable[..., str]
     text = _OUTSIDE.sub(
         lambda match: f"]({up}{PAGES[match[1]]}{match[2] or ''})" if match[1] in PAGES else match[0], text
     )
+    if name.startswith(NOTES) and name != f"{NOTES}README":
+        return ORPHAN + text
     return (FRONT if has_cells else "") + text
 
 
