@@ -15,7 +15,8 @@ import coda_jax as coda
 import flax_layers as layers
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from flax_layers import fp8, linen
+from flax_layers import fp8, linen, sharding
+from flax_layers.checkpoints import load_hf_folder, save_hf_folder
 from tests.test_block_fp8 import distance
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -223,6 +224,29 @@ def test_a_layer_that_is_called_twice_has_a_bound_of_both_maxima():
     of = lambda m: jnp.sum(m(x)) + jnp.sum(m(3 * x))  # noqa: E731
     fp8.update(layer, nnx.grad(of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(layer))
     np.testing.assert_array_equal(layer.fp8_history[...], [[4.0, 1.0, 1.0], [2.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_checkpoint_is_read_into_a_model_with_histories(tmp_path, is_cut):
+    """They are empty, on all devices of the mesh that has the parameters, and are filled by calibration."""
+    load = functools.partial(load_hf_folder, tmp_path / "model", fp8=DELAYED)
+    model = llama()
+    save_hf_folder(model, tmp_path / "model")
+    if is_cut:
+        mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+        where = sharding.parameter_shardings(model, mesh, sharding.FSDP)
+        for shardings in (where, lambda path, leaf: jax.NamedSharding(mesh, jax.P())):
+            found = load(shardings=shardings)
+            history = found.layers[1].mlp.gate_up_history[...]
+            assert history.sharding.is_fully_replicated and len(history.sharding.device_set) == 4
+    else:
+        found = load()
+    assert not any(jnp.any(x) for x in jax.tree.leaves(nnx.state(found, fp8.History)))
+    fp8.calibrate(found, loss)
+    assert all(jnp.any(x) for x in jax.tree.leaves(nnx.state(found, fp8.History)))
+    assert float(loss(found)) == pytest.approx(float(loss(model)), rel=2e-3)
+    save_hf_folder(found, tmp_path / "again")
+    assert float(loss(load_hf_folder(tmp_path / "again"))) == pytest.approx(float(loss(model)), rel=1e-6)
 
 
 def test_a_frozen_base_under_adapters_has_no_weight_gradient():

@@ -11,7 +11,7 @@ parameters lie is one of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -28,12 +28,15 @@ ShardingOf: TypeAlias = Callable[[Path, jax.ShapeDtypeStruct], Sharding]
 Shardings: TypeAlias = Sharding | ShardingOf | Mapping[Any, Any] | nnx.State | None
 
 
-def by_path(shardings: Shardings, leaves: Mapping[Path, Any]) -> dict[Path, Sharding | None]:
+def by_path(
+    shardings: Shardings, leaves: Mapping[Path, Any], beside: Sequence[Path] = ()
+) -> dict[Path, Sharding | None]:
     """The sharding of each parameter.
 
     Args:
       shardings: in one of the forms above.
       leaves: path -> what has the parameter's shape and dtype.
+      beside: those that are no parameters, for which a structure may have no sharding: each device has them whole.
 
     Raises:
       ValueError: a parameter without a sharding or a sharding without a parameter, or one that does not divide it.
@@ -46,6 +49,9 @@ def by_path(shardings: Shardings, leaves: Mapping[Path, Any]) -> dict[Path, Shar
         found = dict.fromkeys(leaves, shardings)
     elif isinstance(shardings, nnx.State | Mapping):
         found = _flat(nnx.to_pure_dict(shardings) if isinstance(shardings, nnx.State) else shardings)
+        first = next(iter(found.values()), None)
+        whole = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+        found = {**dict.fromkeys(beside, whole), **found}
         for path in sorted(leaves.keys() ^ found.keys(), key=_dotted):
             what = "no parameter" if path in found else "no sharding"
             raise ValueError(f"shardings: there is {what} {_dotted(path)}")

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from flax_layers.checkpoints.placement import Index, Path, Shardings, block_of, by_path, on_host, placed
+from flax_layers.fp8 import History
 from flax_layers.moe.router import BalanceBias
 
 
@@ -124,7 +125,7 @@ def check(table: Sequence[Entry], arrays: Mapping[str, Any], hint: str) -> None:
 
 
 def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], shardings: Shardings = None) -> Any:
-    """The model with the arrays for parameters, in its own dtypes.
+    """The model with the arrays for parameters, in its own dtypes, and with histories of scales that are still empty.
 
     Args:
       model: as nnx.eval_shape makes it. Its layers may be stacked for a scan.
@@ -139,8 +140,11 @@ def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], sharding
     for entry in as_stored(table, shapes):
         path, stacked_at = place(shapes, entry.path)
         entries_at[path].append((stacked_at, entry))
-    sharding_at = by_path(shardings, {path: at(shapes, path) for path in entries_at})
+    histories: list[Any] = [path for path, _ in nnx.to_flat_state(nnx.state(model, History))]
+    sharding_at = by_path(shardings, {path: at(shapes, path) for path in (*entries_at, *histories)}, histories)
     params: dict[Any, Any] = {}
+    for path in histories:
+        _put(params, path, placed(_zeros, at(shapes, path).shape, sharding_at[path]))
     for path, entries in entries_at.items():
         leaf = at(shapes, path)
 
@@ -157,6 +161,10 @@ def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], sharding
         _put(params, path, placed(read, leaf.shape, sharding_at[path]))
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
+
+
+def _zeros(index: Index) -> np.ndarray:
+    return np.zeros([axis.stop - axis.start for axis in index], np.float32)
 
 
 def arrays_of(
