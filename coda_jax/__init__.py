@@ -47,6 +47,8 @@ from coda_jax.primitives import strict as strict
 from coda_jax.tiles import GemmConfig as GemmConfig
 
 if _typing.TYPE_CHECKING:
+    from coda_jax.tools.compare import Comparison as Comparison
+    from coda_jax.tools.compare import compare as compare
     from coda_jax.tools.explain import Explanation as Explanation
     from coda_jax.tools.explain import explain as explain
     from coda_jax.tools.plan_costs import PlanCosts as PlanCosts
@@ -58,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ByGroup",
+    "Comparison",
     "DeferredNorm",
     "Explanation",
     "FallbackError",
@@ -71,6 +74,7 @@ __all__ = [
     "__version__",
     "block",
     "check",
+    "compare",
     "contraction_order",
     "expert_mlp",
     "explain",
@@ -99,6 +103,8 @@ __all__ = [
 
 # Tools are imported when they are asked for: a program that trains needs none of them.
 _TOOLS = {
+    "Comparison": "compare",
+    "compare": "compare",
     "Explanation": "explain",
     "explain": "explain",
     "PlanCosts": "plan_costs",

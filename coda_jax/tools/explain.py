@@ -23,8 +23,9 @@ from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, Calls, advise, remedy_of
 from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
+from coda_jax.tools.held import Memory, held, memory_of
 from coda_jax.tools.others import OtherProduct, find_attention, products_of_others
-from coda_jax.tools.passes import Attention, Kept, Pass, left_to_xla
+from coda_jax.tools.passes import Attention, Kept, LeftToXla, Pass, left_to_xla
 from coda_jax.tools.unfused import Unfused, unfused
 
 
@@ -104,6 +105,7 @@ class Explanation:
       other_products: products that are neither coda_jax's nor attention's, and how often each is executed, as those of
         an optimizer, of a router, or of layers in plain JAX.
       attention_products: of `attention`, which has them inside; on a machine with a GPU cuDNN's calls have none.
+      memory: what the function holds, as far as its jaxpr tells; of several devices whole arrays.
     """
 
     products: dict[Product, int]
@@ -118,6 +120,7 @@ class Explanation:
     blocks: dict[str, int] = dataclasses.field(default_factory=dict)
     other_products: dict[OtherProduct, int] = dataclasses.field(default_factory=dict)
     attention_products: int = 0
+    memory: Memory = dataclasses.field(default_factory=lambda: Memory(0, 0))
 
     @property
     def kernels(self) -> int:
@@ -170,6 +173,7 @@ class Explanation:
             "passes": passes,
             "attention": rows(self.attention),
             "kept": rows(self.kept),
+            "memory": dataclasses.asdict(self.memory),
             "notes": [{"count": count, "note": note} for note, count in self.notes.items()],
             "blocks": [{"count": count, "plan": plan} for plan, count in self.blocks.items()],
             "advice": [dataclasses.asdict(one) for one in self.advice],
@@ -250,8 +254,9 @@ def explain(
             blocks[equation.params["text"]] += times
     graphs = graphs_of(jaxpr)
     find_attention(graphs)
-    passes, attention, kept, between = _left_to_xla(graphs)
-    others, of_attention = products_of_others(graphs)
+    left = [left_to_xla(graph) for graph in graphs]
+    passes, attention, kept, between = _left_to_xla(graphs, left)
+    others, of_attention = products_of_others(graphs, told)
     return Explanation(
         products=dict(products),
         others=sum(others.values()) + of_attention,
@@ -265,17 +270,17 @@ def explain(
         blocks=dict(blocks),
         other_products=others,
         attention_products=of_attention,
+        memory=memory_of(function, args, kwargs, held(graphs, [each.moved for each in left])),
     )
 
 
 def _left_to_xla(
-    graphs: Iterable[Graph],
+    graphs: Iterable[Graph], left: Iterable[LeftToXla]
 ) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int]]:
     """What all graphs of a function leave to XLA; what a loop's body keeps counts once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
     between = collections.Counter[Unfused]()
-    for graph in graphs:
-        made, calls, of_graph = left_to_xla(graph)
+    for graph, (made, calls, of_graph, _) in zip(graphs, left, strict=True):
         for one in made:
             passes[one.of] += graph.times
         for call, count in calls.items():

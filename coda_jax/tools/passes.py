@@ -101,10 +101,28 @@ class MadePass(NamedTuple):
     makers: list[Operation]
 
 
-def left_to_xla(graph: Graph) -> tuple[list[MadePass], dict[Attention, int], dict[Kept, int]]:
-    """The passes of one execution of a graph; its attention and what it keeps, each with how many there are."""
+class Moved(NamedTuple):
+    """What an operation, with all that is fused into it, reads in memory and writes there."""
+
+    by: Operation
+    read: list[Array]
+    written: list[Array]
+    in_place: bool  # whether it may write where it reads for the last time: passes, loops, scatters
+
+
+class LeftToXla(NamedTuple):
+    """Of one execution of a graph: passes, how many attentions, what is kept how often, and what moves in order."""
+
+    passes: list[MadePass]
+    attention: dict[Attention, int]
+    kept: dict[Kept, int]
+    moved: list[Moved]
+
+
+def left_to_xla(graph: Graph) -> LeftToXla:
+    """What one execution of a graph leaves to XLA."""
     fusion = _Fusion(graph)
-    return fusion.passes(), fusion.attention(), fusion.kept()
+    return LeftToXla(fusion.passes(), fusion.attention(), fusion.kept(), fusion.moved())
 
 
 class _Fusion:
@@ -269,6 +287,20 @@ class _Fusion:
                 continue
             found[Kept(array.name, str(array), label(maker), array.bytes)] += 1
         return dict(found)
+
+    def moved(self) -> list[Moved]:
+        """What is read and written, in the order of the operations. Attention's own arrays are never written."""
+        fused, found = set(self._fused), []
+        for one in self._graph.operations:
+            if one in fused:
+                written = [x for x in one.outputs if x in self._in_memory]
+                read = {leaf: None for x in written for leaf in self._leaves[x]}
+            else:
+                written = [x for x in one.outputs if not x.is_of_attention and not x.is_constant]
+                read = dict.fromkeys(one.inputs)
+            in_place = one in fused or one.name in LOOPS or one.name.startswith("scatter")
+            found.append(Moved(one, list(read), written, in_place))
+        return found
 
 
 def is_pass(one: Operation) -> bool:

@@ -50,12 +50,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
+from coda_jax.tools.devices import DEFAULT_DEVICE, device_named, gib_of_chip
 from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
 ROLES = ("data", "fsdp", "tensor", "expert")
-_GIB_OF_CHIP = {"NVIDIA H200": 141, "NVIDIA H100": 80}  # by the beginning of JAX's device kind
 # What meshes call their axes elsewhere.
 _ALSO = {
     "model": "tensor",
@@ -156,7 +155,7 @@ class PlanCosts:
     @property
     def gib_of_chip(self) -> int | None:
         """The device's memory; None where it is not known."""
-        return next((gib for name, gib in _GIB_OF_CHIP.items() if self.device.startswith(name)), None)
+        return gib_of_chip(self.device)
 
     @property
     def fits(self) -> bool | None:

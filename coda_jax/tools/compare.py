@@ -1,0 +1,300 @@
+"""`coda.compare`: two functions beside each other, as a step in plain JAX and the same with the library."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from coda_jax.tiles.table import attached_device
+from coda_jax.tools.devices import gib_of_chip
+from coda_jax.tools.explain import Explanation, explain
+from coda_jax.tools.held import Memory, jitted
+from coda_jax.tools.text import columns
+
+Function = Callable[..., Any]
+_GIB = 2**30
+# Measured over expected milliseconds of the passes of a plain Llama-3-1B's step, unrolled, scanned and with remat, on
+# an H200 and an H100. Beyond 1.15 a single number would say more than is known.
+PLAIN_PASSES = 0.79, 1.41
+# Estimated temporaries are within this factor of XLA's in the steps of record.
+NEAR = 1.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """One function's column of a comparison. Times are expected ones, of one call on one device.
+
+    Attributes:
+      products: how many, but for attention's.
+      kernels: how many of them are kernels of the library.
+      gflop: of the products with known sizes.
+      products_ms: of the products that have a time; one that is not the library's has that of the library's kernel
+        without an epilogue.
+      untimed_products: how many have none.
+      passes: left to XLA between products.
+      passes_mb: that these read and write.
+      passes_ms: the least and the most; equal where the estimate is one number. None on several devices. Of a function
+        whose FLOPs are mostly plain JAX's they are the estimate times the range that was measured, `PLAIN_PASSES`.
+      attention: calls of attention. No time is known.
+      kept_gib: kept for the backward pass.
+      arguments_gib, results_gib: of all leaves, each once.
+      reused_gib: of results that stand in the place of donated arguments.
+      temporaries_gib: held at once beside these, an estimate; see `coda_jax.tools.held`.
+      xla_temporaries_gib: the same by XLA's analysis of the compiled function; None where it was not compiled.
+      gib: all that is held at once, with XLA's figures where there are some.
+      fits: whether the chip has so much. None where its memory is not known, where the function runs on several
+        devices and was not compiled, and where an estimate is within a factor of 1.15 of what the chip has.
+    """
+
+    products: int
+    kernels: int
+    gflop: float
+    products_ms: float
+    untimed_products: int
+    passes: int
+    passes_mb: float
+    passes_ms: tuple[float, float] | None
+    attention: int
+    kept_gib: float
+    arguments_gib: float
+    results_gib: float
+    reused_gib: float
+    temporaries_gib: float
+    xla_temporaries_gib: float | None
+    gib: float
+    fits: bool | None
+
+    @property
+    def ms(self) -> tuple[float, float] | None:
+        """Products that have a time, and passes: the least and the most. Neither attention nor anything untimed."""
+        if self.passes_ms is None:
+            return None
+        return self.products_ms + self.passes_ms[0], self.products_ms + self.passes_ms[1]
+
+    @property
+    def temporaries_ratio(self) -> float | None:
+        """Estimated over XLA's; None where one of them is not known, or is nothing."""
+        return self.temporaries_gib / self.xla_temporaries_gib if self.xla_temporaries_gib else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two functions beside each other; printed as two columns.
+
+    Attributes:
+      plain, ours: what `coda.explain` says of each.
+      plain_compiled, ours_compiled: the memory by XLA's analysis of what it compiled for the attached GPU, of one
+        device; None where nothing was compiled.
+    """
+
+    plain: Explanation
+    ours: Explanation
+    plain_compiled: Memory | None = None
+    ours_compiled: Memory | None = None
+
+    @property
+    def device(self) -> str | None:
+        """The kind of GPU that is told of."""
+        return self.ours.device
+
+    @property
+    def gib_of_chip(self) -> int | None:
+        """The device's memory, as its data sheet says; None where it is not known."""
+        return gib_of_chip(self.device)
+
+    @property
+    def columns(self) -> tuple[Figures, Figures]:
+        """The figures of the plain function, and ours."""
+        return _figures(self.plain, self.plain_compiled), _figures(self.ours, self.ours_compiled)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` takes them.
+
+        All products and passes have `comparison.plain.as_dict()` and `comparison.ours.as_dict()`.
+        """
+        found: dict[str, Any] = {"device": self.device, "gib_of_chip": self.gib_of_chip}
+        for name, one in zip(("plain", "ours"), self.columns, strict=True):
+            each = dataclasses.asdict(one) | {"ms": one.ms, "temporaries_ratio": one.temporaries_ratio}
+            found[name] = {key: list(x) if isinstance(x, tuple) else x for key, x in each.items()}
+        return found
+
+    def __str__(self) -> str:
+        both = self.columns
+        of_chip = "" if self.gib_of_chip is None else f", of {self.gib_of_chip} that the chip has"
+        compiled = any(one.xla_temporaries_gib is not None for one in both)
+        rows: list[tuple[str, Callable[[Figures], str]]] = [
+            ("products", lambda x: str(x.products)),
+            ("  kernels of the library's", lambda x: str(x.kernels)),
+            ("  GFLOP", lambda x: _short(x.gflop)),
+            ("  ms", lambda x: _short(x.products_ms) if x.products > x.untimed_products else "-"),
+            ("passes left to XLA", lambda x: str(x.passes)),
+            ("  MB", lambda x: _short(x.passes_mb)),
+            ("  ms", lambda x: _range(x.passes_ms)),
+            ("attention, calls", lambda x: str(x.attention)),
+            ("ms in all that have a time", lambda x: _range(x.ms)),
+            ("no time known", _untimed),
+            ("kept for the backward pass, GiB", lambda x: _short(x.kept_gib)),
+            ("arguments, GiB", lambda x: _short(x.arguments_gib)),
+            ("results, GiB", lambda x: _short(x.results_gib) + _reused(x)),
+            ("temporaries, GiB, estimate", lambda x: _short(x.temporaries_gib)),
+            *([("temporaries, GiB, XLA's", _of_xla)] if compiled else []),
+            (f"GiB in all{of_chip}", lambda x: f"{_short(x.gib)}{_FITS[x.fits] if of_chip else ''}"),
+        ]
+        table = [("", "plain", "ours"), *((name, *map(told, both)) for name, told in rows)]
+        return "\n".join([f"expected on an {self.device}", *columns(table, ()), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        both = self.columns
+        found = [
+            "ms are expected ones, by the cost model; of products that are not the library's, those of its kernel "
+            "without an epilogue"
+        ]
+        if any(one.passes_ms and one.passes_ms[0] < one.passes_ms[1] for one in both):
+            least, most = PLAIN_PASSES
+            found.append(
+                "passes of plain JAX are an estimate: in a Llama-3-1B's step XLA took "
+                f"{least} to {most} of the expected time for them"
+            )
+        found.append("what a scan copies of its slices and stacked results is in no time")
+        found.append("what is kept is a part of the temporaries")
+        if any(one.xla_temporaries_gib is None for one in both):
+            found.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
+        if (devices := max(self.plain.num_devices, self.ours.num_devices)) > 1:
+            found.append(f"passes, kept and estimated memory are those of {devices} devices together")
+        return [f"* {note}" for note in found]
+
+
+_FITS = {True: ", fits", False: ", does not fit", None: ", not known whether it fits"}
+
+
+def compare(
+    plain: Function | tuple[Function, Any],
+    ours: Function | tuple[Function, Any],
+    *args: Any,
+    device: str | None = None,
+    compiled: bool | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """What two functions cost on a GPU, beside each other: as a step in plain JAX and the same step with the library.
+
+    It is a function of its own, for the second positional argument of `coda.explain` is the first one of the function
+    that is explained, and might itself be callable.
+
+    Args:
+      plain, ours: traceable by JAX, jitted or not; or a pair of such a function and its positional arguments, as
+        `(step, (params, batch))`, where the two take other parameters.
+      *args: arguments of each that is no pair, arrays or `jax.ShapeDtypeStruct`s.
+      device: the kind of GPU, "H200" or "H100"; default the one that is attached, and an H200 where there is none.
+      compiled: whether to ask XLA for the memory that both take, for which it compiles them. It can be asked where a
+        GPU of this kind is attached. Default: where that is so. XLA's temporaries for a CPU are not a GPU's, so
+        elsewhere there are estimates alone.
+      **kwargs: keyword arguments of both.
+
+    Raises:
+      ValueError: a device of which no times are known; `args` that nobody takes, as both are pairs; or `compiled=True`
+        without a GPU of this kind.
+      TypeError: a pair whose second is no tuple or list.
+
+    Example: `print(coda.compare((plain_step, (plain_params, batch)), (step, (params, batch)), device="H100"))`
+    """
+    if args and isinstance(plain, tuple) and isinstance(ours, tuple):
+        raise ValueError("each function has arguments of its own: nobody takes *args")
+    sides = [_side("plain", plain, args), _side("ours", ours, args)]
+    first, second = (explain(function, *of_it, platform="cuda", device=device, **kwargs) for function, of_it in sides)
+    is_here = jax.default_backend() == "gpu" and attached_device() == first.device
+    if compiled and not is_here:
+        raise ValueError(f"{compiled=}: XLA tells the memory of an {first.device} only where one is attached")
+    by_xla: list[Memory | None] = [None, None]
+    if is_here and compiled is not False:
+        by_xla = [_by_xla(function, of_it, kwargs) for function, of_it in sides]
+    return Comparison(first, second, *by_xla)
+
+
+def _side(name: str, side: Function | tuple[Function, Any], args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
+    """A function and its arguments."""
+    if not isinstance(side, tuple):
+        return side, args
+    if len(side) != 2 or not callable(side[0]) or not isinstance(side[1], tuple | list):
+        raise TypeError(f"{name} is a tuple; it must be a function and a tuple of its arguments, (step, (params, x))")
+    return side[0], tuple(side[1])
+
+
+def _by_xla(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
+    """Of the function compiled for JAX's default device; None where XLA does not say it."""
+    found: Any = jitted(function).lower(*args, **kwargs).compile().memory_analysis()
+    if found is None:
+        return None
+    return Memory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes,
+        found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+    )
+
+
+def _figures(found: Explanation, compiled: Memory | None) -> Figures:
+    totals, memory, others = found.totals, found.memory, found.other_products
+    timed = [(one.us, count) for one, count in others.items() if one.us is not None]
+    passes_ms = None
+    if totals.passes_ms is not None:
+        least, most = PLAIN_PASSES if totals.other_flops > totals.flops else (1.0, 1.0)
+        passes_ms = totals.passes_ms * least, totals.passes_ms * most
+    gib = (compiled or memory).bytes / _GIB
+    return Figures(
+        products=sum(found.products.values()) + sum(others.values()),
+        kernels=found.kernels,
+        gflop=(totals.flops + totals.other_flops) / 1e9,
+        products_ms=totals.products_ms + sum(us * count for us, count in timed) / 1e3,
+        untimed_products=totals.untimed + sum(others.values()) - sum(count for _, count in timed),
+        passes=sum(found.passes.values()),
+        passes_mb=totals.passes_bytes / 1e6,
+        passes_ms=passes_ms,
+        attention=sum(found.attention.values()),
+        kept_gib=totals.kept_bytes / _GIB,
+        arguments_gib=memory.arguments / _GIB,
+        results_gib=memory.results / _GIB,
+        reused_gib=memory.reused / _GIB,
+        temporaries_gib=memory.temporaries / _GIB,
+        xla_temporaries_gib=None if compiled is None else compiled.temporaries / _GIB,
+        gib=gib,
+        fits=_fits(gib, gib_of_chip(found.device), found.num_devices, compiled is not None),
+    )
+
+
+def _fits(gib: float, of_chip: int | None, num_devices: int, is_compiled: bool) -> bool | None:
+    if of_chip is None or (num_devices > 1 and not is_compiled):
+        return None
+    if not is_compiled and of_chip / NEAR < gib < of_chip * NEAR:
+        return None
+    return gib <= of_chip
+
+
+def _untimed(one: Figures) -> str:
+    each = [(one.untimed_products, "product"), (one.attention, "attention call")]
+    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in each if count) or "-"
+
+
+def _of_xla(one: Figures) -> str:
+    if one.xla_temporaries_gib is None:
+        return "-"
+    ratio = one.temporaries_ratio
+    return _short(one.xla_temporaries_gib) + (f"; the estimate is {ratio:.2f} of it" if ratio is not None else "")
+
+
+def _reused(one: Figures) -> str:
+    return f", {_short(one.reused_gib)} of it in the place of arguments" if one.reused_gib else ""
+
+
+def _range(ms: tuple[float, float] | None) -> str:
+    if ms is None:
+        return "-"
+    least, most = map(_short, ms)
+    return least if least == most else f"{least} to {most}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and all in front of the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
