@@ -2,7 +2,8 @@
 
 For each CSV of the first in benchmarks/results: <name>_products.png, the bare product beside its peers;
 <name>_fused.png, products with an epilogue beside XLA's time for the same function; <name>_roofline.png, the products
-below what the chip can do. For each of the second <name>.png, how often the cost model's tile is how slow.
+below what the chip can do. For each of the second <name>.png, how often the cost model's tile is how slow. And for each
+of `python -m benchmarks.train_step` <name>_memory.png, the step's memory beside that of plain JAX.
 """
 
 from __future__ import annotations
@@ -40,14 +41,24 @@ FUSED = {  # what the picture says instead of a program's name
     "rotary_qkv": "norm's factor, rotary q, k; v",
     "logsumexp_pick": "log-sum-exp and label's logit",
 }
+STEPS = {  # the forms of a training step whose memory is shown
+    "coda": "coda_jax",
+    "coda_recompute": 'coda_jax, remat="save_attention"',
+    "xla": "plain JAX, unrolled",
+    "xla_scan": "plain JAX, scanned",
+    "xla_scan_remat": "plain JAX, scanned, jax.checkpoint",
+}
 PRODUCT = "_product"  # ends the name of a column that has a bare product's microseconds
 
 
 def read(path: pathlib.Path) -> list[Row]:
     """The rows of a file of `python -m benchmarks`; none of another one."""
+    return [row for row in rows_of(path) if row.get("kind") in ("bare", "epilogue")]
+
+
+def rows_of(path: pathlib.Path) -> list[Row]:
     with path.open() as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if row.get("kind") in ("bare", "epilogue")]
+        return list(csv.DictReader(file))
 
 
 def tflops(row: Row, column: str) -> float:
@@ -99,12 +110,15 @@ def fused(rows: Sequence[Row]) -> plt.Figure:
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("time over that of the bare product (dotted)")
-    measured = ", commit ".join(rows[0][name] for name in ("device", "commit") if rows[0].get(name))
-    axes.set_title(f"products with an epilogue, K = {depth}; {measured}", fontsize="medium")
+    figure.suptitle(f"products with an epilogue, K = {depth}\n{_measured(rows[0])}", fontsize="medium")
     axes.legend(fontsize="small", loc="lower right", frameon=False, reverse=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.1, y=0.01)
     return figure
+
+
+def _measured(row: Row) -> str:
+    return ", commit ".join(row[name] for name in ("device", "commit") if row.get(name))
 
 
 def _gain(row: Row) -> float:
@@ -148,10 +162,42 @@ def tiles(path: pathlib.Path) -> plt.Figure:
     return figure
 
 
+def memory(rows: Sequence[Row]) -> plt.Figure:
+    """Bars of GiB: what each form of a training step has beside parameters and gradients, and both together."""
+    of = {row["variant"]: row for row in rows if row["kind"] == "step" and row.get("peak_gib")}
+    chosen = [of[variant] for variant in STEPS if variant in of]
+    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.42 * len(chosen)))
+    temporaries = np.array([float(row["temporaries_gib"]) for row in chosen])
+    peaks = np.array([float(row["peak_gib"]) for row in chosen])
+    places = np.arange(len(chosen))
+    colours = ["#2f6db3" if row["variant"].startswith("coda") else "#b8bcc4" for row in chosen]
+    axes.barh(places, peaks - temporaries, 0.6, color="#4a4e57")
+    bars = axes.barh(places, temporaries, 0.6, left=peaks - temporaries, color=colours)
+    labels = [f"{peak:.1f} GiB, {float(row['ms']):.0f} ms" for peak, row in zip(peaks, chosen, strict=True)]
+    axes.bar_label(bars, labels, padding=3, fontsize="small")
+    axes.set_yticks(places, [STEPS[row["variant"]] for row in chosen])
+    axes.invert_yaxis()
+    axes.set(xlabel="peak of the step's memory, GiB", xlim=(0, 1.3 * peaks.max()))
+    parts = {
+        "parameters, gradients": "#4a4e57",
+        "temporaries, coda_jax": "#2f6db3",
+        "temporaries, plain JAX": "#b8bcc4",
+    }
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in parts.values()]
+    axes.legend(handles, list(parts), fontsize="small", loc="upper right", frameon=False)
+    first = chosen[0]
+    about = f"training step of {first['batch']} x {first['length']} tokens, {first['layers']} layers"
+    figure.suptitle(f"{about}, {first['param_dtype']}\n{_measured(first)}", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def write(path: pathlib.Path) -> list[pathlib.Path]:
     """The plots of one CSV, beside it."""
     if path.stem.endswith("_tiles"):
         return [_saved(tiles(path), path.with_suffix(".png"))]
+    if path.stem.endswith("_train_step"):
+        return [_saved(memory(rows_of(path)), path.with_name(f"{path.stem}_memory.png"))]
     rows = read(path)
     bare, with_epilogue = ([row for row in rows if row["kind"] == kind] for kind in ("bare", "epilogue"))
     wanted = {"products": (products, bare), "fused": (fused, with_epilogue), "roofline": (roofline, bare)}
@@ -163,7 +209,7 @@ def write(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _saved(figure: plt.Figure, path: pathlib.Path) -> pathlib.Path:
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
