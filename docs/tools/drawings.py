@@ -1,4 +1,7 @@
-"""Drawings of the pages, made when these are built, from what the library says of itself where it can."""
+"""`PYTHONPATH=docs python -m tools.drawings`: the drawings of the page on the kernel, into docs/static.
+
+They are made from what the library says of itself, where it can.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,28 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import coda_jax as coda
 from coda_jax.tiles.config import ROW_BYTES
+from tools import pages
 
 BLUE, GREEN, ORANGE, GRAY = "#4c78a8", "#59a14f", "#f28e2b", "#d9d9d9"
+
+
+WAY = [
+    ("coda.gemm", "checks shapes and dtypes, in plain words"),
+    ("epilogue/trace", "your function as a jaxpr; each value: which rows and columns does it depend on?"),
+    ("epilogue/program", "the epilogue as a graph of one element's operations, and its reductions"),
+    ("the primitive", "jit, grad, vmap, scan, shard_map, export; XLA's form on a CPU"),
+    ("lowering/select", "kernel or XLA? which tile? by a table, else by a cost model"),
+    ("epilogue/emit", "the graph as a CUDA struct"),
+    ("ffi/compiler", "NVRTC, in parallel, once: the image is kept on disk"),
+    ("ffi/handler", "tensor maps of the arrays; one launch"),
+    ("the kernel", "the mainloop, your epilogue on its accumulator"),
+]  # of a call
 
 
 # ---- boxes and arrows
 
 
-def chain(steps: Sequence[tuple[str, str]], width: float = 9.0) -> Figure:
+def chain(steps: Sequence[tuple[str, str]] = WAY, width: float = 9.0) -> Figure:
     """Boxes one below the other, each with a name and what happens there."""
     figure, axes = plt.subplots(figsize=(width, 0.62 * len(steps)))
     for i, (name, text) in enumerate(steps):
@@ -206,3 +223,19 @@ def fragment(columns: int = 16, lane: int = 6) -> Figure:
 def _no_frame(axes: Axes) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
+
+
+def main() -> None:
+    """Writes the same bytes for the same drawing."""
+    plt.rcParams["svg.hashsalt"] = "coda_jax"
+    drawings = {"way": chain, "shared_memory": shared_memory, "timelines": timelines, "fragment": fragment}
+    for name, draw in drawings.items():
+        path = pages.DOCS / "static" / f"kernel_{name}.svg"
+        figure = draw()
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+        print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
