@@ -159,7 +159,10 @@ class Comparison:
                 f"{least} to {most} of the expected time for them"
             )
         found.append("what a scan copies of its slices and stacked results is in no time")
-        found.append("what is kept is a part of the temporaries")
+        found.append(
+            "what is kept, as the jaxpr has it, is a part of the temporaries: 0.39 to 1.01 of XLA's in a "
+            "Llama-3-1B's steps"
+        )
         if any(one.xla_temporaries_gib is None for one in both):
             found.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
         if (devices := max(self.plain.num_devices, self.ours.num_devices)) > 1:
@@ -297,4 +300,6 @@ def _range(ms: tuple[float, float] | None) -> str:
 
 def _short(value: float) -> str:
     """Three digits, and all in front of the point."""
+    if 0 < value < 1e-3:
+        return "< 0.001"
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
