@@ -157,9 +157,13 @@ def test_what_fits():
     assert [fits(gib, 80, False) for gib in (69, 75, 85, 93)] == [True, None, None, False]
     assert [fits(gib, 80, True) for gib in (75, 80, 85)] == [True, True, False]
     assert fits(1, None, True) is None and tool._fits(1, 80, 2, False) is None and tool._fits(1, 80, 2, True)
-    large = dataclasses.replace(compared(), plain_compiled=Memory(0, 0, 0, 85 * 2**30))
-    assert large.columns[0].fits is False and large.columns[0].gib == 85
-    assert cells(large, "GiB in all")[0] == "85, does not fit"
+    held = Memory(0, 2**30, 0, 84 * 2**30)
+    given = coda.Explanation(products={}, others=0, device="NVIDIA H100 80GB HBM3", memory=held)
+    large = coda.Comparison(given, given, None, dataclasses.replace(held, temporaries=70 * 2**30))
+    assert [one.gib for one in large.columns] == [85, 71] and [one.fits for one in large.columns] == [None, True]
+    assert cells(large, "GiB in all") == ("85, not known whether it fits", "71, fits")
+    larger = coda.Comparison(given, given, plain_compiled=held, ours_compiled=held)
+    assert cells(larger, "GiB in all") == ("85, does not fit", "85, does not fit")
 
 
 def test_nothing_is_asked_of_xla_on_a_cpu(monkeypatch):
