@@ -347,7 +347,7 @@ class Linear(nnx.Module):
         """
         target = Sum.of(residual, x)
         if isinstance(x, coda.Value):
-            return mapped(self, x)
+            return mapped_together([self], x)
         if isinstance(x, DeferredNorm) or self.fp8 is not None:
             return _in_block(self, x, target)
         if target is not None:
@@ -363,7 +363,7 @@ def _in_block(layer: Linear, x: Any, residual: Sum | None) -> Any:
 
 
 def _lines(layer: Linear, x: Any) -> Any:
-    return mapped(layer, x).named("norm_projection")  # of `flax_layers.remat`
+    return mapped_together([layer], x).named("norm_projection")  # of `flax_layers.remat`
 
 
 def _added(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
