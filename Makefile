@@ -82,6 +82,7 @@ lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, between_kernels,
 report: $(STAMPS)/bench # benchmarks/REPORT.md, its pictures and the README's table, from benchmarks/results
 	$(if $(ARGS),,$(RUN) -m benchmarks.plots)
 	$(RUN) -m benchmarks.report $(ARGS)
+	PYTHONPATH=docs $(RUN) -m tools.made $(ARGS)
 
 kernels-diff: $(STAMPS)/dev # A=<commit> B=<commit>: whether every product has the same kernel on both
 	$(RUN) -m benchmarks.lab.kernels_diff $(A) $(B) $(ARGS)

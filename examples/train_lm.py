@@ -246,8 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     curve = options.out / "loss.png"
     report.plot(history, bigram, curve)
     print(f"loss curve: {curve}")
-    below = f"byte bigram: {bigram:.3f}; {bigram - bits:.3f} below"
-    print(f"validation: {bits:.3f} bits per byte at step {best}; {below}")
+    beside = f"{abs(bigram - bits):.3f} {'lower' if bits < bigram else 'higher'} than a byte bigram's {bigram:.3f}"
+    print(f"validation: {bits:.3f} bits per byte at step {best}; {beside}")
     print(f"{time.monotonic() - began:.0f} s in all\n")
     with trainer.on_mesh():
         explanation = coda.explain(trainer.step_function, trainer.abstract_state, trainer.text)
