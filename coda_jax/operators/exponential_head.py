@@ -56,15 +56,13 @@ class ExponentialHead(LossHead):
         if head.dtype != jnp.bfloat16 or not is_plain or head.has_total or head.has_entropy:
             return head
         if chunk_bytes is None:
-            of_gradient = 4 * head.columns * sum(x.size // head.vocabulary for x in kernel if x is not None)
-            chunk_bytes = max(head.chunk_bytes, min(int(1.6 * of_gradient), _MOST_BYTES - of_gradient))
-        fields = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
-        return cls(**{**fields, "chunk_bytes": chunk_bytes})
+            gradient_bytes = 4 * head.columns * sum(x.size // head.vocabulary for x in kernel if x is not None)
+            chunk_bytes = max(head.chunk_bytes, min(int(1.6 * gradient_bytes), _MOST_BYTES - gradient_bytes))
+        return cls(**{**vars(head), "chunk_bytes": chunk_bytes})
 
-    def of_logits(self) -> LossHead:
+    def logit_head(self) -> LossHead:
         """The head that keeps logits and makes a second array of them: half of a chunk's tokens take as much."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return LossHead(**{**fields, "chunk_bytes": max(self.chunk_bytes // 2, 1)})
+        return LossHead(**{**vars(self), "chunk_bytes": max(self.chunk_bytes // 2, 1)})
 
     def values_and_gradients(
         self,
@@ -75,35 +73,21 @@ class ExponentialHead(LossHead):
         weights: jax.Array,
         *coefficients: jax.Array,
     ) -> Any:
-        arguments: tuple[Any, ...] = (tokens, kernel, labels, weights, *coefficients)
-        made, is_lost = self._by_exponentials(value, *arguments)
-        return unexpected(is_lost, lambda: self.of_logits().values_and_gradients(value, *arguments), made)
-
-    def _by_exponentials(
-        self,
-        value: Callable[..., jax.Array],
-        tokens: Tokens,
-        kernel: Kernel,
-        labels: jax.Array,
-        weights: jax.Array,
-        *coefficients: jax.Array,
-    ) -> tuple[Any, jax.Array]:
-        """What `values_and_gradients` gives, and whether it is not right."""
-        w, labels = self._joined(kernel), self._of_part(labels)
-        shift = self._near_logits(tokens, w, labels)
+        w, columns = self._joined(kernel), self._of_part(labels)
+        shift = self._near_logits(tokens, w, columns)
 
         def step(state: Any, chunk: Chunk) -> Any:
             (values, is_lost), dtokens, dkernel = state
-            formed, given = self._formed(tokens, chunk), chunk.of(labels)
+            formed, given = self._formed(tokens, chunk), chunk.of(columns)
             found, e, is_row_lost = self._exponentials(formed, w, given, shift)
             made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
             cotangents, *dcoefficients = pullback(chunk.of(weights))
             factor = jnp.exp(shift - found.lse) * cotangents.lse
-            of_label = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)
-            is_row_lost |= jnp.abs(of_label) > MOST
+            added = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)  # to the label's
+            is_row_lost |= jnp.abs(added) > MOST
             rows, inside = lax.iota(jnp.int32, given.shape[0]), (given >= 0) & (given < self.vocabulary)
-            of_label = (jnp.exp(found.target - shift) + of_label).astype(e.dtype)
-            e = e.at[rows, jnp.where(inside, given, self.columns)].set(of_label, mode="drop", unique_indices=True)
+            exact = (jnp.exp(found.target - shift) + added).astype(e.dtype)
+            e = e.at[rows, jnp.where(inside, given, self.columns)].set(exact, mode="drop", unique_indices=True)
             gradients = self._products(e, [], formed, w, (dtokens, dkernel), chunk, factor=factor[:, None])
             values = jax.tree.map(chunk.put, values, [made, *dcoefficients])
             return (values, is_lost | jnp.any(is_row_lost)), *gradients
@@ -117,7 +101,11 @@ class ExponentialHead(LossHead):
         )
         ((made, *dcoefficients), is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
         is_lost = across(ReductionOp.MAX, is_lost.astype(jnp.int32), self.axes)
-        return (made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)), is_lost
+
+        def by_logits() -> Any:
+            return self.logit_head().values_and_gradients(value, tokens, kernel, labels, weights, *coefficients)
+
+        return unexpected(is_lost, by_logits, (made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)))
 
     def _exponentials(
         self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, shift: jax.Array
@@ -148,7 +136,7 @@ class ExponentialHead(LossHead):
         """The mean of the first tokens' targets, in a trained model a little below their log-sum-exps."""
         rows = Chunk(0, min(_SAMPLE, labels.shape[0]))
         formed, given = self._formed(tokens, rows), rows.of(labels)
-        h = formed[0] if len(formed) == 1 else jnp.concatenate(formed, axis=1)
+        h = jnp.concatenate(formed, axis=1)
         inside = (given >= 0) & (given < self.vocabulary)
         picked = jnp.take(w, jnp.where(inside, given, 0), axis=0 if self.transpose_w else 1)
         equation = "mk,mk->m" if self.transpose_w else "mk,km->m"

@@ -85,25 +85,30 @@ def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kerne
 def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
     """`_pullback`, whose own derivative is that of a loop over all chunks: of another JAX knows no reverse mode."""
     whole = dataclasses.replace(head, all_chunks=True)
+    run, like = (partial(_pullback, of, name=name) for of in (head, whole))
+    gradients: tuple[Tokens, Kernel] = _derived_as(like, name, run, arguments, fixed=(2, 3))
+    return gradients
 
-    def run(*arguments: Any) -> tuple[Tokens, Kernel]:
-        return _pullback(head, *arguments, name=name)
 
-    def forward(*arguments: Any) -> tuple[Any, Any]:
-        return run(*arguments), arguments
+def _derived_as(
+    like: Callable[..., Any], name: str, run: Callable[..., Any], arguments: tuple[Any, ...], *, fixed: tuple[int, ...]
+) -> Any:
+    """run(*arguments) with the derivative of `like`, another way to the same.
+
+    Args:
+      fixed: numbers of the arguments that are not differentiated, as labels.
+    """
 
     def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
-        tokens, kernel, labels, mask, found, given = arguments
+        def of_floats(*floats: Any) -> Any:
+            remaining = iter(floats)
+            return like(*(x if i in fixed else next(remaining) for i, x in enumerate(arguments)))
 
-        def of_floats(tokens: Tokens, kernel: Kernel, found: Statistics, given: Statistics) -> Any:
-            return _pullback(whole, tokens, kernel, labels, mask, found, given, name=name)
+        _, pullback = jax.vjp(of_floats, *(x for i, x in enumerate(arguments) if i not in fixed))
+        found = iter(pullback(cotangents))
+        return tuple(None if i in fixed else next(found) for i in range(len(arguments)))
 
-        _, pullback = jax.vjp(of_floats, tokens, kernel, found, given)
-        dtokens, dkernel, dfound, dgiven = pullback(cotangents)
-        return dtokens, dkernel, None, None, dfound, dgiven
-
-    made: tuple[Tokens, Kernel] = differentiable(name, run, forward, backward)(*arguments)
-    return made
+    return differentiable(name, run, lambda *arguments: (run(*arguments), arguments), backward)(*arguments)
 
 
 def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> jax.Array:
@@ -147,17 +152,7 @@ def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Val
 
     if not isinstance(head, ExponentialHead):
         return of(head)(*arguments)
-    by_logits = of(head.of_logits())
-
-    def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
-        tokens, kernel, labels, *others = arguments
-        _, pullback = jax.vjp(
-            lambda tokens, kernel, *others: by_logits(tokens, kernel, labels, *others), tokens, kernel, *others
-        )
-        dtokens, dkernel, *dothers = pullback(cotangents)
-        return dtokens, dkernel, None, *dothers
-
-    return differentiable(name, of(head), lambda *arguments: (of(head)(*arguments), arguments), backward)(*arguments)
+    return _derived_as(of(head.logit_head()), name, of(head), arguments, fixed=(2,))
 
 
 def _of_arguments(
