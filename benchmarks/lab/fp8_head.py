@@ -58,7 +58,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def errors(x: jax.Array, w: jax.Array, labels: jax.Array) -> dict[str, tuple[float, ...]]:
-    """Of each variant, |dx - exact| / |exact| and that of dw."""
+    """Each variant's distance from float32, |dx - exact| / |exact|, and the same of dw."""
     exact = cotangents(x, w, labels, variant="float32")
     return {
         variant: tuple(

@@ -17,7 +17,7 @@ State = TypeVar("State")
 
 
 def unexpected(is_needed: jax.Array, make: Callable[[], State], made: State) -> State:
-    """What was made, or where that is not right what `make` gives: a program counts as if it were never needed.
+    """The state that was made; where that is not right, the one that `make` gives. Counts take it for never needed.
 
     Args:
       is_needed: () bool or integer. The program waits for it on the host.

@@ -53,7 +53,7 @@ class Advice:
 
 
 class Calls:
-    """What the calls of each kind of product in a jaxpr have in common, that the product does not say."""
+    """A jaxpr's calls of products: what all calls of one kind share and a `Product` does not say."""
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self._called_directly = called_directly(jaxpr, PRIMITIVES)
@@ -63,7 +63,7 @@ class Calls:
         self._sum_rows: set[Product] = set()
 
     def add(self, product: Product, equation: core.JaxprEqn) -> None:
-        """Of one call."""
+        """Takes one call into account."""
         spec: GemmSpec = equation.params["spec"]
         factors = self._called_directly.pop(id(equation), [])  # once, of a jaxpr that is called several times
         if factors:
@@ -104,8 +104,8 @@ def advise(
     device: str | None,
 ) -> tuple[Advice, ...]:
     """All advice: fallbacks first, then notes, passes that blocks would make, and products that gain nothing."""
-    of_passes = _of_passes(between) if device is not None else ()
-    return (*_of_fallbacks(products), *_of_notes(notes, remedies), *of_passes, *_of_small(products, calls, device))
+    passes = _of_passes(between) if device is not None else ()
+    return (*_of_fallbacks(products), *_of_notes(notes, remedies), *passes, *_of_small(products, calls, device))
 
 
 def _of_passes(between: Mapping[Unfused, int]) -> Iterator[Advice]:
@@ -159,7 +159,7 @@ def _of_notes(notes: Mapping[str, int], remedies: Mapping[str, str]) -> Iterator
 def _of_small(products: Mapping[Product, int], calls: Calls, device: str | None) -> Iterator[Advice]:
     """Kernels whose launch is most of their time, and those that move more than they multiply.
 
-    Of what a block moves nothing is said but that its weights are read for few rows: its plan chose the rest.
+    A block's product gets no advice but that its weights are read for few rows: the block's plan chose the rest.
     """
     if device not in CONSTANTS:
         return

@@ -123,7 +123,7 @@ class Comparison:
 
     def __str__(self) -> str:
         both = self.columns
-        of_chip = "" if self.gib_of_chip is None else f", of {self.gib_of_chip} that the chip has"
+        chip = "" if self.gib_of_chip is None else f", of {self.gib_of_chip} that the chip has"
         compiled = any(one.xla_temporaries_gib is not None for one in both)
         rows: list[tuple[str, Callable[[Figures], str]]] = [
             ("products", lambda x: str(x.products)),
@@ -141,7 +141,7 @@ class Comparison:
             ("results, GiB", lambda x: _short(x.results_gib) + _reused(x)),
             ("temporaries, GiB, estimate", lambda x: _short(x.temporaries_gib)),
             *([("temporaries, GiB, XLA's", _of_xla)] if compiled else []),
-            (f"GiB in all{of_chip}", lambda x: f"{_short(x.gib)}{_FITS[x.fits] if of_chip else ''}"),
+            (f"GiB in all{chip}", lambda x: f"{_short(x.gib)}{_FITS[x.fits] if chip else ''}"),
         ]
         table = [("", "plain", "ours"), *((name, *map(told, both)) for name, told in rows)]
         return "\n".join([f"expected on an {self.device}", *columns(table, ()), *self._notes()])
@@ -226,7 +226,7 @@ def _side(name: str, side: Function | tuple[Function, Any], args: tuple[Any, ...
 
 
 def _by_xla(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
-    """Of the function compiled for JAX's default device; None where XLA does not say it."""
+    """XLA compiles the function for JAX's default device and says its memory; None where it does not."""
     found: Any = jitted(function).lower(*args, **kwargs).compile().memory_analysis()
     if found is None:
         return None
@@ -267,12 +267,12 @@ def _figures(found: Explanation, compiled: Memory | None) -> Figures:
     )
 
 
-def _fits(gib: float, of_chip: int | None, num_devices: int, is_compiled: bool) -> bool | None:
-    if of_chip is None or (num_devices > 1 and not is_compiled):
+def _fits(gib: float, chip_gib: int | None, num_devices: int, is_compiled: bool) -> bool | None:
+    if chip_gib is None or (num_devices > 1 and not is_compiled):
         return None
-    if not is_compiled and of_chip / NEAR < gib < of_chip * NEAR:
+    if not is_compiled and chip_gib / NEAR < gib < chip_gib * NEAR:
         return None
-    return gib <= of_chip
+    return gib <= chip_gib
 
 
 def _untimed(one: Figures) -> str:

@@ -142,10 +142,7 @@ class GPT2(LanguageModel):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = Embed(config.vocab_size, config.n_embd, embedding_init=init, **options)
         self.position_embed = PositionEmbed(config.n_positions, config.n_embd, embedding_init=init, **options)
-        layout: dict[str, Any] = {
-            "separate_qkv": separate_qkv,
-            "attention_implementation": attention_implementation,
-        }
+        layout: dict[str, Any] = {"separate_qkv": separate_qkv, "attention_implementation": attention_implementation}
         block = partial(gpt2_block, config, **layout, **options)
         self.layers = nnx.List(block(fp8=recipe) for recipe in of_layers(fp8, config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
