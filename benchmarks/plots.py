@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.lab import tile_losses
+from benchmarks.report_tables import EPILOGUE_LABELS
 from coda_jax.tiles.chips import chip_of
 from coda_jax.tiles.constants import by_time, constants_for
 
@@ -27,20 +28,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Row = Mapping[str, str]
-FUSED = {  # what the picture says instead of a program's name
-    "residual": "+ residual",
-    "residual_sumsq": "+ residual, row sums of squares",
-    "swiglu": "norm's factor, SwiGLU",
-    "gated_backward": "back through SwiGLU",
-    "geglu_backward": "back through GeGLU",
-    "norm_backward": "back through a norm",
-    "bias_gelu": "bias, GELU",
-    "gelu_backward": "back through GELU",
-    "gelu_erf": "GELU by erf",
-    "column_sum": "bias, column sums",
-    "rotary_qkv": "norm's factor, rotary q, k; v",
-    "logsumexp_pick": "log-sum-exp and label's logit",
-}
 STEPS = {  # the forms of a training step whose memory is shown
     "coda": "coda_jax",
     "coda_recompute": 'coda_jax, remat="save_attention"',
@@ -106,7 +93,7 @@ def fused(rows: Sequence[Row]) -> plt.Figure:
         shares = [float(row[column]) / float(row["bare"]) for row in chosen]
         bars = axes.barh(np.arange(len(chosen)) + shift, shares, 0.36, label=label, color=colour)
         axes.bar_label(bars, [f"{float(row[column]):.0f} us" for row in chosen], padding=3, fontsize="x-small")
-    axes.set_yticks(np.arange(len(chosen)), [FUSED.get(row["program"], row["program"]) for row in chosen])
+    axes.set_yticks(np.arange(len(chosen)), [EPILOGUE_LABELS.get(row["program"], row["program"]) for row in chosen])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("time over that of the bare product (dotted)")

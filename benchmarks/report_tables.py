@@ -58,6 +58,20 @@ EPILOGUES = {
     "rotary_qkv": "rows scaled, heads of q and k rotated; q, k and v apart",
     "logsumexp_pick": "logits, their log-sum-exp and the label's one",
 }
+EPILOGUE_LABELS = {  # shorter, for pictures and pages
+    "residual": "+ residual",
+    "residual_sumsq": "+ residual, row sums of squares",
+    "swiglu": "norm's factor, SwiGLU",
+    "gated_backward": "back through SwiGLU",
+    "geglu_backward": "back through GeGLU",
+    "norm_backward": "back through a norm",
+    "bias_gelu": "bias, GELU",
+    "gelu_backward": "back through GELU",
+    "gelu_erf": "GELU by erf",
+    "column_sum": "bias, column sums",
+    "rotary_qkv": "norm's factor, rotary q, k; v",
+    "logsumexp_pick": "log-sum-exp and label's logit",
+}
 
 
 def number(row: Row, column: str) -> float:

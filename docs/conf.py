@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # for the package benchmarks; coda_jax is the one that is installed
 # For the cells, which run in processes of their own: on a CPU of eight devices, without lines on stderr.
 os.environ |= {
     "JAX_PLATFORMS": "cpu",

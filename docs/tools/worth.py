@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
 
+from benchmarks.markdown import table
+from benchmarks.report_tables import EPILOGUE_LABELS, VARIANTS
 from tools import pages
 from tools.expected import layer_ms
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 CHIPS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
-STEPS = {  # variants of a step, as a reader knows them
-    "coda": "flax_layers",
-    "coda_scan": "flax_layers, scanned",
-    "coda_recompute": 'flax_layers, `remat="save_attention"`',
-    "coda_recompute_3": "the same in 3 of 16 layers",
-    "xla": "plain JAX, unrolled",
-    "xla_scan": "plain JAX, scanned",
-    "xla_scan_remat": "plain JAX, scanned, `jax.checkpoint`",
-    "coda_fp8": "flax_layers, fp8, delayed scales",
-    "coda_fp8_current": "flax_layers, fp8, current scales",
-    "xla_fp8": "plain JAX, fp8, constant scales",
-    "xla_fp8_flax": "plain JAX, fp8, Flax's scales",
-}
 COMMANDS = {  # by the suffix of a file
     "": "make bench-train_step",
     "_fp8": 'make bench-train_step ARGS="--variants coda,coda_fp8,coda_fp8_current,xla,xla_fp8,xla_fp8_flax --alone 3"',
-}
-PROGRAMS = {
-    "residual": "residual",
-    "residual_sumsq": "residual, row sums of squares",
-    "swiglu": "SwiGLU",
-    "gated_backward": "back through SwiGLU",
-    "geglu_backward": "back through GeGLU",
-    "norm_backward": "back through a norm",
-    "bias_gelu": "bias, GELU",
-    "gelu_backward": "back through GELU",
-    "gelu_erf": "GELU by erf",
-    "column_sum": "bias, column sums",
-    "rotary_qkv": "rotary embedding of q and k",
-    "logsumexp_pick": "log-sum-exp, the label's logit",
 }
 SIZES = {"Llama-3-1B": (2048, 8192, 32, 8, 64), "Llama-3-8B": (4096, 14336, 32, 8, 128)}
 
@@ -55,12 +29,6 @@ def source(row: dict[str, str], command: str) -> str:
     )
 
 
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    shown = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
-
-
 def steps(suffix: str = "") -> str:
     """Steps of a Llama-3-1B, beside plain JAX's unrolled one; `suffix` is that of the files, as "_fp8"."""
     parts = []
@@ -72,7 +40,7 @@ def steps(suffix: str = "") -> str:
         base = next(float(row["ms"]) for row in found if row["variant"] == "xla")
         lines = [
             [
-                STEPS.get(row["variant"], row["variant"]),
+                VARIANTS.get(row["variant"], row["variant"]),
                 f"{float(row['ms']):.0f}",
                 f"{float(row['ms']) / base:.2f}",
                 f"{float(row['temporaries_gib']):.1f}",
@@ -81,7 +49,7 @@ def steps(suffix: str = "") -> str:
             for row in found
         ]
         head = ("step", "ms", "of plain JAX unrolled", "temporaries, GiB", "peak, GiB")
-        parts += [source(found[0], COMMANDS[suffix]), table(head, lines)]
+        parts += [source(found[0], COMMANDS[suffix]), table(head, lines).rstrip()]
     return "\n\n".join(parts)
 
 
@@ -94,11 +62,11 @@ def products() -> str:
             key = int(row["k"]), row["program"], int(row["n"])
             gains.setdefault(key, {})[chip] = f"{float(row['xla']) / float(row['fused']):.2f}"
     lines = [
-        [str(k), str(n), PROGRAMS.get(program, program), *(of.get(chip, "") for chip in CHIPS)]
+        [str(k), str(n), EPILOGUE_LABELS.get(program, program), *(of.get(chip, "") for chip in CHIPS)]
         for (k, program, n), of in sorted(gains.items())
     ]
     sources = "\n\n".join(source(of[0], "make bench") for of in found.values())
-    return f"{sources}\n\n{table(['K', 'N', 'epilogue', 'H200', 'H100'], lines)}"
+    return f"{sources}\n\n{table(['K', 'N', 'epilogue', 'H200', 'H100'], lines)}".rstrip()
 
 
 def layers() -> str:
@@ -113,4 +81,4 @@ def layers() -> str:
             times = (expected, ms["coda"], min(ms["xla"], ms["xla_packed"]))
             lines.append([name, measured[0]["device"].removeprefix("NVIDIA "), *(f"{time:.2f}" for time in times)])
     head = ("layer of", "chip", "expected, ms", "measured, ms", "plain JAX, ms")
-    return "\n\n".join([*sources, table(head, lines)])
+    return "\n\n".join([*sources, table(head, lines).rstrip()])
