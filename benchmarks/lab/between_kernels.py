@@ -116,7 +116,16 @@ def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
     return (
         *BLOCK,
         allowed("the loss over logits", None, None, lambda one: any(vocab_size in shape for shape in one.shapes)),
-        allowed("the final norm, formed for the loss", f"{MLP} loop", "loss_sums gemm loop"),
+        allowed(
+            "the final norm, formed for the loss; the loop that makes the loss again by logits is a function",
+            f"{MLP} loop input",
+            "loss_sums loss_exponentials gemm loop",
+        ),
+        allowed(
+            "of few tokens, the final norm of those whose targets say where the logits are",
+            "loop",
+            "product",
+        ),
         allowed(
             "the final norm's backward pass",
             f"{MLP} gemm loop",

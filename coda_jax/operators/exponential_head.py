@@ -33,6 +33,7 @@ from coda_jax.lowering.on_devices import across
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.operators.token_chunks import Chunk, over_chunks
+from coda_jax.primitives.mesh_types import vary, varying_axes
 
 LEAST, MOST = 2.0**-60, 2.0**126  # of a row's sum of exponentials
 _MOST_BYTES = 13 << 28  # of a chunk's exponentials and dW, where nothing else is asked for
@@ -94,7 +95,7 @@ class ExponentialHead(LossHead):
 
         size = self._chunk(labels.shape[0], self.dtype)
         no_value = self._no_statistics(tokens, kernel, labels).lse
-        is_lost = no_value[0] != 0
+        (is_lost,) = vary(varying_axes(*jax.tree.leaves((tokens, kernel))), jnp.zeros((), jnp.bool))
         state = (
             ([no_value] * (1 + len(coefficients)), is_lost),
             *self._no_gradients(tokens, kernel, is_single=size is None),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
@@ -21,7 +22,6 @@ from coda_jax.tools.costs import bare_us
 from coda_jax.tools.source_lines import line_of
 
 OTHERS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-_TIMED = {"bfloat16", "float16"}
 # The einsums of `jax.nn.dot_product_attention`, which maps them over groups of heads.
 _EINSUMS = re.compile(r"vmap\((BTNH,BSNH->BNTS|BNTS,BSNH->BTNH)\)")
 
@@ -99,7 +99,8 @@ def _other(equation: core.JaxprEqn, is_backward: bool, is_known: bool, device: s
 def _us(equation: core.JaxprEqn, a: Any, b: Any, out: Any, device: str) -> float | None:
     """`OtherProduct.us`: of products of matrices in 16 bits."""
     dtypes = {np.dtype(x.dtype) for x in (a, b)}
-    if equation.primitive.name != "dot_general" or len(dtypes) > 1 or not {x.name for x in dtypes} <= _TIMED:
+    of_16_bits = all(is_rounded(dtype) and not is_of_8_bits(dtype) for dtype in dtypes)
+    if equation.primitive.name != "dot_general" or len(dtypes) > 1 or not of_16_bits:
         return None
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
     k, batch = (math.prod(a.shape[axis] for axis in axes) for axes in (contracted, batched))

@@ -229,17 +229,14 @@ class PlanCosts:
         return [f"collectives that leave a host: {'; '.join(over)}"] if over else []
 
     def _memory(self) -> str:
-        found, dtypes = (
-            self.gib,
-            {
-                "parameters": self.param_dtype,
-                "gradients": self.gradient_dtype,
-                "optimizer": f"{self.optimizer_states} x {self.optimizer_dtype}",
-                "activations": "bfloat16",
-                "gathered": "bfloat16",
-            },
-        )
-        each = ", ".join(f"{name} {size:.1f} ({dtypes[name]})" for name, size in found.items())
+        found = self.gib
+        dtypes = {
+            "parameters": self.param_dtype,
+            "gradients": self.gradient_dtype,
+            "optimizer": f"{self.optimizer_states} x {self.optimizer_dtype}",
+        }
+        in_bfloat16 = np.dtype(jnp.bfloat16).name
+        each = ", ".join(f"{name} {size:.1f} ({dtypes.get(name, in_bfloat16)})" for name, size in found.items())
         all_of_it = f"GiB a device: {each}; {sum(found.values()):.1f} in all"
         if self.gib_of_chip is None:
             return all_of_it
