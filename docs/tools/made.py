@@ -25,6 +25,7 @@ MADE: dict[str, Callable[..., str]] = {
     "names": api.names,
     "summaries": api.summaries,
     "steps": worth.steps,
+    "sharded": worth.sharded,
     "products": worth.products,
     "layers": worth.layers,
 }

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 
 from benchmarks.markdown import table
+from benchmarks.report import SECTIONS
 from benchmarks.report_tables import EPILOGUE_LABELS, VARIANTS
 from tools import pages
 from tools.expected import layer_ms
 
 RESULTS = pages.ROOT / "benchmarks" / "results"
 CHIPS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
-COMMANDS = {  # by the suffix of a file
-    "": "make bench-train_step",
-    "_fp8": 'make bench-train_step ARGS="--variants coda,coda_fp8,coda_fp8_current,xla,xla_fp8,xla_fp8_flax --alone 3"',
-}
+COMMANDS = {section.suffix: section.command for section in SECTIONS}  # by the suffix of a file
 SIZES = {"Llama-3-1B": (2048, 8192, 32, 8, 64), "Llama-3-8B": (4096, 14336, 32, 8, 128)}
 
 
@@ -49,8 +47,35 @@ def steps(suffix: str = "") -> str:
             for row in found
         ]
         head = ("step", "ms", "of plain JAX unrolled", "temporaries, GiB", "peak, GiB")
-        parts += [source(found[0], COMMANDS[suffix]), table(head, lines).rstrip()]
+        parts += [source(found[0], COMMANDS[f"_train_step{suffix}"]), table(head, lines).rstrip()]
     return "\n\n".join(parts)
+
+
+def sharded() -> str:
+    """Steps under FSDP on two GPUs, each beside plain JAX's that keeps all, or that recomputes as well."""
+    lines, sources = [], []
+    for size in ("1b", "8b"):
+        suffix = "_sharded_step" + ("" if size == "1b" else f"_{size}")
+        found = [row for row in rows(f"{CHIPS[-1]}{suffix}") if row["scheme"] == "fsdp"]
+        sources.append(source(found[0], COMMANDS[suffix]))
+        times = {row["variant"]: float(row["ms"]) for row in found}
+        for row in found:
+            plain = "xla_scan_remat" if "_re" in row["variant"] else "xla"
+            lines.append(
+                [
+                    size.upper(),
+                    VARIANTS[row["variant"]],
+                    f"{float(row['ms']):.0f}",
+                    f"{float(row['ms']) / times[plain]:.2f}",
+                    f"{float(row['tokens_per_second_a_device']):.0f}",
+                    f"{float(row['exposed_ms']):.0f}",
+                    f"{float(row['temporaries_gib']):.1f}",
+                    f"{float(row['peak_gib']):.1f}",
+                ]
+            )
+    memory = ("temporaries, GiB", "peak, GiB")
+    head = ("Llama 3", "step", "ms", "of plain JAX's", "tokens/s a GPU", "exposed, ms", *memory)
+    return "\n\n".join([*sources, table(head, lines).rstrip()])
 
 
 def products() -> str:
