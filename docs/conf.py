@@ -57,7 +57,9 @@ autodoc_member_order = "bysource"
 autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_use_param = False  # else "x, y: what both are" is y, of a type x
+napoleon_custom_sections = [("Attributes", "params_style")]  # the same; else each name is looked up in all classes
+toc_object_entries_show_parents = "hide"
 
 
 def rewritten(app: Any, docname: str, source: list[str]) -> None:

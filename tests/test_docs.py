@@ -13,7 +13,7 @@ if not (ROOT / "docs").exists():
     pytest.skip("the documents are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "docs"))
 
-from tools import api, device_outputs, docstrings, expected, links, made, operators, pages  # noqa: E402
+from tools import api, device_outputs, docstrings, expected, links, made, operators, pages, worth  # noqa: E402
 
 PAGE = """# A page
 
@@ -112,6 +112,24 @@ def test_docstrings_become_rst():
         r"f(x) \* y, of ``x``\ s.", "", "", "::", "", "    z = x * y", "", "Of ``a", "name``.", "", "Args:",
         r"  x: (M, N) \* 2.", "    more",
     ]  # fmt: skip
+
+
+def test_a_colon_in_a_property_is_no_type():
+    """Napoleon takes what is in front of one in the first line for the property's type."""
+    lines = {what: ["GiB on a device: parameters."] for what in ("property", "method")}
+    for what, of in lines.items():
+        docstrings.process(None, what, "name", None, None, of)
+    assert lines == {"property": ["", "GiB on a device: parameters."], "method": ["GiB on a device: parameters."]}
+
+
+def test_steps_under_fsdp_stand_beside_the_plain_ones_that_keep_as_much():
+    table = worth.sharded()
+    cells = [[cell.strip() for cell in row.split("|")[1:5]] for row in table.splitlines() if row.startswith("| 1B")]
+    ms = {step: float(of) for _, step, of, _ in cells}
+    plain = {False: ms["plain JAX, unrolled"], True: ms["plain JAX, scan with `jax.checkpoint`"]}
+    assert len(ms) == 5 and "| 8B |" in table
+    for _, step, of, share in cells:
+        assert float(share) == pytest.approx(float(of) / plain["remat" in step or "checkpoint" in step], abs=0.006)
 
 
 def test_the_table_of_operators_has_those_of_the_readme():

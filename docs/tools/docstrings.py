@@ -51,3 +51,5 @@ def escaped(line: str, in_name: bool = False) -> tuple[str, bool]:
 def process(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """For Sphinx's event `autodoc-process-docstring`."""
     lines[:] = to_rst(lines)
+    if what == "property":
+        lines.insert(0, "")  # else napoleon takes what is in front of a colon for its type
