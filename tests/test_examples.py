@@ -12,6 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SHORT = ("custom_epilogue", "finetune", "fsdp", "grpo", "lora", "new_architecture", "packing", "profile_step")
+MODELS = ("bert", "vit")
 OPTIONAL = ("matplotlib", "optax", "orbax", "rich", "safetensors")
 
 
@@ -23,10 +24,10 @@ def example(name):
         sys.path.remove(str(FOLDER))
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*SHORT, *MODELS])
 def test_it_is_short_and_says_how_to_run_it(name):
     text = (FOLDER / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 100
+    assert len(text.splitlines()) <= (185 if name in MODELS else 100)
     assert f"python examples/{name}.py" in text.split('"""')[1]
 
 
@@ -43,7 +44,7 @@ def optional_packages(path):
     return found.union(*(optional_packages(other) for other in beside if other.exists()))
 
 
-@pytest.mark.parametrize("name", [*SHORT, "train_lm"])
+@pytest.mark.parametrize("name", [*SHORT, *MODELS, "train_lm"])
 def test_what_is_missing_is_told_before_it_begins(name, monkeypatch):
     """Before any import that takes a while; the page names the same packages."""
     path, page = FOLDER / f"{name}.py", FOLDER.parent / "docs" / "examples.md"
@@ -91,6 +92,28 @@ def test_new_architecture():
     losses, explanation = example("new_architecture")["main"](30)
     assert losses[-1] < losses[0] / 2
     assert explanation.kernels == sum(explanation.products.values()) > 20  # all of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps", "factor"), [("bert", 60, 0.9), ("vit", 40, 0.8)])
+def test_models_that_look_both_ways(name, steps, factor):
+    """Of a layer two norms are left to XLA, forward and backward, and attention; of what joins, vectors of weights."""
+    losses, found = example(name)["main"](steps)
+    assert sum(losses[-5:]) < factor * sum(losses[:5])
+    assert found.kernels == sum(found.products.values()) > 24 and not found.notes  # all of them, 12 a layer
+    block = {"bert": "PostNormBlock", "vit": "TransformerBlock"}[name]
+    plans = {text.splitlines()[0]: text for text, count in found.blocks.items() if block in text and count == 2}
+    left = {line: sorted(re.findall(r"^ *XLA +(.*?)(?: \(.*)?$", plan, re.M)) for line, plan in plans.items()}
+    assert left == {
+        f"block '{block}', forward": ["'attention'", "_concatenated", "layer_norm", "layer_norm"],
+        f"block '{block}', backward": [
+            "_concatenated",
+            "add",  # of the residual stream's cotangent and a norm's
+            "add",
+            "split backward",
+            "the derivative of 'attention'",
+        ],
+    }
 
 
 @pytest.mark.slow
