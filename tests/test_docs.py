@@ -119,7 +119,7 @@ def test_a_colon_in_a_property_is_no_type():
     lines = {what: ["GiB on a device: parameters."] for what in ("property", "method")}
     for what, of in lines.items():
         docstrings.process(None, what, "name", None, None, of)
-    assert lines == {"property": ["", "GiB on a device: parameters."], "method": ["GiB on a device: parameters."]}
+    assert lines == {"property": ["GiB on a device\\", ": parameters."], "method": ["GiB on a device: parameters."]}
 
 
 def test_steps_under_fsdp_stand_beside_the_plain_ones_that_keep_as_much():

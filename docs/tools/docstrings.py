@@ -51,5 +51,7 @@ def escaped(line: str, in_name: bool = False) -> tuple[str, bool]:
 def process(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """For Sphinx's event `autodoc-process-docstring`."""
     lines[:] = to_rst(lines)
-    if what == "property":
-        lines.insert(0, "")  # else napoleon takes what is in front of a colon for its type
+    if what == "property" and lines and ": " in lines[0]:
+        # Else napoleon takes what is in front of a colon for its type. The backslash joins the lines again.
+        before, _, behind = lines[0].partition(": ")
+        lines[:1] = [before + "\\", ": " + behind]
