@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
+
+from coda_jax.jaxprs.traced import needed, traced
 
 _UNEXPECTED = "coda_unexpected"
 
@@ -36,9 +37,7 @@ def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Ja
 
     Equations whose results nobody reads are not in it, as the gradients of frozen weights: jit drops them too.
     """
-    jaxpr = jax.jit(function).trace(*args, **kwargs).jaxpr.jaxpr
-    needed: core.Jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-    return needed
+    return needed(traced(function, args, kwargs))
 
 
 def equations_of(

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
+from coda_jax.jaxprs.traced import traced
 from coda_jax.tiles.table import attached_device
 from coda_jax.tools.devices import gib_of_chip
 from coda_jax.tools.explain import Explanation, explain
-from coda_jax.tools.held import Memory, jitted
+from coda_jax.tools.held import Memory
 from coda_jax.tools.text import columns
 
 Function = Callable[..., Any]
@@ -40,7 +41,7 @@ class Figures:
         whose FLOPs are mostly plain JAX's they are the estimate times the range that was measured, `PLAIN_PASSES`.
       attention: calls of attention. No time is known.
       kept_gib: kept for the backward pass.
-      arguments_gib, results_gib: of all leaves, each once.
+      arguments_gib, results_gib: of all leaves, each once; of results those that are no arguments.
       reused_gib: of results that stand in the place of donated arguments.
       temporaries_gib: held at once beside these, an estimate; see `coda_jax.tools.held`.
       xla_temporaries_gib: the same by XLA's analysis of the compiled function; None where it was not compiled.
@@ -227,7 +228,7 @@ def _side(name: str, side: Function | tuple[Function, Any], args: tuple[Any, ...
 
 def _by_xla(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
     """XLA compiles the function for JAX's default device and says its memory; None where it does not."""
-    found: Any = jitted(function).lower(*args, **kwargs).compile().memory_analysis()
+    found: Any = traced(function, args, kwargs).lower().compile().memory_analysis()
     if found is None:
         return None
     return Memory(

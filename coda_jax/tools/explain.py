@@ -11,7 +11,8 @@ import jax
 from jax.extend import core
 
 from coda_jax.jaxprs.graph import Graph, graphs_of
-from coda_jax.jaxprs.walk import equations_in, jaxpr_of
+from coda_jax.jaxprs.traced import needed, traced
+from coda_jax.jaxprs.walk import equations_in
 from coda_jax.lowering.kernel import readable_source
 from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.select import Selection, select
@@ -213,7 +214,8 @@ def explain(
 
     Args:
       function: traceable by JAX; jitted or not.
-      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s, and modules and optimizers of flax.nnx: what
+        the function leaves in their variables is among its results.
       platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses, and
         "cuda" where a device is named.
       device: the kind of GPU to explain for, by JAX's name or a part of it, "H200" or "H100"; default the one that is
@@ -238,7 +240,8 @@ def explain(
     products, notes = collections.Counter[Product](), collections.Counter[str]()
     blocks = collections.Counter[str]()
     remedies: dict[str, str] = {}
-    jaxpr = jaxpr_of(function, *args, **kwargs)
+    trace = traced(function, args, kwargs)
+    jaxpr = needed(trace)
     calls = Calls(jaxpr)
     found, num_devices = equations_in(jaxpr, (args, kwargs))
     for equation, times in found:
@@ -270,7 +273,7 @@ def explain(
         blocks=dict(blocks),
         other_products=others,
         attention_products=of_attention,
-        memory=memory_of(function, args, kwargs, held(graphs, [each.moved for each in left])),
+        memory=memory_of(trace, held(graphs, [each.moved for each in left])),
     )
 
 

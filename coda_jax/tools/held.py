@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph
+from coda_jax.jaxprs.traced import made_results
 from coda_jax.jaxprs.walk import inner_jaxprs
 from coda_jax.tools.passes import Moved
 
@@ -25,7 +26,7 @@ class Memory:
     """Bytes that a function holds.
 
     Attributes:
-      arguments, results: of all leaves, each once.
+      arguments, results: of all leaves, each once; of results those that are no arguments.
       reused: of results that stand in the place of arguments, which the caller donates.
       temporaries: held at once beside arguments and results, at most.
     """
@@ -41,15 +42,9 @@ class Memory:
         return self.arguments + self.results - self.reused + self.temporaries
 
 
-def jitted(function: Callable[..., Any]) -> Any:
-    """The function by `jax.jit`; itself where it is so, with what it donates."""
-    return function if isinstance(function, type(jax.jit(int))) else jax.jit(function)
-
-
-def memory_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], temporaries: int) -> Memory:
-    """What function(*args, **kwargs) holds; what it donates is known of a jitted function."""
-    traced = jitted(function).trace(*args, **kwargs)
-    arguments, results = (jax.tree.leaves(tree) for tree in (traced.args_info, traced.out_info))
+def memory_of(found: jax.stages.Traced, temporaries: int) -> Memory:
+    """What a traced function holds; what it donates is known of a jitted function."""
+    arguments, results = jax.tree.leaves(found.args_info), made_results(found)
     donated = collections.Counter(_type(x) for x in arguments if x.donated)
     reused = donated & collections.Counter(map(_type, results))
     return Memory(
