@@ -160,7 +160,7 @@ def loss_of(model: Bert, tokens: jax.Array, types: jax.Array, masked: jax.Array,
     return model.loss(jnp.take_along_axis(x, masked[..., None], axis=1), labels)  # the head has masked tokens alone
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: Bert, optimizer: nnx.Optimizer, *data: jax.Array) -> jax.Array:
     loss, gradient = nnx.value_and_grad(loss_of)(model, *data)
     optimizer.update(model, gradient)

@@ -45,7 +45,7 @@ def examples(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarr
     return tokens.astype(np.int32), labels.astype(np.int32)
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: Llama, optimizer: nnx.Optimizer, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     loss, gradient = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], labels))(model)
     optimizer.update(model, gradient)

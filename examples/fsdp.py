@@ -27,7 +27,7 @@ from flax_layers import Llama, LlamaConfig, sharding
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: Llama, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
     loss, gradient = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(model)
     optimizer.update(model, gradient)

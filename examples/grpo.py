@@ -47,7 +47,7 @@ def advantages(reward: jax.Array) -> jax.Array:
     return (centred / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: Llama, optimizer: nnx.Optimizer, tokens: jax.Array, old: jax.Array, advantage: jax.Array) -> jax.Array:
     def loss_of(model: Llama) -> jax.Array:
         ratio = jnp.exp(logprobs(model, tokens) - old)

@@ -49,7 +49,7 @@ def train(model: Llama, wrt: type[nnx.Variable], rng: np.random.Generator, step:
     """The last loss of a training of the variables of this type."""
     optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=wrt)
 
-    @nnx.jit
+    @nnx.jit(donate_argnames=("model", "optimizer"))
     def update(model: Llama, optimizer: nnx.Optimizer, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
         def loss(model: Llama) -> jax.Array:
             # The label of a segment's last token is another sequence's, and does not count.
@@ -73,7 +73,8 @@ def main(folder: Path) -> list[int]:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     model = Llama(LlamaConfig(vocab_size=VOCABULARY, **SIZES), dtype=dtype, rngs=nnx.Rngs(0))
     print(f"base, counts by 1: loss {train(model, nnx.Param, rng, 1, 150):.3f}")
-    base = nnx.clone(model)
+    graph, state = nnx.split(model)
+    base = nnx.merge(graph, jax.tree.map(jnp.copy, state))  # the steps below donate the model's arrays
 
     add_lora(model, 8, rngs=nnx.Rngs(1))
     print(f"adapters, count by 3: loss {train(model, nnx.LoRAParam, rng, 3, 300):.3f}")

@@ -50,7 +50,7 @@ class Model(nnx.Module):
         return coda.linear_cross_entropy(self.norm(stream), embedding, labels, **options)[0]
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
     loss, gradient = nnx.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(model)
     optimizer.update(model, gradient)

@@ -146,7 +146,7 @@ def batch(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(images[..., None], jnp.bfloat16), jnp.asarray(labels, jnp.int32)
 
 
-@nnx.jit
+@nnx.jit(donate_argnames=("model", "optimizer"))
 def step(model: ViT, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
     loss, gradient = nnx.value_and_grad(lambda model: model.loss(images, labels))(model)
     optimizer.update(model, gradient)

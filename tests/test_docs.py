@@ -1,5 +1,6 @@
 """What builds the documentation: pages as notebooks, docstrings as reStructuredText, the table of operators."""
 
+import ast
 import csv
 import fnmatch
 import re
@@ -14,6 +15,8 @@ if not (ROOT / "docs").exists():
 sys.path.insert(0, str(ROOT / "docs"))
 
 from tools import api, device_outputs, docstrings, expected, links, made, operators, pages, worth  # noqa: E402
+
+from tests.test_readme import assert_updated_in_place  # noqa: E402
 
 PAGE = """# A page
 
@@ -86,6 +89,33 @@ def test_every_page_is_in_the_index_and_has_blocks_that_compile():
         assert is_listed, f"{path.name} is in no toctree"
         for code in pages.blocks_of(path.read_text()):
             compile(code, path.name, "exec")
+
+
+def test_every_training_step_donates_its_state():
+    """Else XLA holds parameters and the optimizer's states twice, and copies what is frozen."""
+    texts = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        texts |= {f"{path.name} {i}": code for i, code in enumerate(pages.blocks_of(path.read_text()))}
+    jitted = [
+        (name, [ast.unparse(one) for one in node.decorator_list], ast.unparse(node))
+        for name, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
+    steps = [(name, decorators) for name, decorators, code in jitted if "optimizer.update(model" in code]
+    assert len(steps) >= 11
+    for name, decorators in steps:
+        assert decorators == ["nnx.jit(donate_argnames=('model', 'optimizer'))"], name
+
+
+@pytest.mark.slow
+def test_the_step_with_adapters_updates_its_state_in_place():
+    """That of the page on fine-tuning, with the frozen base in it."""
+    names = {}
+    training, *_ = pages.blocks_of((ROOT / "docs" / "finetune.md").read_text())
+    exec(training, names)
+    data = (names["tokens"], names["labels"])
+    assert_updated_in_place(names["step"], names["model"], names["optimizer"], *data)
 
 
 def test_the_index_begins_with_the_example_of_the_readme():
