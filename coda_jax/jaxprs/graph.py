@@ -37,6 +37,7 @@ class Array:
       name: given by `jax.ad_checkpoint.checkpoint_name`.
       is_constant: whether it is a number in the program, or made of such alone.
       is_of_attention: whether attention makes it for itself alone, as its scores, which its kernel does not write.
+      outside: of an argument of a scan's body that each step reads whole, what it is before the scan.
     """
 
     shape: tuple[Any, ...]
@@ -45,6 +46,7 @@ class Array:
     name: str | None = None
     is_constant: bool = False
     is_of_attention: bool = False
+    outside: Array | None = None
 
     @property
     def bytes(self) -> int:
@@ -96,7 +98,27 @@ def graphs_of(jaxpr: core.Jaxpr) -> list[Graph]:
     """The function's graph first, then those of the bodies of its loops."""
     graphs: list[Graph] = []
     _Inliner(graphs, 1, is_body=False, is_backward=False).graph(jaxpr)
+    mark_attentions_own(graphs)
     return graphs
+
+
+def mark_attentions_own(graphs: Sequence[Graph]) -> None:
+    """Marks what attention makes for itself alone, in other graphs too: JAX makes a mask once, before a scan."""
+    others: set[Array] = set()  # what others than attention read
+    for graph in reversed(graphs):  # bodies before what they are in
+        read = set(graph.results)
+        for one in graph.operations:
+            if one.name == "scan":
+                read.update(one.inputs[_constants(one.equation) :])
+            elif not one.is_attention:
+                read.update(one.inputs)
+        others |= read | {array.outside for array in read if array.outside is not None}
+    for graph in graphs:
+        for one in graph.operations:
+            for array in one.inputs:
+                array.is_of_attention |= array.outside is not None and array.outside.is_of_attention
+            for array in one.outputs if one.is_attention else ():
+                array.is_of_attention |= array not in others
 
 
 class _Context(NamedTuple):
@@ -180,11 +202,11 @@ class _Inliner:
             arguments = [_array(var.aval) for var in body.invars]
             carried = None
             if scanned is not None:  # its arguments are its body's, and so are its results
-                carried = _carried(loop.equation)
-                stacked = sum(len(x.shape) != len(y.shape) for x, y in zip(arguments, loop.inputs, strict=True))
+                carried, constants = _carried(loop.equation), _constants(loop.equation)
                 for i, (inner, outer) in enumerate(zip(arguments, loop.inputs, strict=True)):
                     inner.is_of_attention = outer.is_of_attention
-                    inner.is_constant = outer.is_constant and i < len(arguments) - carried - stacked
+                    if i < constants:
+                        inner.is_constant, inner.outside = outer.is_constant, outer
             times = self._graph.times * executions(loop.equation)
             of_body = _Inliner(self._graphs, times, is_body=True, is_backward=loop.is_backward)
             of_body.graph(body, arguments, carried)
@@ -217,6 +239,14 @@ def _carried(scan: core.JaxprEqn) -> int:
     (body,) = inner_jaxprs(scan)
     pairs = zip(scan.outvars, body.outvars, strict=True)
     return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+
+
+def _constants(scan: core.JaxprEqn) -> int:
+    """The number of a scan's arguments that each step reads whole; they are the first ones."""
+    (body,) = inner_jaxprs(scan)
+    pairs = zip(scan.invars, body.invars, strict=True)
+    whole = sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+    return whole - _carried(scan)
 
 
 def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array]:

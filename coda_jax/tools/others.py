@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
-from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
+from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation, mark_attentions_own
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.tiles.cost_model import GemmShape
@@ -122,7 +122,7 @@ def _flops(equation: core.JaxprEqn, a: Sequence[int], b: Sequence[int], out: Seq
     return 2 * math.prod(a) * math.prod(size for axis, size in enumerate(b) if axis not in apart)
 
 
-def find_attention(graphs: Iterable[Graph]) -> None:
+def find_attention(graphs: Sequence[Graph]) -> None:
     """Marks what is `jax.nn.dot_product_attention`'s and has lost its line, as in the rules of a `jax.custom_vjp`.
 
     JAX gives the equations of such rules the line of the call. The names of the einsums stay, and what stands between
@@ -137,6 +137,7 @@ def find_attention(graphs: Iterable[Graph]) -> None:
             one.is_attention = True
         if lost:
             _mark_between(graph)
+    mark_attentions_own(graphs)
 
 
 def _has_lost_its_line(one: Operation) -> bool:
@@ -168,10 +169,6 @@ def _mark_between(graph: Graph) -> None:
     for one in reversed(graph.operations):  # masks are made as large as scores for attention alone
         if one.name == "broadcast_in_dim" and others.isdisjoint(one.outputs) and not read.isdisjoint(one.outputs):
             one.is_attention = True
-    _, others = _read_by(graph)
-    for one in graph.operations:
-        for array in one.outputs if one.is_attention else ():
-            array.is_of_attention |= array not in others
 
 
 def _read_by(graph: Graph) -> tuple[set[Array], set[Array]]:

@@ -264,9 +264,9 @@ class _Fusion:
                     together.join(one, array.maker)
         found = collections.Counter[Attention]()
         for group in together.of(ours):
-            if all(array.is_constant for one in group for array in one.outputs):  # a mask
+            if not any(_has_product(one) for one in group):  # a mask, which may be made before a loop
                 continue
-            inputs = {x: None for one in group for x in one.inputs if not x.is_constant and not x.is_of_attention}
+            inputs = _given_to(group)
             outputs = {x: None for one in group for x in one.outputs if not x.is_of_attention}
             read = sum(x.bytes for x in inputs if x.maker not in group)
             found[Attention(read, sum(x.bytes for x in outputs), group[0].is_backward)] += 1
@@ -320,6 +320,31 @@ def _is_alone(one: Operation) -> bool:
 
 def _is_reduction(one: Operation) -> bool:
     return one.name == "reduce" or one.name.startswith(("reduce_", "argm"))
+
+
+def _has_product(attention: Operation) -> bool:
+    return attention.name in OTHERS or attention.name.startswith("dot_product_attention")
+
+
+def _given_to(attention: Sequence[Operation]) -> dict[Array, None]:
+    """What its operations read that is neither its own nor constant, and what its masks of before a loop are made of.
+
+    Going back it has its masks from going forward.
+    """
+    found = dict.fromkeys(x for one in attention for x in one.inputs if not x.is_constant and not x.is_of_attention)
+    if not attention[0].is_backward:
+        for array in dict.fromkeys(x for one in attention for x in one.inputs if x.outside is not None):
+            found |= _made_of(array)
+    return found
+
+
+def _made_of(array: Array) -> dict[Array, None]:
+    """What attention reads to make an array of its own, before the loops that the array is read in."""
+    while array.is_of_attention and array.outside is not None:
+        array = array.outside
+    if array.is_of_attention and array.maker is not None:
+        return {x: None for one in array.maker.inputs for x in _made_of(one)}
+    return {} if array.is_constant else {array: None}
 
 
 def _written(array: Array) -> int:
