@@ -8,18 +8,37 @@ from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.block import LlamaBlock, TransformerBlock
 from flax_layers.block_orders import NormBeforeSumBlock, ParallelBlock, PostNormBlock, SandwichNormBlock
+from flax_layers.cross_attention import CrossAttention
 from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
 from flax_layers.linear import Linear, project
 from flax_layers.lm_head import LMHead
 from flax_layers.lora import add_lora, merge_lora, remove_lora
 from flax_layers.mlp import MLP, GatedMLP
-from flax_layers.models import GPT2, GPT2Config, Llama, LlamaConfig, MoEConfig
+from flax_layers.models import (
+    GPT2,
+    Cohere,
+    CohereConfig,
+    Gemma,
+    GemmaConfig,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    MoEConfig,
+    Olmo2,
+    Olmo2Config,
+)
 from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_loss, router_z_loss, update_balance_bias
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.packing import segment_positions
-from flax_layers.rope_scaling import RopeScaling
+from flax_layers.rope_scaling import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -27,22 +46,32 @@ __all__ = [
     "MLP",
     "Attention",
     "BalanceBias",
+    "Cohere",
+    "CohereConfig",
+    "CrossAttention",
     "Decoder",
     "DeferredNorm",
+    "DynamicRopeScaling",
     "Embed",
     "GPT2Config",
     "GatedMLP",
+    "Gemma",
+    "GemmaConfig",
     "Generated",
     "KVCache",
     "LMHead",
     "LayerNorm",
     "Linear",
+    "LinearRopeScaling",
     "Llama",
     "LlamaBlock",
     "LlamaConfig",
+    "LongRopeScaling",
     "MoE",
     "MoEConfig",
     "NormBeforeSumBlock",
+    "Olmo2",
+    "Olmo2Config",
     "ParallelBlock",
     "PostNormBlock",
     "RMSNorm",
@@ -51,6 +80,7 @@ __all__ = [
     "SandwichNormBlock",
     "Stream",
     "TransformerBlock",
+    "YarnRopeScaling",
     "add_lora",
     "fp8",
     "generate",

@@ -17,9 +17,10 @@ from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
+from flax_layers.soft_capped import soft_capped_attention
 
 # A function is called as jax.nn.dot_product_attention is, f(q, k, v, mask=, is_causal=, local_window_size=), and with
-# segment_ids= where that is a parameter of it: see `attend`.
+# segment_ids= where that is a parameter of it, scale=, soft_cap= and bias= where they are given: see `attend`.
 Implementation = Literal["xla", "cudnn"] | Callable[..., jax.Array]
 
 
@@ -32,13 +33,19 @@ def attend(
     sliding_window: int | None = None,
     segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
     cache: KVCache | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """softmax(q k^T / sqrt(Dh)) v over the keys that every query may see; by `jax.nn.dot_product_attention`.
+    """softmax(scale q k^T + bias) v over the keys that every query may see; by `jax.nn.dot_product_attention`.
 
     Query i sees key j where all of these hold: j <= i (is_causal); i - sliding_window < j; both are of one segment, a
     run of equal segment_ids; mask.
+
+    With soft_cap, of Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). `jax.nn.dot_product_attention` has no
+    such cap: XLA computes it, `flax_layers.soft_capped`, unless `implementation` is a function that takes one.
 
     A window is an argument of cuDNN's kernel. Segments are a dense mask to it, (B, 1, T, T): its packed layout, offsets
     of the sequences in a row, is not among the arguments of jax.nn.dot_product_attention (jax 0.10 to 0.12), whose
@@ -51,12 +58,15 @@ def attend(
         local_window_size: (sliding_window - 1, 0), or None.
         segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None. A function without a parameter of
             this name gets the segments in its mask; one with it causes no array (T, T).
-    It scales by 1 / sqrt(Dh), returns what q is, and is differentiated by JAX.
+        scale, soft_cap, bias: as here, each only where it is given.
+    It scales by 1 / sqrt(Dh) if not told otherwise, returns what q is, and is differentiated by JAX.
 
     Args:
       q: (B, T, H, Dh) or (T, H, Dh).
-      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh).
-      is_causal, sliding_window, segment_ids, mask: as in Attention.
+      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh); of S tokens, of another text, where attention is not causal.
+      is_causal, sliding_window, segment_ids, mask, bias: as in Attention.
+      scale: of scores; default 1 / sqrt(Dh).
+      soft_cap: of scores; default none.
       cache: earlier keys and values, to which k and v are appended. Over a cache that is not empty, attention is XLA's
         with a mask: its queries are few and it is bound by reading the cache.
       implementation: as in Attention.
@@ -65,64 +75,77 @@ def attend(
       (B, T, H, Dh) or (T, H, Dh), and the longer cache.
 
     Raises:
-      ValueError: segment_ids or mask of another shape, segment_ids that are not integers, a function that returns
-        another shape or dtype than q's, a window without is_causal, or a cache beside a mask, segments
-        or attention that is not causal.
+      ValueError: segment_ids, mask or bias of another shape, segment_ids that are not integers, a function that returns
+        another shape or dtype than q's, a window without is_causal, or a cache beside a mask, a bias, segments
+        or attention that is not causal; implementation="cudnn" beside a soft_cap.
     """
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
-    if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
-    if mask is not None:
-        seen_by = (*q.shape[:-3], q.shape[-2], q.shape[-3], q.shape[-3])
-        if mask.ndim > len(seen_by) or any(
-            a not in (1, b) for a, b in zip(mask.shape[::-1], seen_by[::-1], strict=False)
-        ):
-            raise ValueError(f"mask has shape {mask.shape}; for queries {q.shape} it must broadcast to {seen_by}")
+    if soft_cap is not None and implementation == "cudnn":
+        raise ValueError(f"{soft_cap=}: cuDNN's attention by JAX has none; implementation must be None or 'xla'")
+    seen_by = _checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if cache is not None:
-        if not is_causal or mask is not None or segment_ids is not None:
-            raise ValueError("a cache is for causal attention, without mask and segment_ids")
+        if not is_causal or any(x is not None for x in (mask, bias, segment_ids)):
+            raise ValueError("a cache is for causal attention, without mask, bias and segment_ids")
         empty, cache = cache.length is None, cache.append(k, v)
         if not empty:
-            assert cache.length is not None
-            slots = jnp.arange(cache.capacity)
-            queries = (cache.length[:, None] - q.shape[1] + jnp.arange(q.shape[1]))[:, :, None]
-            seen = slots <= queries
-            if sliding_window is not None:
-                seen &= slots > queries - sliding_window
-
-            def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, _: None) -> jax.Array:
-                return _dot_product_attention(q, k, v, mask=mask, implementation="xla")
-
-            return _on_explicit_parts(cached, q, cache.k, cache.v, seen[:, None], None), cache
+            return _over_cache(q, cache, sliding_window, options), cache
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
     if callable(implementation):
-        by_function = functools.partial(_by_function, implementation, is_causal, sliding_window)
-        return named(_on_explicit_parts(by_function, q, k, v, mask, segment_ids), CONTEXT), cache
+        given = {name: x for name, x in options.items() if x is not None}
+        by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, given)
+        beside = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+        return named(_on_explicit_parts(by_function, q, k, v, beside), CONTEXT), cache
     if segment_ids is not None:
         mask = _with_segments(mask, segment_ids)
+    implementation = "xla" if soft_cap is not None else implementation or _implementation(q)
     window = None if sliding_window is None else (sliding_window - 1, 0)
-    if mask is not None:
-        length = q.shape[-3]
-        if sliding_window is not None:
-            window, index = None, jnp.arange(length)
-            mask = mask & (index > index[:, None] - sliding_window)
-        mask = jnp.broadcast_to(mask, (*mask.shape[:-2], length, length))  # cuDNN broadcasts only the other axes
-    implementation = implementation or _implementation(q)
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "local_window_size": window,
-        "implementation": implementation,
-    }
+    is_of_jax = implementation == "xla" and soft_cap is None
+    if sliding_window is not None and (mask is not None or is_of_jax):
+        window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
+    # cuDNN broadcasts only the other axes.
+    mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *seen_by[-2:])) for x in (mask, bias))
+    options |= {"is_causal": is_causal, "local_window_size": window, "implementation": implementation}
 
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, _: None) -> jax.Array:
-        return _dot_product_attention(q, k, v, mask=mask, **options)
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
+        return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
 
-    y = _on_explicit_parts(whole, q, k, v, mask, None)
+    y = _on_explicit_parts(whole, q, k, v, {"mask": mask, "bias": bias})
     if implementation == "xla":  # a policy finds cuDNN's results by its primitive
         y = named(y, CONTEXT)
     return y, cache
+
+
+def _checked_shapes(
+    q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, beside: dict[str, jax.Array | None]
+) -> tuple[Any, ...]:
+    """([B,] H, T, S), to which a mask and a bias broadcast; a ValueError where one does not, or beside other ids."""
+    if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
+    seen_by = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    for name, x in beside.items():
+        if x is None:
+            continue
+        if x.ndim > len(seen_by) or any(a not in (1, b) for a, b in zip(x.shape[::-1], seen_by[::-1], strict=False)):
+            raise ValueError(f"{name} has shape {x.shape}; for queries {q.shape} it must broadcast to {seen_by}")
+    return seen_by
+
+
+def _over_cache(q: jax.Array, cache: KVCache, sliding_window: int | None, options: dict[str, Any]) -> jax.Array:
+    """Attention of the last tokens to all that a cache holds, by XLA."""
+    assert cache.length is not None
+    slots = jnp.arange(cache.capacity)
+    queries = (cache.length[:, None] - q.shape[1] + jnp.arange(q.shape[1]))[:, :, None]
+    seen = slots <= queries
+    if sliding_window is not None:
+        seen &= slots > queries - sliding_window
+
+    def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, *_: None) -> jax.Array:
+        return _dot_product_attention(q, k, v, mask=mask, implementation="xla", **options)
+
+    return _on_explicit_parts(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
 
 
 def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
@@ -130,36 +153,46 @@ def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
     return same if mask is None else mask & same
 
 
+def _with_window(mask: jax.Array | None, length: Any, sliding_window: int) -> jax.Array:
+    """Also for XLA alone: JAX's own mask of a window has constants, of which jax.checkpoint of 0.12 may lose count."""
+    index = jnp.arange(length)
+    inside = index > index[:, None] - sliding_window
+    return inside if mask is None else mask & inside
+
+
 def _on_explicit_parts(
     function: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
+    beside: dict[str, jax.Array | None],
 ) -> jax.Array:
-    """function(q, k, v, mask, segment_ids), of its own rows and heads on each device where explicit mesh axes cut them.
+    """function(q, k, v, mask, bias, segment_ids), on each device of its own rows and heads if explicit axes cut them.
 
     cuDNN's call says nothing of such axes: its result would have the type of a whole array on every device. Axes that
     cut positions are gathered. Where axes cut the heads of queries into more parts than there are key heads, each
     device has the key head of its queries.
     """
     *rows, _, heads, _ = explicit_cuts(q)
+    arrays: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{name: beside.get(name) for name in ("mask", "bias", "segment_ids")},
+    }
     if not any((*rows, heads)):
-        return function(q, k, v, mask, segment_ids)
+        return function(*arrays.values())
     whole = jax.typeof(q).sharding.mesh
-    k, v = (_repeated(x, math.prod(whole.shape[axis] for axis in heads)) for x in (k, v))
+    arrays |= {name: _repeated(arrays[name], math.prod(whole.shape[axis] for axis in heads)) for name in ("k", "v")}
     of_heads = PartitionSpec(*(axes or None for axes in rows), None, heads or None, None)
 
     def of_mask(mask: jax.Array) -> PartitionSpec:
         entries = [*(axes or None for axes in rows), heads or None, None, None][-mask.ndim :]
         return PartitionSpec(*(None if size == 1 else entry for size, entry in zip(mask.shape, entries, strict=True)))
 
-    arrays = {"q": q, "k": k, "v": v, "mask": mask, "segment_ids": segment_ids}
     specs = {"q": of_heads, "k": of_heads, "v": of_heads}
-    if mask is not None:
-        specs["mask"] = of_mask(mask)
-    if segment_ids is not None:
+    specs |= {name: of_mask(arrays[name]) for name in ("mask", "bias") if arrays[name] is not None}
+    if arrays["segment_ids"] is not None:
         specs["segment_ids"] = PartitionSpec(*(axes or None for axes in rows), None)
     moved = {name: placed(arrays[name], NamedSharding(whole, spec)) for name, spec in specs.items()}
 
@@ -183,10 +216,12 @@ def _by_function(
     function: Callable[..., jax.Array],
     is_causal: bool,
     sliding_window: int | None,
+    given_options: dict[str, Any],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
+    bias: jax.Array | None,
     segment_ids: jax.Array | None,
 ) -> jax.Array:
     """A user's attention, which `attend` describes."""
@@ -194,7 +229,9 @@ def _by_function(
     if q.ndim == 3:
         q, k, v = q[None], k[None], v[None]
         segment_ids = None if segment_ids is None else segment_ids[None]
-    options: dict[str, Any] = {}
+    options = dict(given_options)
+    if bias is not None:
+        options["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     if "segment_ids" in inspect.signature(function).parameters:
         options["segment_ids"] = segment_ids
     elif segment_ids is not None:
@@ -212,10 +249,18 @@ def _by_function(
 
 
 def _dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Literal["xla", "cudnn"], **options: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    implementation: Literal["xla", "cudnn"],
+    soft_cap: float | None = None,
+    **options: Any,
 ) -> jax.Array:
+    if soft_cap is not None:
+        return _soft_capped(q, k, v, soft_cap, **options)
     options["implementation"] = implementation
-    if implementation == "cudnn" and q.shape[-3] % 2:
+    if implementation == "cudnn" and (q.shape[-3] % 2 or k.shape[-3] % 2):
         return _with_one_more(q, k, v, **options)
     # JAX asks for a float16 product summed in float32, which XLA refuses to compile for anything but GPUs.
     if q.dtype == jnp.float16 and jax.default_backend() != "gpu":
@@ -224,17 +269,31 @@ def _dot_product_attention(
     return jax.nn.dot_product_attention(q, k, v, **options)
 
 
+def _soft_capped(q: jax.Array, k: jax.Array, v: jax.Array, soft_cap: float, **options: Any) -> jax.Array:
+    """`soft_capped_attention` of arrays with a batch axis or without."""
+    options = {"scale": None, "is_causal": False, **options}
+    options["scale"] = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    if q.ndim == 4:
+        return soft_capped_attention(q, k, v, soft_cap=soft_cap, **options)
+    return soft_capped_attention(q[None], k[None], v[None], soft_cap=soft_cap, **options)[0]
+
+
 def _with_one_more(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, is_causal: bool, **options: Any
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, bias: Any, is_causal: bool, **options: Any
 ) -> jax.Array:
-    """Attention with one more query and key, which no other query sees: JAX differentiates cuDNN's at even lengths."""
-    length = q.shape[-3]
+    """Attention with one more query or key, which nothing sees: JAX differentiates cuDNN's at even lengths."""
+    length, of_queries, more = q.shape[-3], q.shape[-3] % 2, k.shape[-3] % 2
     if mask is not None:
-        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 2) + [(0, 1), (0, 1)])
-    elif not is_causal:
-        options["key_value_seq_lengths"] = jnp.full(q.shape[0] if q.ndim == 4 else 1, length, jnp.int32)
-    q, k, v = (jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, 1), (0, 0), (0, 0)]) for x in (q, k, v))
-    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, **options)
+        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 2) + [(0, of_queries), (0, more)])
+    elif not is_causal and more:
+        options["key_value_seq_lengths"] = jnp.full(q.shape[0] if q.ndim == 4 else 1, k.shape[-3], jnp.int32)
+    if bias is not None:
+        bias = jnp.pad(bias, [(0, 0)] * (bias.ndim - 2) + [(0, of_queries), (0, more)])
+    q, k, v = (
+        jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, count), (0, 0), (0, 0)])
+        for x, count in ((q, of_queries), (k, more), (v, more))
+    )
+    y = jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias, is_causal=is_causal, **options)
     return lax.slice_in_dim(y, 0, length, axis=-3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -33,21 +34,11 @@ from flax_layers.linear import (
 from flax_layers.norm import RMSNorm
 from flax_layers.on_values import Angles, apart, dtype_of_products, takes_values, why_not, why_not_linears
 from flax_layers.remat import QKV, named
-from flax_layers.rope_scaling import RopeScaling
+from flax_layers.rope_scaling import RotaryScaling, turned_columns, with_amplitude
+from flax_layers.rope_scaling import rotary_angles as rotary_angles
 from flax_layers.sharding import activation_spec, constrain
 
 _QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
-
-
-def rotary_angles(
-    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of positions / theta ** (2 i / head_dim): (..., T, head_dim / 2) float32 for positions (..., T)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        frequency = scaling.scaled(frequency)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 @takes_values
@@ -56,7 +47,12 @@ class Attention(nnx.Module):
 
     q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out [+ residual]
 
-    With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3.
+    With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3; with qk_norm="width"
+    over all heads at once, as in OLMo 2: for no tile has a whole row, that is one pass over q and one over k, behind
+    products of their own, which have separate kernels then.
+
+    With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). cuDNN's attention, as JAX has it, takes
+    none: XLA computes it, a block of queries at a time (`flax_layers.soft_capped`).
 
     The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
     heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one
@@ -69,14 +65,19 @@ class Attention(nnx.Module):
       num_kv_heads: Hkv, key and value heads, a divisor of H; default H.
       head_dim: Dh, even; default D / H.
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
-      rope_scaling: how they are stretched for longer contexts.
-      qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,).
+      rope_scaling: how they are stretched for longer contexts: see `flax_layers.rope_scaling`.
+      partial_rotary_factor: how much of a head is turned. Of the pairs i and i + Dh / 2 of its columns the first are.
+      qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,); "width" for
+        norms over all heads, with scales (H Dh,) and (Hkv Dh,).
+      qk_scale_offset: added to these scales, see RMSNorm.
       epsilon: of these two norms.
       use_bias: whether the projections have a bias.
       use_out_bias: whether that of the output has one; default use_bias.
       separate_qkv: whether query, key and value have kernels of their own.
       is_causal: whether a position sees only itself and earlier ones.
       sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
+      scale: of scores; default 1 / sqrt(Dh).
+      soft_cap: of scores; default none.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the kernels, `out.kernel` (H Dh, D) among them.
       kernel_init: initialiser of both.
@@ -87,7 +88,8 @@ class Attention(nnx.Module):
       rngs: source of keys.
 
     Raises:
-      ValueError: head counts that do not divide, an odd head_dim, or a sliding_window below 1 or without is_causal.
+      ValueError: head counts that do not divide, an odd head_dim, another qk_norm, a scale or soft_cap that is not
+        above 0, a partial_rotary_factor that turns no pairs, or a sliding_window below 1 or without is_causal.
     """
 
     def __init__(
@@ -98,14 +100,18 @@ class Attention(nnx.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         rope_theta: float | None = 10000.0,
-        rope_scaling: RopeScaling | None = None,
-        qk_norm: bool = False,
+        rope_scaling: RotaryScaling | None = None,
+        partial_rotary_factor: float = 1.0,
+        qk_norm: bool | Literal["width"] = False,
+        qk_scale_offset: float = 0.0,
         epsilon: float = 1e-6,
         use_bias: bool = False,
         use_out_bias: bool | None = None,
         separate_qkv: bool = False,
         is_causal: bool = True,
         sliding_window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -126,6 +132,14 @@ class Attention(nnx.Module):
             raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
         if sliding_window is not None and (sliding_window < 1 or not is_causal):
             raise ValueError(f"{sliding_window=} must be at least 1 and wants is_causal=True, got {is_causal=}")
+        if qk_norm not in (True, False, "width"):
+            raise ValueError(f"{qk_norm=} must be True, False or 'width'")
+        for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r} must be above 0")
+        if rope_theta is not None:
+            turned_columns(head_dim, partial_rotary_factor)
+        separate_qkv = separate_qkv or qk_norm == "width"
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_qkv:
             self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
@@ -136,17 +150,22 @@ class Attention(nnx.Module):
         self.separate_qkv = separate_qkv
         out_bias = use_bias if use_out_bias is None else use_out_bias
         self.out = linear(num_heads * head_dim, in_features, use_bias=out_bias)
-        norm = partial(RMSNorm, head_dim, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs)
-        self.q_norm = norm() if qk_norm else nnx.data(None)
-        self.k_norm = norm() if qk_norm else nnx.data(None)
+        norm = partial(RMSNorm, epsilon=epsilon, param_dtype=param_dtype, scale_offset=qk_scale_offset, rngs=rngs)
+        counts = (num_heads, num_kv_heads) if qk_norm == "width" else (1, 1)
+        self.q_norm = norm(counts[0] * head_dim) if qk_norm else nnx.data(None)
+        self.k_norm = norm(counts[1] * head_dim) if qk_norm else nnx.data(None)
         name_parameters(self)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling
+        self.partial_rotary_factor = partial_rotary_factor
+        self.qk_norm = qk_norm
         self.is_causal = is_causal
         self.sliding_window = sliding_window
+        self.scale = scale
+        self.soft_cap = soft_cap
         self.implementation = implementation
 
     def split_kernel(self) -> list[jax.Array]:
@@ -163,17 +182,15 @@ class Attention(nnx.Module):
         return (self.query, self.key, self.value) if self.separate_qkv else (self.qkv,)
 
     @overload
-    def __call__(self, x: coda.Value, *, positions: Any = None, mask: Any = None, segment_ids: Any = None) -> Any: ...
+    def __call__(self, x: coda.Value, **arrays: Any) -> Any: ...
     @overload
     def __call__(
         self,
         x: jax.Array | Stream | DeferredNorm,
         *,
         residual: Stream | Literal[True],
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: None = None,
+        **arrays: Any,
     ) -> Stream: ...
     @overload
     def __call__(
@@ -181,23 +198,14 @@ class Attention(nnx.Module):
         x: jax.Array | Stream | DeferredNorm,
         *,
         residual: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: None = None,
+        **arrays: Any,
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        *,
-        residual: Residual = None,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: KVCache,
+        self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None, cache: KVCache, **arrays: Any
     ) -> tuple[Any, KVCache]: ...
-    def __call__(
+    def __call__(  # type: ignore[misc]  # the overloads' arrays: positions, mask, segment_ids, bias
         self,
         x: jax.Array | Stream | DeferredNorm | coda.Value,
         *,
@@ -206,6 +214,7 @@ class Attention(nnx.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
+        bias: jax.Array | None = None,
     ) -> Any:
         """Applies the layer.
 
@@ -218,27 +227,42 @@ class Attention(nnx.Module):
           segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, a run of equal
             ids, as sequences that are packed into one row need it. Padding is a segment of its own.
           cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
+          bias: floats, broadcastable to (B, H, T, T), which are added to the scores, behind a soft cap.
 
         Returns:
           (B, T, D) or (T, D), as Linear returns it; with a cache that, and the cache that holds x too.
 
         Raises:
-          ValueError: x, positions or segment_ids of another shape, or a cache beside mask or segment_ids or without
-            is_causal.
+          ValueError: x, positions or segment_ids of another shape, or a cache beside mask, bias or segment_ids, or
+            without is_causal.
           TypeError: beside a value a residual, a cache, or a module that is neither a Linear nor a low-rank adapter.
         """
         if isinstance(x, coda.Value):
             on_values.check_call(self, self._linears(), residual=residual)
             angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions, cache)
-            return on_values.attention(self, x, angles, mask, segment_ids, cache)
+            return on_values.attention(self, x, angles, mask, segment_ids, cache, bias)
         target, angles = Sum.of(residual, x), self._angles(x.shape, positions, cache)
-        arrays = mask, segment_ids, cache
+        return self._of_arrays(x, target, angles, mask, segment_ids, cache, bias)
+
+    def _of_arrays(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        target: Sum | None,
+        angles: Angles,
+        mask: Any,
+        segment_ids: Any,
+        cache: Any,
+        bias: Any,
+        given: Sequence[jax.Array] | None = None,
+    ) -> Any:
+        """What is returned of arrays; k and v as they are given."""
         if (reason := why_not(self, x)) is None:
             dtype = dtype_of_products([self], x)
+            arrays = mask, segment_ids, cache, bias, given
             return called(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
-        q, k, v = self._query_key_value(x, angles)
+        q, k, v = self._query_key_value(x, angles, given)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
-        y, cache = self._attended(q, k, v, *arrays)
+        y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias)
         out = joined(self.out, apart(y, reason), target)
         return out if cache is None else (out, cache)
 
@@ -264,27 +288,45 @@ class Attention(nnx.Module):
         pairs = zip(self._projections(), adapters, strict=True)
         return [x for layer, of in pairs for x in ((layer.kernel,) if of is None else (of.base.kernel, of.lora.lora_b))]
 
-    def _query_key_value(self, x: jax.Array | Stream | DeferredNorm, angles: Angles) -> list[jax.Array]:
-        """q (..., T, H Dh), k and v (..., T, Hkv Dh) of a layer that is not one block."""
+    def _query_key_value(
+        self, x: jax.Array | Stream | DeferredNorm, angles: Angles, given: Sequence[jax.Array] | None = None
+    ) -> list[jax.Array]:
+        """q (..., T, H Dh), k and v (..., T, Hkv Dh) of a layer that is not one block; k and v as they are given."""
         layers = self._projections()
         if why_not_linears(layers) is None:
             dtype = dtype_of_products(layers, x)
-            found: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, dtype=dtype)
+            found: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, given, dtype=dtype)
             return found
+        if given is not None:
+            return [self._normed(mapped(self.query, x), self.q_norm), *given]
         zs = [mapped(layer, x) for layer in layers]
         columns = zs if self.separate_qkv else jnp.split(zs[0], self._ends, axis=-1)
+        columns = [self._normed(y, norm) for y, norm in zip(columns, (self.q_norm, self.k_norm, None), strict=True)]
         q, k, v = (in_heads(y, self.head_dim) for y in columns)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if angles.cos is not None:
             q, k = (rotary(y, angles.cos, angles.sin) for y in (q, k))
         return [y.reshape(*y.shape[:-2], -1) for y in (q, k, v)]
 
+    def _normed(self, y: jax.Array, norm: Any) -> jax.Array:
+        """Columns (..., H Dh) of queries or keys, normalised over each head or over all."""
+        if norm is None or self.qk_norm == "width":
+            return y if norm is None else norm(y)
+        return norm(in_heads(y, self.head_dim)).reshape(y.shape)
+
     def _attended(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, segment_ids: Any, cache: KVCache | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: Any,
+        segment_ids: Any,
+        cache: KVCache | None,
+        bias: Any = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """What the values are mixed to, (..., T, H Dh), of heads (..., T, H, Dh); and the longer cache."""
         q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
+        scaling = None if self.rope_theta is None else self.rope_scaling
+        q, scale = with_amplitude(q, self.scale, scaling, self.partial_rotary_factor)
         y, cache = attend(
             q,
             k,
@@ -293,6 +335,9 @@ class Attention(nnx.Module):
             sliding_window=self.sliding_window,
             segment_ids=segment_ids,
             mask=mask,
+            bias=bias,
+            scale=scale,
+            soft_cap=self.soft_cap,
             cache=cache,
             implementation=self.implementation,
         )
@@ -313,7 +358,13 @@ class Attention(nnx.Module):
         positions = self._positions(shape, positions, cache)
         if self.rope_theta is None:
             return Angles(None, None)
-        of_positions = partial(rotary_angles, head_dim=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+        of_positions = partial(
+            rotary_angles,
+            head_dim=self.head_dim,
+            theta=self.rope_theta,
+            scaling=self.rope_scaling,
+            partial_rotary_factor=self.partial_rotary_factor,
+        )
         is_value = isinstance(positions, coda.Value)
         return Angles(*(coda.opaque(of_positions, positions) if is_value else of_positions(positions)))
 

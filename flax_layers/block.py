@@ -22,14 +22,14 @@ from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.on_values import in_stream, why_not, why_not_one_dtype
 from flax_layers.ordered_block import Layer, OrderedBlock, entering, leaving
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT, named
-from flax_layers.rope_scaling import RopeScaling
+from flax_layers.rope_scaling import RotaryScaling
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
 
 class TransformerBlock(OrderedBlock):
     """Pre-norm transformer block of the modules that it is given; the residual stream flows through.
 
-    x1 = x + attention(attention_norm(x));  y = x1 + mlp(mlp_norm(x1))
+    x1 = x + r attention(attention_norm(x));  y = x1 + r mlp(mlp_norm(x1))
 
     `LlamaBlock` makes one from its sizes.
 
@@ -38,6 +38,10 @@ class TransformerBlock(OrderedBlock):
       attention: Attention, or what is called as attention(h, positions=, mask=, segment_ids=[, cache=]) with the norm's
         array (B, T, D).
       mlp: GatedMLP, MLP or MoE, or what is called as mlp(h) with the norm's array.
+      residual_multiplier: r, as in Granite; a MoE takes none but 1.
+
+    Raises:
+      ValueError: a MoE beside another residual_multiplier.
     """
 
     def __init__(
@@ -46,7 +50,12 @@ class TransformerBlock(OrderedBlock):
         attention: Attention,
         mlp_norm: RMSNorm | LayerNorm,
         mlp: GatedMLP | MLP | MoE,
+        *,
+        residual_multiplier: float = 1.0,
     ):
+        if isinstance(mlp, MoE) and residual_multiplier != 1:
+            raise ValueError(f"{residual_multiplier=}: a MoE adds what it makes to the stream as it is, with 1")
+        self.residual_multiplier = residual_multiplier
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
@@ -115,11 +124,14 @@ class TransformerBlock(OrderedBlock):
 
     def _attended(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
         """What leaves the first sub-layer."""
-        return in_stream(stream.x + attention(self.attention_norm(stream)), ATTENTION_OUTPUT)
+        return in_stream(stream.x + self._scaled(attention(self.attention_norm(stream))), ATTENTION_OUTPUT)
 
     def _fed(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
         """What leaves the second one."""
-        return in_stream(stream.x + mlp(self.mlp_norm(stream)), LAYER_OUTPUT)
+        return in_stream(stream.x + self._scaled(mlp(self.mlp_norm(stream))), LAYER_OUTPUT)
+
+    def _scaled(self, y: Any) -> Any:
+        return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
 
 class LlamaBlock(TransformerBlock):
@@ -131,7 +143,9 @@ class LlamaBlock(TransformerBlock):
       num_heads: query heads.
       num_kv_heads: key and value heads; default num_heads.
       head_dim: default D / num_heads.
-      rope_theta, rope_scaling, qk_norm, use_bias, use_out_bias, separate_qkv, sliding_window: as in Attention.
+      rope_theta, rope_scaling, partial_rotary_factor, qk_norm, use_bias, use_out_bias, separate_qkv, sliding_window,
+        scale: as in Attention.
+      residual_multiplier: as in TransformerBlock.
       attention_implementation: Attention's implementation.
       activation, separate_gate_up: of GatedMLP.
       mlp: what takes the place of the gated MLP, as a `MoE`; called as in TransformerBlock.
@@ -152,7 +166,8 @@ class LlamaBlock(TransformerBlock):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         rope_theta: float | None = 10000.0,
-        rope_scaling: RopeScaling | None = None,
+        rope_scaling: RotaryScaling | None = None,
+        partial_rotary_factor: float = 1.0,
         qk_norm: bool = False,
         use_bias: bool = False,
         use_out_bias: bool | None = None,
@@ -160,6 +175,8 @@ class LlamaBlock(TransformerBlock):
         separate_gate_up: bool = False,
         activation: str | Activation = "silu",
         sliding_window: int | None = None,
+        scale: float | None = None,
+        residual_multiplier: float = 1.0,
         attention_implementation: Implementation | None = None,
         epsilon: float = 1e-6,
         mlp: Any = None,
@@ -180,12 +197,14 @@ class LlamaBlock(TransformerBlock):
                 head_dim=head_dim,
                 rope_theta=rope_theta,
                 rope_scaling=rope_scaling,
+                partial_rotary_factor=partial_rotary_factor,
                 qk_norm=qk_norm,
                 epsilon=epsilon,
                 use_bias=use_bias,
                 use_out_bias=use_out_bias,
                 separate_qkv=separate_qkv,
                 sliding_window=sliding_window,
+                scale=scale,
                 implementation=attention_implementation,
                 **options,
             ),
@@ -193,4 +212,5 @@ class LlamaBlock(TransformerBlock):
             GatedMLP(in_features, hidden_features, activation=activation, separate_gate_up=separate_gate_up, **options)
             if mlp is None
             else mlp,
+            residual_multiplier=residual_multiplier,
         )

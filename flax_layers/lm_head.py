@@ -53,17 +53,32 @@ class LMHead(nnx.Module):
         self.vocab_size = vocab_size
         self.dtype = dtype
 
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, embedding: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        *,
+        embedding: jax.Array | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
         """Logits (..., V) of x (..., D).
 
         Args:
           x: (..., D).
           embedding: (V, D), required of a tied head and refused by an untied one.
+          soft_cap: logits become soft_cap * tanh(logits / soft_cap), in the product's epilogue.
 
         Raises:
           ValueError: x or embedding of another shape, or an embedding where none belongs or none where one does.
         """
-        return project(x, self._weight(embedding), dtype=self.dtype, transpose_b=self.kernel is None)
+        weight = self._weight(embedding)
+        options: dict[str, Any] = {"dtype": self.dtype, "transpose_b": self.kernel is None}
+        if soft_cap is None:
+            return project(x, weight, **options)
+
+        def soft_capped_logits(acc: jax.Array) -> jax.Array:
+            return soft_capped(acc, soft_cap=soft_cap)
+
+        return project(x, weight, epilogue=soft_capped_logits, **options)
 
     def loss(
         self,
@@ -180,15 +195,24 @@ class _AdaptedHead(NamedTuple):
         return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}
 
 
-def logits_of(head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None) -> jax.Array:
-    """Logits (..., V) of an LMHead or of an adapter in its place; arguments as in `LMHead.__call__`."""
+def soft_capped(y: jax.Array, *, soft_cap: float) -> jax.Array:
+    """soft_cap * tanh(y / soft_cap), as in Gemma 2 (arXiv 2408.00118)."""
+    return soft_cap * jnp.tanh(y / soft_cap)
+
+
+def logits_of(
+    head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None, soft_cap: float | None = None
+) -> jax.Array:
+    """Logits (..., V) of an LMHead or of what stands in its place; arguments as in `LMHead.__call__`."""
     adapted = _AdaptedHead.of(head, embedding)
     if adapted is None:
-        logits: jax.Array = head(x, embedding=embedding)
+        capped = {} if soft_cap is None else {"soft_cap": soft_cap}
+        logits: jax.Array = head(x, embedding=embedding, **capped)
         return logits
     w, transposed, low_rank = adapted
     y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
-    return low_rank.added(low_rank.inner(x), y)
+    logits = low_rank.added(low_rank.inner(x), y)
+    return logits if soft_cap is None else soft_capped(logits.astype(jnp.float32), soft_cap=soft_cap).astype(y.dtype)
 
 
 def loss_of(

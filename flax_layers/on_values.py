@@ -161,34 +161,69 @@ def activated(x: Any, up: Any, activation: Callable[[jax.Array], jax.Array]) -> 
     return z.map(lambda z, bias: activation(z + bias[None, :]), up.bias[...])
 
 
-def query_key_value(layer: Any, x: Any, angles: Angles) -> list[Any]:
+def query_key_value(layer: Any, x: Any, angles: Angles, given: Sequence[Any] | None = None) -> list[Any]:
     """q (..., T, H Dh), k and v (..., T, Hkv Dh), as attention takes them.
 
     Args:
       layer: the Attention.
       x: the value, (B, T, D) or (T, D).
       angles: of the positions, arrays or values.
+      given: k and v of another text, arrays or values, which stay as they are; there are no angles then.
     """
     layers = layer._projections()
-    norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
-    head = Head(layer.head_dim, float(norms[0].epsilon) if norms else 0.0)
     tables: Any = () if angles.cos is None else tuple(map(x._trace.value, angles))
-    scales: Any = tuple(x._trace.value(norm.whole_scale) for norm in norms)
-    if len(layers) > 1 and not is_linear(*layers):
+    (of_q, of_k), head = _norms_of_heads(layer, x)
+    if given is not None:
+        q = _over_width(layer, mapped(layer.query, x), layer.q_norm)
+        made = [heads_turned(q, tables, of_q, head), *map(x._trace.value, given)]
+    elif layer.qk_norm == "width" or (len(layers) > 1 and not is_linear(*layers)):
         z_q, z_k, v = (mapped(one, x) for one in layers)
-        of_q, of_k = scales or (None, None)
+        z_q, z_k = (_over_width(layer, z, norm) for z, norm in ((z_q, layer.q_norm), (z_k, layer.k_norm)))
         made = [heads_turned(z_q, tables, of_q, head), heads_turned(z_k, tables, of_k, head), v]
     else:
         z = mapped_together(layers, x) if is_linear(*layers) else mapped(layers[0], x)
-        made = heads_apart(z, tables, scales, head, layer._ends)
+        made = heads_apart(z, tables, () if of_q is None else (of_q, of_k), head, layer._ends)
     # Behind norms of heads stand q and k before them.
     specs = _of_columns(layer._specs(made[0].shape[:-1]))
     each = zip(made, (*QKV, *QKV[:2]), (*specs, *specs[:2]), strict=False)
     return [y.named(name).constrained(spec) for y, name, spec in each][:3]
 
 
+def key_value(layer: Any, x: Any) -> list[Any]:
+    """k and v (..., S, Hkv Dh) of a text that another one attends to; k is normalised.
+
+    Args:
+      layer: the Attention.
+      x: the value, (B, S, D) or (S, D).
+    """
+    (_, of_k), head = _norms_of_heads(layer, x)
+    k, v = (mapped(one, x) for one in (layer.key, layer.value))
+    made = heads_turned(_over_width(layer, k, layer.k_norm), (), of_k, head), v
+    specs = _of_columns(layer._specs(x.shape[:-1]))[1:]
+    return [y.named(name).constrained(spec) for y, name, spec in zip(made, QKV[1:], specs, strict=True)]
+
+
+def _norms_of_heads(layer: Any, x: Any) -> tuple[Any, Head]:
+    """The scales of norms over each head of q and of k, or None of both; and what the heads are."""
+    norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None and layer.qk_norm != "width"]
+    head = Head(layer.head_dim, float(norms[0].epsilon) if norms else 0.0)
+    return tuple(x._trace.value(norm.whole_scale) for norm in norms) or (None, None), head
+
+
+def _over_width(layer: Any, z: Any, norm: Any) -> Any:
+    """q or k, normalised over all heads where the layer's norms are that."""
+    return norm(z) if layer.qk_norm == "width" else z
+
+
 def attention(
-    layer: Any, x: coda.Value, angles: Angles, mask: Any = None, segment_ids: Any = None, cache: Any = None
+    layer: Any,
+    x: coda.Value,
+    angles: Angles,
+    mask: Any = None,
+    segment_ids: Any = None,
+    cache: Any = None,
+    bias: Any = None,
+    given: Sequence[Any] | None = None,
 ) -> Any:
     """Attention of a value; with a cache a pair of it and of the longer cache.
 
@@ -196,10 +231,11 @@ def attention(
       layer: the Attention.
       x: (B, T, D) or (T, D).
       angles: of the positions, arrays or values.
-      mask, segment_ids, cache: as Attention has them, of arrays or values.
+      mask, segment_ids, cache, bias: as Attention has them, of arrays or values.
+      given: k and v of another text.
     """
-    q, k, v = query_key_value(layer, x, angles)
-    leaves, tree = jax.tree.flatten({"mask": mask, "segment_ids": segment_ids, "cache": cache})
+    q, k, v = query_key_value(layer, x, angles, given)
+    leaves, tree = jax.tree.flatten({"mask": mask, "segment_ids": segment_ids, "cache": cache, "bias": bias})
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> Any:
         q, k, v = (in_heads(y, layer.head_dim) for y in (q, k, v))

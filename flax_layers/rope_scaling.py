@@ -1,18 +1,52 @@
-"""Rotary frequencies stretched for longer contexts."""
+"""Angles of the rotary embedding, and frequencies stretched for longer contexts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from flax_layers.config_checks import check_not_negative, check_positive
+from flax_layers.config_checks import check_flags, check_not_negative, check_positive, is_number
+
+
+def rotary_frequencies(size: int, theta: float) -> jax.Array:
+    """theta ** (-2 i / size), (size / 2,) float32, in radians a position."""
+    return theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
+class RotaryScaling:
+    """How rotary frequencies are stretched: one class for each of Hugging Face's `rope_type`s, with its names.
+
+    Attributes:
+      rope_type: Hugging Face's name.
+      needs_length: whether frequencies depend on how many positions there are.
+    """
+
+    rope_type: ClassVar[str]
+    needs_length: ClassVar[bool] = False
+
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        """The frequencies, in radians a position, (size / 2,) float32.
+
+        Args:
+          size: how many columns of a head are turned.
+          theta: base of the frequencies.
+          length: () of how many positions there are, the largest one plus 1; given where `needs_length`.
+        """
+        raise NotImplementedError
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated queries and keys are multiplied by, each."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling(RotaryScaling):
     """The scaling of rotary frequencies that Llama 3.1 and later have, with Hugging Face's names.
 
     A frequency of wavelength w, n = original_max_position_embeddings / w turns over the original context, becomes
@@ -23,6 +57,8 @@ class RopeScaling:
       ValueError: a factor or a context that is no number above 0, or a high_freq_factor that is not above
         low_freq_factor, 0 or more.
     """
+
+    rope_type: ClassVar[str] = "llama3"
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -38,8 +74,251 @@ class RopeScaling:
                 f"low_freq_factor={self.low_freq_factor!r}"
             )
 
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        return self.scaled(rotary_frequencies(size, theta))
+
     def scaled(self, frequency: jax.Array) -> jax.Array:
         """The frequencies, in radians a position, after scaling."""
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         s = jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return frequency * (s + (1 - s) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRopeScaling(RotaryScaling):
+    """All frequencies divided by a factor: positions are interpolated (arXiv 2306.15595).
+
+    Raises:
+      ValueError: a factor that is no number above 0.
+    """
+
+    rope_type: ClassVar[str] = "linear"
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor")
+
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        return rotary_frequencies(size, theta) / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicRopeScaling(RotaryScaling):
+    """A base that grows with the text behind the original context, "dynamic NTK".
+
+        theta' = theta * (factor * L / C - (factor - 1)) ** (size / (size - 2)),  L = max(length, C)
+
+    with C = original_max_position_embeddings, which is max_position_embeddings of a config. Keys in a cache keep the
+    frequencies of the length at which they were made, as in transformers.
+
+    Raises:
+      ValueError: a factor below 1, or a context that is no number above 0.
+    """
+
+    rope_type: ClassVar[str] = "dynamic"
+    needs_length: ClassVar[bool] = True
+
+    factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "original_max_position_embeddings")
+        _check_factor(self)
+
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        context = self.original_max_position_embeddings
+        length = jnp.maximum(jnp.asarray(context if length is None else length, jnp.float32), context)
+        growth = self.factor * length / context - (self.factor - 1)
+        # The power of theta' without theta', which may overflow: i / (size - 2) of the growth.
+        exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / max(size - 2, 1)
+        return rotary_frequencies(size, theta) * growth**-exponent
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRopeScaling(RotaryScaling):
+    """YaRN (arXiv 2309.00071), with Hugging Face's names.
+
+    A frequency that turns beta_fast times or more over the original context stays, one that turns beta_slow times or
+    less is divided by factor, and between them is a ramp over the frequencies' numbers. Queries and keys are multiplied
+    by attention_factor; by default 0.1 log(factor) + 1, or with mscale and mscale_all_dim the ratio of what these give
+    as the factors of log(factor).
+
+    Raises:
+      ValueError: a factor below 1, a number that is not above 0, or a beta_fast that is not above beta_slow.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        check_positive(self, "attention_factor")
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_not_negative(self, name)
+        check_flags(self, "truncate")
+        _check_factor(self)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"YarnRopeScaling: beta_fast={self.beta_fast!r}; it must be above beta_slow={self.beta_slow!r}"
+            )
+
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        frequency = rotary_frequencies(size, theta)
+        low, high = (self._number_of(turns, size, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high += 0.001 * (low == high)
+        interpolated = jnp.clip((jnp.arange(size // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return frequency * (interpolated / self.factor + (1 - interpolated))
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._logarithm(self.mscale) / self._logarithm(self.mscale_all_dim)
+        return self._logarithm(1.0)
+
+    def _logarithm(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+    def _number_of(self, turns: float, size: int, theta: float) -> float:
+        """The number of the frequency, not rounded, that turns so often over the original context."""
+        return size * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling(RotaryScaling):
+    """LongRoPE (arXiv 2402.13753), as Phi-3 has it: a factor for each frequency, of short texts and of long ones.
+
+    Texts of more than original_max_position_embeddings positions are long. Queries and keys are multiplied by
+    attention_factor, by default sqrt(1 + log(factor) / log(original_max_position_embeddings)), 1 where factor is 1 or
+    less.
+
+    Raises:
+      ValueError: factors of other than positive numbers, or not as many short ones as long ones; a factor or a context
+        that is no number above 0.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+    needs_length: ClassVar[bool] = True
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if not isinstance(factors, tuple | list) or not all(is_number(x) and x > 0 for x in factors):
+                raise ValueError(f"LongRopeScaling: {name}={factors!r}; it must be a sequence of positive numbers")
+            object.__setattr__(self, name, tuple(factors))
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"LongRopeScaling: {len(self.short_factor)} short factors and {len(self.long_factor)} long ones"
+            )
+        check_positive(self, "original_max_position_embeddings", "factor", "attention_factor")
+
+    def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        if len(self.short_factor) != size // 2:
+            raise ValueError(f"LongRopeScaling: {len(self.short_factor)} factors for {size // 2} frequencies")
+        short, long = (jnp.asarray(x, jnp.float32) for x in (self.short_factor, self.long_factor))
+        is_long = False if length is None else length > self.original_max_position_embeddings
+        return rotary_frequencies(size, theta) / jnp.where(is_long, long, short)
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+
+SCALINGS = {cls.rope_type: cls for cls in RotaryScaling.__subclasses__()}
+
+
+def _check_factor(scaling: Any) -> None:
+    if scaling.factor < 1:
+        raise ValueError(f"{type(scaling).__name__}: factor={scaling.factor!r}; it must be 1 or more")
+
+
+def rotary_angles(
+    positions: jax.Array,
+    head_dim: int,
+    theta: float,
+    scaling: RotaryScaling | None = None,
+    *,
+    partial_rotary_factor: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of positions / theta ** (2 i / R): (..., T, head_dim / 2) float32 for positions (..., T).
+
+    Args:
+      positions: integers.
+      head_dim: columns of a head.
+      theta: base of the frequencies.
+      scaling: how they are stretched.
+      partial_rotary_factor: R / head_dim. The last (head_dim - R) / 2 pairs of columns are not turned: cos 1, sin 0.
+    """
+    size = turned_columns(head_dim, partial_rotary_factor)
+    if scaling is None:
+        frequency = rotary_frequencies(size, theta)
+    else:
+        length = jnp.max(positions, initial=0) + 1 if scaling.needs_length else None
+        frequency = scaling.frequencies(size, theta, length)
+    if size < head_dim:
+        frequency = jnp.pad(frequency, (0, (head_dim - size) // 2))
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def turned_columns(head_dim: int, partial_rotary_factor: float) -> int:
+    """R, how many columns of a head are turned.
+
+    Raises:
+      ValueError: a factor that is not above 0 and at most 1, or one that turns an odd number of columns.
+    """
+    size = int(head_dim * partial_rotary_factor)
+    if not 0 < partial_rotary_factor <= 1 or size % 2 or (head_dim - size) % 2 or not size:
+        raise ValueError(
+            f"{partial_rotary_factor=} turns {size} of {head_dim=} columns; it must turn pairs, and leave pairs"
+        )
+    return size
+
+
+def with_amplitude(
+    q: jax.Array, scale: float | None, scaling: RotaryScaling | None, partial_rotary_factor: float
+) -> tuple[jax.Array, float | None]:
+    """q and the scale of scores, with the factor of rotated queries and keys, which is of both, in one of them.
+
+    Rotations keep lengths, which backward passes go by: the factor is in no table of cos and sin. Where a part of a
+    head is turned, it is of that part alone.
+
+    Args:
+      q: (..., Dh), turned.
+      scale: of scores; None for 1 / sqrt(Dh).
+      scaling: of the rotary frequencies, or None.
+      partial_rotary_factor: as of `rotary_angles`.
+    """
+    factor = 1.0 if scaling is None else scaling.amplitude**2
+    if factor == 1:
+        return q, scale
+    head_dim = q.shape[-1]
+    half, turned = head_dim // 2, turned_columns(head_dim, partial_rotary_factor) // 2
+    if turned == half:
+        return q, factor * (head_dim**-0.5 if scale is None else scale)
+    factors = jnp.where(jnp.arange(head_dim) % half < turned, factor, 1.0)
+    return (q * factors).astype(q.dtype), scale

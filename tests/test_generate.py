@@ -412,7 +412,7 @@ generate_all = functools.partial(layers.generate, max_new_tokens=2)
         ),
         (
             lambda m: m.layers[0](jnp.ones((3, 2, 32)), cache=m.init_cache(3, 8)[0], mask=jnp.ones((2, 2), bool)),
-            "without mask and segment_ids",
+            "without mask, bias and segment_ids",
         ),
     ],
 )

@@ -22,8 +22,8 @@ from flax_layers.checkpoints import (
     to_hf,
     to_maxtext,
 )
+from flax_layers.checkpoints.hf_families import FAMILIES
 from flax_layers.checkpoints.hf_names import entries
-from flax_layers.checkpoints.hf_settings import FAMILIES
 from tests.tiny_models import LLAMA
 
 # Settings of public models, as their config.json has them, and how many parameters they have.
@@ -107,12 +107,12 @@ WRONG = {
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config={'quant_method'"),
     "bias": ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     "bias_by_name": ("llama", {"mlp_bias": "false"}, "mlp_bias='false'"),
-    "yarn": (
+    "proportional": (
         "qwen2",
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        r"rope_scaling={'type': 'yarn', 'factor': 4.0}",
+        {"rope_scaling": {"type": "proportional", "factor": 4.0}},
+        r"rope_scaling={'type': 'proportional', 'factor': 4.0}",
     ),
-    "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={'type': 'linear'"),
+    "yarn_of_a_phi3": ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling={'type': 'yarn'"),
     "extra_rope": ("llama", {"rope_scaling": {**LLAMA3, "attention_factor": 0.5}}, "attention_factor=0.5"),
     "factor_alone": ("llama", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor=2.0"),
     "two_types": ("llama", {"rope_scaling": {"rope_type": "default", "type": "linear"}}, "type='linear'"),
@@ -130,7 +130,11 @@ WRONG = {
     "bidirectional": ("qwen2", {"is_causal": False}, "is_causal=False"),
     "no_bias": ("qwen2", {"attention_bias": False}, "attention_bias=False"),
     "mistral_bias": ("mistral", {"attention_bias": True}, "attention_bias=True"),
-    "window_of_some": ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    "caps_of_others": ("gemma", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "both_directions": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    "qk_norm_of_a_cohere": ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+    "pattern": ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+    "no_rope_layers": ("smollm3", {"no_rope_layers": [1, 2]}, r"no_rope_layers=\[1, 2\]"),
     "window_by_name": ("qwen3", {"use_sliding_window": "false"}, "use_sliding_window='false'"),
     "mixed_layers": (
         "qwen3",

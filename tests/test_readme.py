@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import coda_jax as coda
-from flax_layers.checkpoints import hf_settings
+from flax_layers.checkpoints import hf_families
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -64,8 +64,8 @@ def test_few_numbers():
 
 def test_checkpoints_that_load():
     (row,) = re.findall(r"^\| Hugging Face \| (.*?):", TEXT, re.MULTILINE)
-    assert {name.lower().replace("-", "_") for name in row.split(", ")} == {
-        name.replace("gpt2", "gpt_2") for name in hf_settings.FAMILIES
+    assert {name.lower().replace("-", "") for name in row.split(", ")} == {
+        name.replace("_", "") for name in hf_families.FAMILIES
     }
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from flax_layers.checkpoints import config_from_hf, from_hf, load_peft_folder
 from flax_layers.checkpoints.hf_experts import as_in_files
+from flax_layers.checkpoints.hf_families import FAMILIES
 from flax_layers.checkpoints.hf_names import entries
-from flax_layers.checkpoints.hf_settings import FAMILIES
 from flax_layers.models import MoEConfig
 
 torch = pytest.importorskip("torch")

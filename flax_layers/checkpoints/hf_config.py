@@ -6,34 +6,41 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_layers.checkpoints.hf_experts import is_mixtral
+from flax_layers.checkpoints.hf_families import FAMILIES, NOT_HERE, Family
 from flax_layers.checkpoints.hf_files import CONFIG
-from flax_layers.checkpoints.hf_settings import FAMILIES, NOT_HERE, Family
-from flax_layers.checkpoints.settings import check_settings, refusal, same, without
-from flax_layers.config_checks import is_number
+from flax_layers.checkpoints.hf_kinds import MULTIPLIERS, model_types
+from flax_layers.checkpoints.hf_rope import ROPE, own_rope, read_rope, with_rope_ignored, written_rope
+from flax_layers.checkpoints.hf_windows import own_windows, read_windows
+from flax_layers.checkpoints.settings import check_settings, refusal, without
+from flax_layers.models.gemma import GemmaConfig
 from flax_layers.models.gpt2 import GPT2Config
-from flax_layers.models.llama import LlamaConfig
+from flax_layers.models.llama_config import FULL, LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import settings_in, with_settings
-from flax_layers.rope_scaling import RopeScaling
 
-_LLAMA3 = tuple(field.name for field in dataclasses.fields(RopeScaling))
-# Names of layers with attention to all tokens before.
-_FULL = ("full_attention", "attention")
-# Dictionaries of rotary settings; `transformers` reads the first.
-_ROPE = ("rope_scaling", "rope_parameters")
 # Settings of how parameters were stored, which are not those of what is written.
 _OF_FORMER_FILES = ("quantization_config", "compression_config", "transformers_weights")
 # The origin keeps ignored settings by this name: they are written again and not read.
 _IGNORED = f"ignored of {CONFIG}"
 # Settings that not all kinds of models have, or not in one sense.
-_OF_A_KIND = ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers")
+_OF_A_KIND = (
+    *("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    *("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "auto_map"),
+)
+# What is read together with other settings.
+_READ_APART = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})
+_READ_APART |= {"sliding_window", "layer_types", "no_rope_layers"}
+# Of a Gemma; their defaults are not those of transformers.
+_OF_GEMMA = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 
 
 def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> LlamaConfig | GPT2Config:
-    """The configuration in a config.json, of a Llama, a Mistral, a Qwen2, a Qwen3 or a GPT-2, or of one with experts.
+    """The configuration in a config.json, of one of the kinds in `flax_layers.checkpoints.hf_families`.
 
-    A MoEConfig of a Mixtral, a Qwen2-MoE or a Qwen3-MoE.
+    A LlamaConfig of a Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite or SmolLM3; a MoEConfig of a Mixtral, Qwen2-MoE or
+    Qwen3-MoE; a GemmaConfig of a Gemma, Gemma 2 or text model of Gemma 3; an Olmo2Config, a CohereConfig of a Command R
+    or R7B, or a GPT2Config.
 
     Each setting is one of ours, one that is known not to change what is computed (`flax_layers.checkpoints.hf_settings`
     lists them), or has the value that ours compute with; any other is refused.
@@ -52,7 +59,7 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
       ValueError: another model_type, a setting that ours do not have, or one that is out of its range.
     """
     check_settings(settings, "config_from_hf", "a config.json", "load_hf_folder")
-    given, settings = settings, _with_rope_ignored(settings, without(settings, ignore), ignore)
+    given, settings = settings, with_rope_ignored(settings, without(settings, ignore), ignore)
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{model_type=} is not supported; it must be one of {', '.join(FAMILIES)}")
@@ -60,20 +67,26 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     for alias, name in family.aliases.items():
         if (value := settings.pop(alias, None)) is not None:
             settings[name] = value
+    for theirs, ours in family.names.items():
+        settings.pop(ours, None)
+        if theirs in settings:
+            settings[ours] = settings.pop(theirs)
+    if model_type == "gemma" and settings.get("hidden_act") == "gelu":  # as transformers reads it
+        settings["hidden_act"] = "gelu_pytorch_tanh"
     family.known.check(settings, f"a config.json of model_type {model_type!r}")
     code = settings.get("auto_map") or {}
-    if not isinstance(code, Mapping) or any(str(name).startswith("AutoModel") for name in code):
+    if not isinstance(code, Mapping) or any(_is_other_code(name, of, family) for name, of in code.items()):
         raise refusal("auto_map", code, "the model has code of its own")
     fields = {**family.fields, "origin": _origin(given, settings, family)}
     for field in dataclasses.fields(family.config):
-        if field.name in family.known.read - {"rope_theta", "rope_scaling", "sliding_window"}:
+        if field.name in family.known.read - _READ_APART:
             fields[field.name] = _value(settings, family, field)
     if family.config is GPT2Config:
         return GPT2Config(**fields)
-    theta, scaling = _rope(settings, family.defaults.get("rope_theta", 10000.0))
     cls: Any = family.config
-    config: LlamaConfig = cls(**fields, rope_theta=theta, rope_scaling=scaling)
-    return dataclasses.replace(config, sliding_window=_window(settings, family, config.num_hidden_layers))
+    config: LlamaConfig = cls(**fields)
+    windows = read_windows(settings, family, config.num_hidden_layers)
+    return dataclasses.replace(config, **read_rope(settings, family), **windows)
 
 
 def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = None) -> dict[str, Any]:
@@ -91,10 +104,16 @@ def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = N
     return _written_over(former, _own_settings(config, model_type or former.get("model_type")), config)
 
 
+def _is_other_code(name: Any, of: Any, family: Family) -> bool:
+    """Whether an auto_map names a model of other code than transformers' own class of that name."""
+    own = f".{family.own_class}"
+    return str(name).startswith("AutoModel") and not (family.own_class and str(of).endswith(own))
+
+
 def _origin(given: Mapping[str, Any], read: Mapping[str, Any], family: Family) -> str:
     """A model keeps these of a file: the settings that are read, and ignored ones that no field of ours says."""
     # Parts of a dictionary that are ignored stand where they stood.
-    origin = with_settings(None, CONFIG, {**read, **{name: given[name] for name in _ROPE if name in read}})
+    origin = with_settings(None, CONFIG, {**read, **{name: given[name] for name in ROPE if name in read}})
     ours = {*(family.known.read - {"auto_map", "partial_rotary_factor"}), *family.aliases}
     ignored = {name: value for name, value in given.items() if name not in read and name not in ours}
     return with_settings(origin, _IGNORED, ignored) if ignored else origin
@@ -111,29 +130,39 @@ def _own_settings(config: LlamaConfig | GPT2Config, model_type: str | None) -> d
         _check_name(config, "activation_function")
         return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **settings}
     _check_name(config, "hidden_act")
-    fitting = _model_types(config)
+    fitting = model_types(config)
     name = model_type if model_type in fitting else fitting[0]
     if isinstance(config, MoEConfig):
         settings = _of_experts(config, settings, name)
     # Written out: transformers has other defaults for these models.
     settings["num_key_value_heads"] = config.resolved_num_key_value_heads
     settings["head_dim"] = config.resolved_head_dim
-    if "attention_bias" in FAMILIES[name].known.read:
+    family = FAMILIES[name]
+    if "attention_bias" in family.known.read:
         settings["attention_bias"] = config.attention_bias
-    if name in ("mistral", "mixtral", "qwen2", "qwen3"):
-        settings["sliding_window"] = config.sliding_window
-    if "use_sliding_window" in FAMILIES[name].known.read:
-        settings["use_sliding_window"] = config.sliding_window is not None
-        if config.sliding_window is not None:
-            settings["max_window_layers"] = 0  # the first layer that has one
-    scaling = config.rope_scaling
+    if name == "granite":
+        settings |= {key: getattr(config, key) for key in MULTIPLIERS}
+        scale = config.attention_multiplier
+        settings["attention_multiplier"] = config.resolved_head_dim**-0.5 if scale is None else scale
+    if isinstance(config, GemmaConfig):
+        ours = ("sandwich_norms", "rope_local_base_freq", *_OF_GEMMA)
+        settings = {key: value for key, value in settings.items() if key not in ours}
+        settings |= {key: getattr(config, key) for key in _OF_GEMMA if key in family.known.read}
+        if settings.get("query_pre_attn_scalar", 0) is None:
+            settings["query_pre_attn_scalar"] = config.resolved_head_dim
+    settings |= own_windows(config, name, family)
+    for theirs, field in family.names.items():
+        settings[theirs] = settings.pop(field)
     return {
         "model_type": name,
-        "architectures": [f"{name.title().replace('_', '')}ForCausalLM"],
+        "architectures": [_architecture(name)],
         **settings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
+        **own_rope(config, name),
     }
+
+
+def _architecture(model_type: str) -> str:
+    return _ARCHITECTURES.get(model_type, f"{model_type.title().replace('_', '')}ForCausalLM")
 
 
 def _of_experts(config: MoEConfig, settings: dict[str, Any], name: str) -> dict[str, Any]:
@@ -162,22 +191,16 @@ def _written_over(former: dict[str, Any], own: dict[str, Any], config: LlamaConf
         return kept | own
     if own["model_type"] != kept.get("model_type"):
         kept = {name: value for name, value in kept.items() if name not in _OF_A_KIND}
-    kinds = _FULL if config.sliding_window is None or "use_sliding_window" not in own else ("sliding_attention",)
-    types = kept.get("layer_types")
-    if types is not None and (len(types) != config.num_hidden_layers or any(kind not in kinds for kind in types)):
-        del kept["layer_types"]
-    if config.rope_scaling is not None:
-        kept.pop("original_max_position_embeddings", None)
-    parameters, scaling = kept.pop("rope_parameters", None), kept.pop("rope_scaling", None)
-    rope = own.pop("rope_scaling") or {"rope_type": "default"}
-    of_former = parameters or scaling or {}
-    if of_former.get("rope_type", of_former.get("type", "default")) == rope["rope_type"]:
-        rope = {**of_former, **rope}
-    if parameters:
-        kept.pop("rope_theta", None)
-        rope["rope_theta"] = own.pop("rope_theta")
-        return kept | own | {"rope_parameters": rope}
-    return kept | own | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+    if "layer_types" not in own and not _fits(kept.get("layer_types"), config, own):
+        kept.pop("layer_types", None)
+    return written_rope(kept, own)
+
+
+def _fits(types: Any, config: LlamaConfig, own: dict[str, Any]) -> bool:
+    """Whether a list of kinds of layers that a file had is that of a configuration whose layers are alike."""
+    has_windows = config.sliding_window is not None and "use_sliding_window" in own
+    kinds = ("sliding_attention",) if has_windows else (FULL, "attention")
+    return types is None or (len(types) == config.num_hidden_layers and all(kind in kinds for kind in types))
 
 
 def _check_name(config: LlamaConfig | GPT2Config, name: str) -> None:
@@ -186,142 +209,8 @@ def _check_name(config: LlamaConfig | GPT2Config, name: str) -> None:
         raise ValueError(f"{name}={activation!r} has no place in a config.json, which has names of activations alone")
 
 
-def _model_types(config: LlamaConfig) -> list[str]:
-    """The kinds of models that compute what this configuration says."""
-    if config.rope_theta is None:
-        raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
-    if isinstance(config, MoEConfig):
-        return _model_types_of_experts(config)
-    biases = (config.attention_bias, config.resolved_attention_out_bias)
-    if config.qk_norm:
-        found = ["qwen3"] if biases[0] == biases[1] else []
-    else:
-        fits = {
-            "llama": biases[0] == biases[1] and config.sliding_window is None,
-            "mistral": not any(biases),
-            "qwen2": biases == (True, False),
-        }
-        found = [name for name, does in fits.items() if does]
-    if not found:
-        given = f"attention_bias={biases[0]}, attention_out_bias={biases[1]}, qk_norm={config.qk_norm}"
-        raise ValueError(
-            f"{given}, sliding_window={config.sliding_window} has no place in a config.json: a Llama has both biases "
-            "or none, and no window; a Mistral has no biases; a Qwen2 has attention_bias alone; a Qwen3 has qk_norm, "
-            "and both biases or none"
-        )
-    return found
-
-
-def _model_types_of_experts(config: MoEConfig) -> list[str]:
-    """The kind of models with experts that computes what this configuration says."""
-    default = {field.name: field.default for field in dataclasses.fields(config)}
-    for name in ("scoring_func", "routed_scaling_factor", "n_group", "topk_group", "use_balance_bias"):
-        if getattr(config, name) != default[name]:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} has no place in a config.json of a Mixtral or a Qwen3-MoE"
-            )
-    biases = (config.attention_bias, config.resolved_attention_out_bias)
-    shared = config.shared_expert_intermediate_size is not None
-    has_window = config.sliding_window is not None
-    fits = {
-        "mixtral": is_mixtral(config),
-        "qwen2_moe": not config.qk_norm and biases == (True, False) and config.shared_expert_gate and not has_window,
-        "qwen3_moe": config.qk_norm and biases[0] == biases[1] and not shared and not has_window,
-    }
-    found = [name for name, does in fits.items() if does]
-    if not found:
-        raise ValueError(
-            f"attention_bias={biases[0]}, attention_out_bias={biases[1]}, qk_norm={config.qk_norm}, "
-            f"sliding_window={config.sliding_window}, shared_expert_gate={config.shared_expert_gate}, "
-            f"norm_topk_prob={config.norm_topk_prob} has no place in a config.json: a Mixtral has none of these but "
-            "norm_topk_prob and a window, and experts of intermediate_size in each layer; a Qwen2-MoE attention_bias "
-            "alone, and a shared expert with a gate; a Qwen3-MoE qk_norm, both biases or none, and no shared expert"
-        )
-    return found
-
-
 def _value(settings: Mapping[str, Any], family: Family, field: dataclasses.Field[Any]) -> Any:
     """A field as the file says it: null is None where that means something, else it is not said."""
     if settings.get(field.name) is not None or (field.name in settings and field.default is None):
         return settings[field.name]
     return family.defaults.get(field.name, field.default)
-
-
-def _with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """What is not ignored, in the dictionaries of rotary settings too; of an ignored one rope_theta is left."""
-    # The length is a setting beside these dictionaries too, where it contradicts theirs.
-    inside = [name for name in ignore if name != "original_max_position_embeddings"]
-    for name in _ROPE:
-        if isinstance(rope := settings.get(name), Mapping):
-            rope = without(rope, inside)
-            if name not in ignore:
-                rest[name] = rope
-            elif rope.get("rope_theta") is not None:
-                rest["rope_theta"] = rope["rope_theta"]
-    return rest
-
-
-def _rope(settings: Mapping[str, Any], default_theta: float) -> tuple[Any, RopeScaling | None]:
-    """rope_theta and the scaling."""
-    where, rope = _rope_dictionary(settings)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("type", kind) != kind:
-        raise refusal("type", rope["type"], f"rope_type is {kind!r} in {where}")
-    if kind not in ("default", "llama3"):
-        raise refusal(where, rope, f"rope_type {kind!r} must be 'default' or 'llama3'")
-    scaling = _LLAMA3 if kind == "llama3" else ()
-    if missing := [name for name in scaling if name not in rope]:
-        raise ValueError(f"rope_type 'llama3' lacks {', '.join(missing)}: {rope}")
-    for name, value in rope.items():
-        if name not in {"rope_type", "type", "rope_theta", "partial_rotary_factor", *scaling}:
-            raise refusal(name, value, f"it is not known of rope_type {kind!r} in {where}")
-    original = settings.get("original_max_position_embeddings")
-    if scaling and original is not None and original != rope["original_max_position_embeddings"]:
-        raise refusal("original_max_position_embeddings", original, f"it is another one in {where}")
-    theta = rope.get("rope_theta", default_theta)
-    theta = float(theta) if is_number(theta) else theta
-    return theta, RopeScaling(**{name: rope[name] for name in scaling}) if scaling else None
-
-
-def _rope_dictionary(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What is said of the rotary embedding, and where: transformers 5 has it in one dictionary, older ones in two."""
-    given = {name: settings[name] for name in _ROPE if settings.get(name)}
-    for name, value in given.items():
-        if not isinstance(value, Mapping):
-            raise refusal(name, value, "it must be a dictionary or null")
-    where, rope = next(iter(given.items()), ("rope_scaling", {}))
-    if any(dict(other) != dict(rope) for other in given.values()):
-        raise refusal("rope_parameters", given["rope_parameters"], f"rope_scaling is {given['rope_scaling']!r}")
-    outside = {name: settings.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    found = {name: value for of in (outside, rope) for name, value in of.items() if value is not None}
-    if not same(partial := found.get("partial_rotary_factor", 1), 1):
-        raise refusal("partial_rotary_factor", partial, "heads are turned whole, as with 1.0")
-    return where, found
-
-
-def _window(settings: Mapping[str, Any], family: Family, layers: int) -> Any:
-    """The window of all layers; a ValueError where it is one of some layers alone."""
-    types = settings.get("layer_types")
-    if types is not None and (not isinstance(types, list | tuple) or len(types) != layers):
-        raise refusal("layer_types", types, f"it must be a list of {layers}, one of each layer")
-    if "use_sliding_window" not in family.known.read:
-        if any(kind not in _FULL for kind in types or ()):
-            raise refusal("layer_types", types, "all layers must be alike")
-        is_read = "sliding_window" in family.known.read
-        return settings.get("sliding_window", family.defaults["sliding_window"]) if is_read else None
-    is_used = settings.get("use_sliding_window") or False
-    first = settings.get("max_window_layers")
-    first = 28 if first is None else first
-    if not isinstance(is_used, bool):
-        raise refusal("use_sliding_window", is_used, "it must be True or False")
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise refusal("max_window_layers", first, "it must be an integer")
-    window = settings.get("sliding_window", 4096) if is_used else None
-    if types is not None:
-        if all(kind in _FULL for kind in types):
-            return None
-        if window is None or any(kind != "sliding_attention" for kind in types):
-            raise refusal("layer_types", types, "all layers must have the same window, of use_sliding_window")
-    elif window is not None and 0 < first < layers:
-        raise refusal("use_sliding_window", is_used, f"layers before max_window_layers={first} have no window")
-    return window if types is not None or first < layers else None

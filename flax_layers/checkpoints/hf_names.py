@@ -5,10 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from flax_layers.checkpoints.hf_experts import expert_entries
-from flax_layers.checkpoints.table import Entry, Part, Path
+from flax_layers.checkpoints.hf_kinds import is_phi3
+from flax_layers.checkpoints.table import Entry, Part, Path, interleaved
+from flax_layers.models.cohere import CohereConfig
+from flax_layers.models.gemma import GemmaConfig
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
+from flax_layers.models.olmo2 import Olmo2Config
+from flax_layers.rope_scaling import turned_columns
 
 
 def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
@@ -17,11 +22,14 @@ def entries(config: LlamaConfig | GPT2Config) -> list[Entry]:
 
 
 def _llama(config: LlamaConfig) -> list[Entry]:
-    """LlamaForCausalLM and its kin: Mistral, Qwen2, Qwen3, and Mixtral, Qwen2-MoE, Qwen3-MoE."""
+    """LlamaForCausalLM and its kin, of all kinds in `hf_families` but GPT-2."""
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     head_dim = config.resolved_head_dim
     queries, keys = config.num_attention_heads * head_dim, config.resolved_num_key_value_heads * head_dim
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    norms, order = _norms(config), _order(config)
+    orders = {"q_proj": order, "k_proj": order, "v_proj": ()}
+    is_packed = is_phi3(config)
     kernel = partial(Part, transposed=True)
     found = [
         Entry(("embed", "embedding"), (Part("model.embed_tokens.weight", (vocab, width)),)),
@@ -33,13 +41,23 @@ def _llama(config: LlamaConfig) -> list[Entry]:
         path: Path = ("layers", i)
         layer = f"model.layers.{i}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = tuple(kernel(f"{attention}.{name}.weight", (n, width)) for name, n in projections.items())
-        gate_up = tuple(kernel(f"{mlp}.{name}_proj.weight", (hidden, width)) for name in ("gate", "up"))
+        if is_packed:
+            columns = queries + 2 * keys
+            turned = _packed(order, (queries + keys) // head_dim, columns)
+            qkv: tuple[Part, ...] = (kernel(f"{attention}.qkv_proj.weight", (columns, width), order=turned),)
+            gate_up: tuple[Part, ...] = (kernel(f"{mlp}.gate_up_proj.weight", (2 * hidden, width)),)
+        else:
+            qkv = tuple(
+                kernel(f"{attention}.{name}.weight", (n, width), order=orders[name]) for name, n in projections.items()
+            )
+            gate_up = tuple(kernel(f"{mlp}.{name}_proj.weight", (hidden, width)) for name in ("gate", "up"))
         found += [
-            Entry((*path, "attention_norm", "scale"), (Part(f"{layer}.input_layernorm.weight", (width,)),)),
+            *(
+                Entry((*path, ours, "scale"), (Part(f"{layer}.{name}.weight", (width,)),))
+                for ours, name in norms.items()
+            ),
             Entry((*path, "attention", "qkv", "kernel"), qkv),
             Entry((*path, "attention", "out", "kernel"), (kernel(f"{attention}.o_proj.weight", (width, queries)),)),
-            Entry((*path, "mlp_norm", "scale"), (Part(f"{layer}.post_attention_layernorm.weight", (width,)),)),
         ]
         if isinstance(config, MoEConfig) and config.has_experts(i):
             found += expert_entries(config, i)
@@ -49,16 +67,59 @@ def _llama(config: LlamaConfig) -> list[Entry]:
                 Entry((*path, "mlp", "down", "kernel"), (kernel(f"{mlp}.down_proj.weight", (width, hidden)),)),
             ]
         if config.attention_bias:
-            biases = tuple(Part(f"{attention}.{name}.bias", (n,)) for name, n in projections.items())
+            biases = tuple(
+                Part(f"{attention}.{name}.bias", (n,), order=orders[name]) for name, n in projections.items()
+            )
             found.append(Entry((*path, "attention", "qkv", "bias"), biases))
         if config.resolved_attention_out_bias:
             found.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)))
         if config.qk_norm:
-            found += [
-                Entry((*path, "attention", f"{x}_norm", "scale"), (Part(f"{attention}.{x}_norm.weight", (head_dim,)),))
-                for x in "qk"
-            ]
+            is_wide = isinstance(config, Olmo2Config)
+            for x, size in (("q", queries), ("k", keys)):
+                part = Part(f"{attention}.{x}_norm.weight", (size if is_wide else head_dim,))
+                found.append(Entry((*path, "attention", f"{x}_norm", "scale"), (part,)))
     return found
+
+
+def _norms(config: LlamaConfig) -> dict[str, str]:
+    """Our norms of a block -> theirs."""
+    if isinstance(config, CohereConfig):
+        return {"norm": "input_layernorm"}
+    if isinstance(config, Olmo2Config):
+        return {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+    if isinstance(config, GemmaConfig) and config.sandwich_norms:
+        return {
+            "attention_norm": "input_layernorm",
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }
+    return {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def _order(config: LlamaConfig) -> tuple[int, ...]:
+    """Which column of theirs each of our columns is, in a head of queries or keys; empty if they are the same.
+
+    Ours turn columns i and i + Dh / 2. Cohere's are 2 i and 2 i + 1. Where R columns of a head are turned theirs are i
+    and i + R / 2, in front of those that are not.
+    """
+    size = config.resolved_head_dim
+    if isinstance(config, CohereConfig):
+        return interleaved(size)
+    if config.partial_rotary_factor == 1:
+        return ()
+    turned = turned_columns(size, config.partial_rotary_factor)
+    half, rest = turned // 2, (size - turned) // 2
+    first, second = (*range(half), *range(turned, turned + rest)), (*range(half, turned), *range(turned + rest, size))
+    return (*first, *second)
+
+
+def _packed(order: tuple[int, ...], heads: int, columns: int) -> tuple[int, ...]:
+    """`Part.order` of all columns of queries, keys and values, of which these heads are turned."""
+    if not order:
+        return ()
+    size = len(order)
+    return (*(size * head + column for head in range(heads) for column in order), *range(size * heads, columns))
 
 
 def _gpt2(config: GPT2Config) -> list[Entry]:

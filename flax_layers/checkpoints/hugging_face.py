@@ -22,6 +22,7 @@ from flax_layers.checkpoints.incoming import readable
 from flax_layers.checkpoints.placement import Shardings, wait_for_all_processes
 from flax_layers.checkpoints.safetensors_files import Stored, stored_in, write
 from flax_layers.checkpoints.table import arrays_of, check, check_layers, fill, types_of
+from flax_layers.models import model_class
 from flax_layers.models.gpt2 import GPT2, GPT2Config
 from flax_layers.models.llama import Llama, LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
@@ -45,10 +46,10 @@ def from_hf(
 ) -> Llama | GPT2:
     """A model with the parameters of a Hugging Face LlamaForCausalLM, its kin, or GPT2LMHeadModel.
 
-    Its kin are MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM, and with experts MixtralForCausalLM,
-    Qwen2MoeForCausalLM and Qwen3MoeForCausalLM, of a MoEConfig: experts each in an array of its own, as files have
-    them, or all in one, as transformers 5 has them in memory. `load_hf_folder` reads config and arrays from
-    a folder.
+    Its kin are those of Mistral, Qwen2, Qwen3, Phi-3, Granite and SmolLM3, as Llamas; of Gemma 1 to 3, OLMo 2 and
+    Command R, of classes of their own (`flax_layers.models`); and with experts MixtralForCausalLM, Qwen2MoeForCausalLM
+    and Qwen3MoeForCausalLM, of a MoEConfig: experts each in an array of its own, as files have them, or all in one, as
+    transformers 5 has them in memory. `load_hf_folder` reads config and arrays from a folder.
 
     Args:
       state_dict: name -> array, of NumPy, JAX or torch, in the shapes that `transformers` gives them; of any floating
@@ -58,7 +59,7 @@ def from_hf(
       shardings: where the parameters lie, on a mesh say: a jax.sharding.Sharding for all, a function
         f(path, leaf) -> Sharding, or an nnx.State or nested dictionaries of them; default the default device. Of an
         array no more is read at once than what a device holds of its parameter.
-      **options: of `Llama` or `GPT2`: dtype, param_dtype, and Llama's scan_layers, remat and remat_layers. Stacked
+      **options: of the model: dtype, param_dtype, and of all but `GPT2` scan_layers, remat and remat_layers. Stacked
         layers are filled directly.
 
     Raises:
@@ -85,7 +86,7 @@ def from_hf(
         "attention_bias and attention_out_bias give a LlamaConfig biases, qk_norm QK-norms; adapters are not supported"
     )
     check(table, arrays, hint)
-    cls: Any = GPT2 if isinstance(config, GPT2Config) else Llama
+    cls: Any = model_class(config)
     abstract = nnx.eval_shape(lambda: cls(config, **options, rngs=nnx.Rngs(0)))
     model: Llama | GPT2 = fill(abstract, table, arrays, shardings)
     return model

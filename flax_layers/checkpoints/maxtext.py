@@ -14,8 +14,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_layers.checkpoints.incoming import readable_one
 from flax_layers.checkpoints.placement import Index, Shardings, block_of
-from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, check_layers, fill
+from flax_layers.checkpoints.table import Entry, Part, Path, arrays_of, check, check_layers, fill, interleaved
 from flax_layers.models.llama import Llama, LlamaConfig
+from flax_layers.models.llama_config import check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import remember, settings_in
 
@@ -150,6 +151,7 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
     """All parameters, layers unrolled."""
     if isinstance(config, MoEConfig):
         raise ValueError("a config with experts: MaxText's checkpoints are read and written of models without experts")
+    check_is_plain(config, "a checkpoint of MaxText's llama2 or qwen3")
     if query_scaled is None:
         query_scaled = not config.qk_norm
     if query_scaled and config.qk_norm:
@@ -161,7 +163,7 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
     width, hidden, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     head_dim = config.resolved_head_dim
     queries, keys = (config.num_attention_heads, head_dim), (config.resolved_num_key_value_heads, head_dim)
-    turned = partial(Part, interleaved=rotary == "interleaved")
+    turned = partial(Part, order=interleaved(head_dim) if rotary == "interleaved" else ())
     query = partial(turned, factor=math.sqrt(head_dim) if query_scaled else 1.0)
     found = [
         Entry(("embed", "embedding"), (Part("token_embedder.embedding", (vocab, width)),)),

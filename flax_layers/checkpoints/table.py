@@ -25,14 +25,14 @@ class Part:
       name: in the checkpoint.
       shape: in the checkpoint.
       transposed: whether it is (out, in), as torch.nn.Linear stores kernels.
-      interleaved: whether its last axis, the columns of a head, has the two halves of ours in turns.
+      order: of the columns of a head, which one of theirs each of ours is; empty if they are the same.
       factor: what it is multiplied by to be ours.
     """
 
     name: str
     shape: tuple[int, ...]
     transposed: bool = False
-    interleaved: bool = False
+    order: tuple[int, ...] = ()
     factor: float = 1.0
 
     def read(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
@@ -43,21 +43,29 @@ class Part:
           row_count: of ours, 1 of a vector.
           rows, columns: of the block, with start and stop.
         """
+        width = len(self.order) or 1
+        first = columns.start // width * width
+        heads = slice(first, -(-columns.stop // width) * width)
+        block = self._block(array, row_count, rows, heads)
+        if self.order:
+            block = block.reshape(len(block), -1, width)[..., list(self.order)].reshape(len(block), -1)
+        return _times(block[:, columns.start - first : columns.stop - first], self.factor)
+
+    def _block(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
+        """Rows and columns of ours, the columns in their order."""
         if self.transposed:
-            return _times(block_of(array, (columns, rows)).T, self.factor)
+            return block_of(array, (columns, rows)).T
         axis = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == row_count)
         of_rows, rows = _cover(self.shape[:axis], rows)
-        of_columns, columns = _cover(self.shape[axis:], columns, whole_head=self.interleaved)
+        of_columns, columns = _cover(self.shape[axis:], columns)
         block = block_of(array, (*of_rows, *of_columns))
-        if self.interleaved:
-            block = np.concatenate([block[..., 0::2], block[..., 1::2]], axis=-1)
-        return _times(block.reshape(math.prod(block.shape[:axis]), -1)[rows, columns], self.factor)
+        return block.reshape(math.prod(block.shape[:axis]), -1)[rows, columns]
 
     def write(self, array: np.ndarray) -> np.ndarray:
         """The checkpoint's array; ours may have any shape."""
+        if self.order:
+            array = array.reshape(-1, len(self.order))[:, np.argsort(self.order)]
         array = _times(array.reshape(self.shape[::-1] if self.transposed else self.shape), 1 / self.factor)
-        if self.interleaved:
-            array = np.stack(np.split(array, 2, axis=-1), axis=-1).reshape(self.shape)
         return array.T if self.transposed else array
 
 
@@ -266,19 +274,23 @@ def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:1] if len(shape) > 1 else ()
 
 
-def _cover(axes: tuple[int, ...], wanted: slice, *, whole_head: bool = False) -> tuple[Index, slice]:
+def interleaved(size: int) -> tuple[int, ...]:
+    """The `Part.order` of heads of this size whose rotary embedding turns columns 2 i and 2 i + 1 together."""
+    return (*range(0, size, 2), *range(1, size, 2))
+
+
+def _cover(axes: tuple[int, ...], wanted: slice) -> tuple[Index, slice]:
     """What to read of axes that are one axis of ours, and where the wanted part of ours is in it.
 
     Args:
       axes: their sizes.
       wanted: of ours, with start and stop.
-      whole_head: whether the last axis is read whole.
     """
     if not axes:
         return (), wanted
-    first, *rest = axes
+    rest = axes[1:]
     size = math.prod(rest)
-    start, stop = (0, first) if whole_head and not rest else (wanted.start // size, -(-wanted.stop // size))
+    start, stop = wanted.start // size, -(-wanted.stop // size)
     index = (slice(start, stop), *(slice(0, n) for n in rest))
     return index, slice(wanted.start - start * size, wanted.stop - start * size)
 

@@ -39,6 +39,7 @@ class LanguageModel(nnx.Module):
       max_length: the name of the config's field that bounds the number of tokens.
       origin: the config's: settings of the checkpoint that the parameters came with.
       rules: how parameters and activations lie on a mesh, see `flax_layers.sharding`; None: as those in force say.
+      soft_cap: of the logits, soft_cap * tanh(logits / soft_cap), also in losses; None: none.
     """
 
     max_length: ClassVar[str]
@@ -47,6 +48,7 @@ class LanguageModel(nnx.Module):
     layers: Any
     origin: str | None = None
     rules: tuple[tuple[str, MeshAxes], ...] | None = None
+    soft_cap: float | None = None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ class LanguageModel(nnx.Module):
         return self.layers
 
     def _check_length(self, count: int) -> None:
-        limit = getattr(self.config, self.max_length)
+        limit = getattr(self.config, "max_tokens", getattr(self.config, self.max_length))
         if isinstance(count, int) and count > limit:  # a symbolic one is not known
             raise ValueError(f"{count} tokens exceed config.{self.max_length}={limit}")
 
@@ -107,7 +109,7 @@ class LanguageModel(nnx.Module):
         """
         self._check_length(tokens.shape[-1])
         features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
-        return logits_of(self.head, features, self._embedding())
+        return logits_of(self.head, features, self._embedding(), self.soft_cap)
 
     @under_rules
     def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
@@ -174,6 +176,7 @@ class LanguageModel(nnx.Module):
             labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
             options["ignore_index"] = ignored
         seen = {"positions": _resolved(positions, segment_ids), "mask": mask, "segment_ids": segment_ids}
+        options = self._capped(options)
         features, statistics = self._features_and_statistics(tokens, token_mask, seen)
         loss, total = loss_of(self.head, features, labels, weights=weights, embedding=self._embedding(), **options)
         if statistics is None and (tokens_per_expert or dropped_choices or token_mask is not None):
@@ -221,8 +224,13 @@ class LanguageModel(nnx.Module):
         if segment_ids is not None and not across_segments:
             labels, ignored = counted_labels(labels, segment_ids, options.get("ignore_index", -100))
             options["ignore_index"] = ignored
+        options = self._capped(options)
         features = self._features(tokens, _resolved(positions, segment_ids), mask, segment_ids)
         return token_logprobs_of(self.head, features, labels, mask=token_mask, embedding=self._embedding(), **options)
+
+    def _capped(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the head's operators, with the model's own soft cap where no other one is asked for."""
+        return options if self.soft_cap is None else {"soft_cap": self.soft_cap, **options}
 
 
 def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array | None:

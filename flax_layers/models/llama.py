@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -87,35 +88,17 @@ class Llama(LanguageModel):
         width = config.hidden_size
         kernel_init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        layout: dict[str, Any] = {"separate_qkv": separate_qkv, "separate_gate_up": separate_gate_up}
+        layout |= {"attention_implementation": attention_implementation}
         self.embed = Embed(
             config.vocab_size, width, dtype=dtype, param_dtype=param_dtype, embedding_init=kernel_init, rngs=rngs
         )
         blocks = [
-            LlamaBlock(
-                width,
-                config.intermediate_size,
-                config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rope_theta=config.rope_theta,
-                rope_scaling=config.rope_scaling,
-                qk_norm=config.qk_norm,
-                use_bias=config.attention_bias,
-                use_out_bias=config.resolved_attention_out_bias,
-                separate_qkv=separate_qkv,
-                separate_gate_up=separate_gate_up,
-                activation=config.hidden_act,
-                sliding_window=config.sliding_window,
-                attention_implementation=attention_implementation,
-                fp8=recipe,
-                epsilon=config.rms_norm_eps,
-                mlp=_experts_of(config, i, **options),
-                **options,
-            )
+            self._block(config, i, fp8=recipe, **layout, **options)
             for i, recipe in enumerate(of_layers(fp8, config.num_hidden_layers))
         ]
         self.layers = stack(blocks) if scan_layers else nnx.List(blocks)
-        self.norm = RMSNorm(width, epsilon=config.rms_norm_eps, param_dtype=param_dtype, rngs=rngs)
+        self.norm = self._norm(config, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(
             width,
             config.vocab_size,
@@ -124,6 +107,56 @@ class Llama(LanguageModel):
         )
         self.config = config
         self.origin = config.origin
+        self.soft_cap = config.soft_cap
+
+    def _block(self, config: Any, layer: int, **options: Any) -> Any:
+        """The block of a layer.
+
+        Args:
+          config: the model's.
+          layer: its number.
+          **options: separate_qkv, separate_gate_up and attention_implementation as of the model; fp8, of the layer;
+            dtype, param_dtype, kernel_init and rngs.
+        """
+        theta, scaling = config.layer_rotary(layer)
+        of_experts = {name: options[name] for name in ("dtype", "param_dtype", "kernel_init", "rngs")}
+        return LlamaBlock(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            partial_rotary_factor=config.partial_rotary_factor,
+            qk_norm=config.qk_norm,
+            use_bias=config.attention_bias,
+            use_out_bias=config.resolved_attention_out_bias,
+            activation=config.hidden_act,
+            sliding_window=config.layer_window(layer),
+            scale=config.score_scale,
+            residual_multiplier=config.residual_multiplier,
+            epsilon=config.rms_norm_eps,
+            mlp=_experts_of(config, layer, **of_experts),
+            **options,
+        )
+
+    def _norm(self, config: Any, **options: Any) -> Any:
+        """The final norm; options are param_dtype and rngs."""
+        return RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, **options)
+
+    def _embedded(self, tokens: jax.Array) -> Stream:
+        """The stream that enters the first layer; the factor of the embedding is rounded to the stream's dtype."""
+        x, scale = self.embed(tokens), self.config.embedding_factor
+        return Stream.of(x if scale == 1 else x * jnp.asarray(scale, x.dtype))
+
+    def _projected(self, stream: Any) -> DeferredNorm:
+        """What the head projects of the stream that leaves the last layer; the factor of logits is in the norm."""
+        norm, factor = self.norm(stream), self.config.logits_factor
+        if factor == 1:
+            return norm
+        scale, bias = (None if x is None else x.astype(jnp.float32) * factor for x in (norm.scale, norm.bias))
+        return dataclasses.replace(norm, scale=scale, bias=bias)
 
     def _embedding(self) -> jax.Array | None:
         """What a tied head projects with."""
@@ -157,14 +190,14 @@ class Llama(LanguageModel):
         """The final norm, and what is counted of the routers if that is asked for."""
         left = run_layers(
             self.layers,
-            Stream.of(self.embed(tokens)),
+            self._embedded(tokens),
             remat=self.remat,
             remat_layers=self.remat_layers,
             statistics=statistics,
             **options,
         )
         stream, counted = left if statistics else (left, None)
-        return self.norm(constrain(stream, *STREAM, beside=("vocab",))), counted
+        return self._projected(constrain(stream, *STREAM, beside=("vocab",))), counted
 
     @under_rules
     def decode(
@@ -184,8 +217,8 @@ class Llama(LanguageModel):
           ValueError: more tokens than the cache's capacity. Under jit it is not known how many it holds: there those
             past its capacity are dropped.
         """
-        stream, longer = decode_layers(self._layers(), Stream.of(self.embed(tokens)), cache, lengths)
-        return logits_of(self.head, self.norm(stream), self._embedding())[:, 0], longer
+        stream, longer = decode_layers(self._layers(), self._embedded(tokens), cache, lengths)
+        return logits_of(self.head, self._projected(stream), self._embedding(), self.soft_cap)[:, 0], longer
 
     def _layers(self) -> Any:
         """The layers one by one, also where they are stacked."""

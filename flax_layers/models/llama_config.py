@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative, check_positive
-from flax_layers.rope_scaling import RopeScaling
+from flax_layers.rope_scaling import DynamicRopeScaling, RopeScaling, RotaryScaling
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama, a Mistral, a Qwen2 or a Qwen3, with the names and defaults of Hugging Face's LlamaConfig.
+    """Sizes of a Llama or one of its kin, with the names and defaults of Hugging Face's LlamaConfig.
+
+    Its kin are Mistral, Qwen2, Qwen3, Phi-3, Granite and SmolLM3.
 
     num_key_value_heads defaults to num_attention_heads, head_dim to hidden_size / num_attention_heads. attention_bias
     gives the query, key and value projections biases, and the output projection too unless attention_out_bias says
     otherwise. hidden_act is a name in `flax_layers.activation`, or a function. qk_norm normalises queries and keys.
     sliding_window, as Mistral's config names it, is how many tokens a token sees, itself and those before; default all.
     rope_theta None is no rotary embedding. Beside a plain Llama, a Qwen2 has attention_bias without
-    attention_out_bias, a Qwen3 qk_norm, a Mistral a sliding_window. `origin` is what stood in the settings that a
-    checkpoint came with, see `flax_layers.models.origin`; it does not count when configs are compared.
+    attention_out_bias, a Qwen3 qk_norm, a Mistral a sliding_window.
+
+    With layer_types layer i has the sliding_window if layer_types[i] is "sliding_attention", none if it is
+    "full_attention". With no_rope_layers, SmolLM3's, layer i has a rotary embedding if no_rope_layers[i] is 1, none if
+    it is 0. partial_rotary_factor is the part of a head that is turned, as in some Phi-3. Granite's multipliers are
+    those of the embedding, of attention's scores (default 1 / sqrt(head_dim)) and of what each sub-layer adds to the
+    stream; logits are divided by logits_scaling.
+
+    `origin` is what stood in the settings that a checkpoint came with, see `flax_layers.models.origin`; it does not
+    count when configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -35,7 +48,7 @@ class LlamaConfig:
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RotaryScaling | None = None
     hidden_act: str = "silu"
     attention_bias: bool = False
     qk_norm: bool = False
@@ -43,6 +56,14 @@ class LlamaConfig:
     sliding_window: int | None = None
     origin: str | None = dataclasses.field(default=None, compare=False, repr=False)
     attention_out_bias: bool | None = None
+    _: dataclasses.KW_ONLY
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
+    partial_rotary_factor: float = 1.0
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -53,11 +74,68 @@ class LlamaConfig:
         check_activation(self, "hidden_act")
         if self.rope_theta is not None:
             check_positive(self, "rope_theta")
-        if not isinstance(self.rope_scaling, RopeScaling | None):
+        check_positive(self, "partial_rotary_factor", "embedding_multiplier", "attention_multiplier")
+        check_positive(self, "residual_multiplier", "logits_scaling")
+        if not isinstance(self.rope_scaling, RotaryScaling | None):
             raise ValueError(
                 f"LlamaConfig: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling or None. "
                 "config_from_hf makes one of Hugging Face's dictionary."
             )
+        self._check_of_layers("layer_types", LAYER_TYPES)
+        self._check_of_layers("no_rope_layers", (0, 1))
+        if self.no_rope_layers is not None and all(self.no_rope_layers):
+            object.__setattr__(self, "no_rope_layers", None)
+
+    def _check_of_layers(self, name: str, allowed: tuple[Any, ...]) -> None:
+        """A field with a value for each layer, made a tuple, so that configs can be hashed; more are dropped."""
+        values = getattr(self, name)
+        if values is None:
+            return
+        is_sequence = isinstance(values, tuple | list) and all(value in allowed for value in values)
+        if not is_sequence or len(values) < self.num_hidden_layers:
+            wanted = " or ".join(map(repr, allowed))
+            raise ValueError(
+                f"{type(self).__name__}: {name}={values!r}; it must be {wanted} for each of "
+                f"{self.num_hidden_layers} layers"
+            )
+        object.__setattr__(self, name, tuple(values)[: self.num_hidden_layers])
+
+    def layer_window(self, layer: int) -> int | None:
+        """How many tokens a token of this layer sees; None for all."""
+        is_full = self.layer_types is not None and self.layer_types[layer] == FULL
+        return None if is_full else self.sliding_window
+
+    def layer_rotary(self, layer: int) -> tuple[float | None, RotaryScaling | None]:
+        """The base of this layer's rotary frequencies, None for no rotary embedding, and how they are stretched."""
+        if self.no_rope_layers is not None and not self.no_rope_layers[layer]:
+            return None, None
+        return self.rope_theta, self.rope_scaling
+
+    @property
+    def embedding_factor(self) -> float:
+        """What the token embedding is multiplied by."""
+        return self.embedding_multiplier
+
+    @property
+    def score_scale(self) -> float | None:
+        """What attention's scores are multiplied by; None for 1 / sqrt(head_dim)."""
+        return self.attention_multiplier
+
+    @property
+    def logits_factor(self) -> float:
+        """What logits are multiplied by."""
+        return 1 / self.logits_scaling
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Bound of the logits; None for none."""
+        return None
+
+    @property
+    def max_tokens(self) -> int:
+        """How many tokens there may be: max_position_embeddings, which dynamic scaling stretches."""
+        stretched = self.rope_scaling.factor if isinstance(self.rope_scaling, DynamicRopeScaling) else 1
+        return int(self.max_position_embeddings * stretched)
 
     @property
     def resolved_head_dim(self) -> int:
@@ -73,6 +151,11 @@ class LlamaConfig:
     def resolved_attention_out_bias(self) -> bool:
         """attention_out_bias, or what it is by default."""
         return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this has what Llama, Mistral, Qwen2 and Qwen3 have, and no more."""
+        return all(getattr(self, name) == default for name, default in _OF_OTHERS.items())
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -122,3 +205,25 @@ class LlamaConfig:
             qk_norm=True,
             tie_word_embeddings=True,
         )
+
+
+# Fields that Granite, SmolLM3, Phi-3 and models with several kinds of layers have beside the others.
+_OF_OTHERS = {
+    field.name: field.default
+    for field in dataclasses.fields(LlamaConfig)
+    if field.name in ("layer_types", "no_rope_layers", "partial_rotary_factor")
+    or field.name.endswith(("_multiplier", "logits_scaling"))
+}
+
+
+def check_is_plain(config: LlamaConfig, where: str) -> None:
+    """Checks that a configuration has no more than Llama, Mistral, Qwen2 and Qwen3 have, or experts.
+
+    Raises:
+      ValueError: another kind of configuration, or a field that they do not have.
+    """
+    if type(config).__name__ not in ("LlamaConfig", "MoEConfig"):
+        raise ValueError(f"a {type(config).__name__} has no place in {where}")
+    for name, default in _OF_OTHERS.items():
+        if (value := getattr(config, name)) != default:
+            raise ValueError(f"{name}={value!r} has no place in {where}")

@@ -1,0 +1,157 @@
+"""Rotary embeddings in Hugging Face's config.json: base, scaling, and the part of a head that is turned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from flax_layers.checkpoints.hf_families import Family
+from flax_layers.checkpoints.settings import refusal, same, without
+from flax_layers.config_checks import is_number
+from flax_layers.models.gemma import GemmaConfig
+from flax_layers.models.llama_config import LAYER_TYPES, LlamaConfig
+from flax_layers.rope_scaling import SCALINGS, DynamicRopeScaling, LongRopeScaling, RotaryScaling
+
+# Dictionaries of rotary settings; `transformers` reads the first.
+ROPE = ("rope_scaling", "rope_parameters")
+ORIGINAL = "original_max_position_embeddings"
+# A Phi-3's own name of it.
+_LONG = {"su": "longrope"}
+
+
+def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of our configuration that say how heads are turned."""
+    default_theta = family.defaults.get("rope_theta", 10000.0)
+    where, rope = _rope_dictionary(settings)
+    found: dict[str, Any] = {}
+    if "rope_local_base_freq" in family.known.read:
+        local = settings.get("rope_local_base_freq") or family.defaults["rope_local_base_freq"]
+        if set(rope) & set(LAYER_TYPES):
+            full, sliding = (dict(rope.get(kind) or {}) for kind in LAYER_TYPES)
+            if sliding.get("rope_type", "default") != "default":
+                raise refusal(where, rope, "layers with a sliding window turn heads without scaling")
+            rope, local = full, sliding.get("rope_theta", local)
+        found["rope_local_base_freq"] = local
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("type", kind) != kind:
+        raise refusal("type", rope["type"], f"rope_type is {kind!r} in {where}")
+    kind = _LONG.get(kind, kind) if family.turns_parts else kind
+    known = ["default", "longrope"] if family.turns_parts else ["default", *SCALINGS]
+    if kind not in known:
+        raise refusal(where, rope, f"rope_type {kind!r} must be one of {', '.join(known)}")
+    theta = rope.get("rope_theta", default_theta)
+    found["rope_theta"] = float(theta) if is_number(theta) else theta
+    found["rope_scaling"] = _scaling(kind, rope, settings, where)
+    partial = rope.get("partial_rotary_factor", 1)
+    if family.turns_parts:
+        found["partial_rotary_factor"] = partial
+    elif not same(partial, 1):
+        raise refusal("partial_rotary_factor", partial, "heads are turned whole, as with 1.0")
+    return found
+
+
+def _scaling(kind: str, rope: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RotaryScaling | None:
+    cls = SCALINGS.get(kind)
+    fields = {field.name: field for field in dataclasses.fields(cls)} if cls is not None else {}
+    for name, value in rope.items():
+        if name not in {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}:
+            raise refusal(name, value, f"it is not known of rope_type {kind!r} in {where}")
+    if cls is None:
+        return None
+    given = {name: rope[name] for name in fields if rope.get(name) is not None}
+    original = settings.get(ORIGINAL)
+    if original is not None and kind != "dynamic" and given.get(ORIGINAL, original) != original:
+        raise refusal(ORIGINAL, original, f"it is another one in {where}")
+    given = _implied(kind, fields, settings) | given
+    wanted = [name for name, field in fields.items() if kind == "llama3" or field.default is dataclasses.MISSING]
+    if missing := [name for name in wanted if name not in given]:
+        raise ValueError(f"rope_type {kind!r} lacks {', '.join(missing)}: {dict(rope)}")
+    return cls(**given)
+
+
+def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows of settings beside the dictionary, as in transformers; of a Llama 3 nothing does."""
+    context = settings.get("max_position_embeddings")
+    original = context if kind == "dynamic" or settings.get(ORIGINAL) is None else settings[ORIGINAL]
+    if kind == "llama3" or ORIGINAL not in fields or original is None:
+        return {}
+    found = {ORIGINAL: original}
+    if kind == "longrope" and is_number(context) and is_number(original) and original > 0:
+        found["factor"] = context / original
+    return found
+
+
+def _rope_dictionary(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What is said of the rotary embedding, and where: transformers 5 has it in one dictionary, older ones in two."""
+    given = {name: settings[name] for name in ROPE if settings.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            raise refusal(name, value, "it must be a dictionary or null")
+    where, rope = next(iter(given.items()), ("rope_scaling", {}))
+    if any(dict(other) != dict(rope) for other in given.values()):
+        raise refusal("rope_parameters", given["rope_parameters"], f"rope_scaling is {given['rope_scaling']!r}")
+    outside = {name: settings.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    return where, {name: value for of in (outside, rope) for name, value in of.items() if value is not None}
+
+
+def with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """What is not ignored, in the dictionaries of rotary settings too; of an ignored one rope_theta is left."""
+    # The length is a setting beside these dictionaries too, where it contradicts theirs.
+    inside = [name for name in ignore if name != ORIGINAL]
+    for name in ROPE:
+        if isinstance(rope := settings.get(name), Mapping):
+            rope = without(rope, inside)
+            if name not in ignore:
+                rest[name] = rope
+            elif rope.get("rope_theta") is not None:
+                rest["rope_theta"] = rope["rope_theta"]
+    return rest
+
+
+def own_rope(config: LlamaConfig, model_type: str) -> dict[str, Any]:
+    """What our fields are in a config.json, with the scaling as `rope_scaling`."""
+    scaling = config.rope_scaling
+    written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if scaling is not None:
+        fields = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
+        if isinstance(scaling, DynamicRopeScaling):
+            del fields[ORIGINAL]  # which max_position_embeddings is
+        for name, value in fields.items():
+            fields[name] = list(value) if isinstance(value, tuple) else value
+        written["rope_scaling"] = {"rope_type": scaling.rope_type, **fields}
+    if model_type == "phi3":
+        written["partial_rotary_factor"] = config.partial_rotary_factor
+        if isinstance(scaling, LongRopeScaling):
+            written[ORIGINAL] = scaling.original_max_position_embeddings
+    if model_type == "gemma3_text" and isinstance(config, GemmaConfig):
+        written["rope_local_base_freq"] = config.rope_local_base_freq
+    return written
+
+
+def written_rope(kept: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Settings that a model came with, and our own over them, rotary ones in the form that they had there."""
+    if own["rope_scaling"] is not None and ORIGINAL not in own:
+        kept.pop(ORIGINAL, None)
+    parameters, scaling = kept.pop("rope_parameters", None), kept.pop("rope_scaling", None)
+    rope = own.pop("rope_scaling") or {"rope_type": "default"}
+    nested = parameters if set(parameters or {}) & set(LAYER_TYPES) else None
+    of_former = (nested or {}).get(LAYER_TYPES[0]) if nested else parameters or scaling
+    of_former = of_former or {}
+    former_kind = of_former.get("rope_type", of_former.get("type", "default"))
+    if _LONG.get(former_kind, former_kind) == rope["rope_type"]:
+        rope = {**of_former, **rope}
+        rope.pop("type", None)
+    if parameters:
+        kept.pop("rope_theta", None)
+        rope["rope_theta"] = own.pop("rope_theta")
+        if "partial_rotary_factor" in own:
+            rope["partial_rotary_factor"] = own.pop("partial_rotary_factor")
+    if nested is not None:
+        local = {**(nested.get(LAYER_TYPES[1]) or {}), "rope_type": "default"}
+        local["rope_theta"] = own.pop("rope_local_base_freq")
+        kept.pop("rope_local_base_freq", None)
+        return kept | own | {"rope_parameters": dict(zip(LAYER_TYPES, (rope, local), strict=True))}
+    if parameters:
+        return kept | own | {"rope_parameters": rope}
+    return kept | own | {"rope_scaling": None if rope["rope_type"] == "default" else rope}

@@ -1,0 +1,155 @@
+"""Attention to another text."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+import coda_jax as coda
+from coda_jax import DeferredNorm, Stream
+from flax_layers import on_values
+from flax_layers.as_block import called
+from flax_layers.attend import Implementation
+from flax_layers.attention import Attention
+from flax_layers.axis_metadata import name_parameters
+from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, mapped
+from flax_layers.on_values import Angles, dtype_of_products, takes_values, why_not_linears
+
+
+@takes_values
+class CrossAttention(Attention):
+    """Grouped-query attention of one text to another, as a decoder's to what its encoder made.
+
+    q = x @ query;  k, v = context @ key, context @ value;  y = softmax(q k^T / sqrt(Dh)) v @ out [+ residual]
+
+    From "Attention Is All You Need" (arXiv 1706.03762). Queries, attention and the output are one block, keys and
+    values another: a norm of x runs in the product of the queries, the residual in that of the output.
+
+    Args:
+      in_features: D, of x.
+      num_heads: H, query heads.
+      context_features: C, of the context; default D.
+      num_kv_heads: Hkv, key and value heads, a divisor of H; default H.
+      head_dim: Dh; default D / H.
+      qk_norm, epsilon, use_bias, use_out_bias, scale, soft_cap: as in Attention.
+      dtype: compute dtype; default the promotion of input and kernels.
+      param_dtype: storage dtype of `query.kernel` (D, H Dh), `key.kernel` and `value.kernel` (C, Hkv Dh), and
+        `out.kernel` (H Dh, D).
+      kernel_init: initialiser of all.
+      implementation: as in Attention.
+      rngs: source of keys.
+
+    Raises:
+      ValueError: as Attention.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        context_features: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool | Literal["width"] = False,
+        epsilon: float = 1e-6,
+        use_bias: bool = False,
+        use_out_bias: bool | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
+        super().__init__(
+            in_features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=None,
+            qk_norm=qk_norm,
+            epsilon=epsilon,
+            use_bias=use_bias,
+            use_out_bias=use_out_bias,
+            separate_qkv=True,
+            is_causal=False,
+            scale=scale,
+            soft_cap=soft_cap,
+            implementation=implementation,
+            **options,
+        )
+        if context_features is not None and context_features != in_features:
+            linear = partial(Linear, context_features, self.num_kv_heads * self.head_dim, use_bias=use_bias, **options)
+            self.key, self.value = linear(), linear()
+            name_parameters(self)
+
+    @overload  # type: ignore[override]
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        context: jax.Array,
+        *,
+        residual: Stream | Literal[True],
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> Stream: ...
+    @overload
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        context: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> jax.Array: ...
+    def __call__(
+        self,
+        x: jax.Array | Stream | DeferredNorm,
+        context: jax.Array,
+        *,
+        residual: Residual = None,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> Any:
+        """Applies the layer.
+
+        Args:
+          x: (B, T, D) or (T, D).
+          context: (B, S, C) or (S, C).
+          residual: as in Linear.
+          mask: boolean, broadcastable to (B, H, T, S), True where a query may see a key, as where there is no padding.
+          bias: floats, broadcastable to (B, H, T, S), which are added to the scores, behind a soft cap.
+
+        Returns:
+          (B, T, D) or (T, D), as Linear returns it.
+
+        Raises:
+          ValueError: x or context of another shape.
+          TypeError: a value of a `coda.block`.
+        """
+        given: tuple[Any, ...] = x, context
+        if any(isinstance(y, coda.Value) for y in given):
+            raise TypeError("CrossAttention takes arrays, not values of a coda.block: its two texts have other rows")
+        if len(x.shape) not in (2, 3) or context.ndim != len(x.shape) or context.shape[:-2] != x.shape[:-2]:
+            raise ValueError(f"context {context.shape} beside x {x.shape}; they must be (B, S, C) and (B, T, D)")
+        keys_values = self._of_context(context)
+        return self._of_arrays(x, Sum.of(residual, x), Angles(None, None), mask, None, None, bias, keys_values)
+
+    def _of_context(self, context: jax.Array) -> list[jax.Array]:
+        """k and v, (..., S, Hkv Dh)."""
+        layers = [self.key, self.value]
+        if why_not_linears(layers) is None:
+            dtype = dtype_of_products(layers, context)
+            found: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
+            return found
+        k, v = (mapped(layer, context) for layer in layers)
+        return [self._normed(k, self.k_norm), v]

@@ -1,0 +1,286 @@
+"""Configurations of model families, and what their layers are: windows, rotary embeddings, factors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layers as layers
+from flax_layers.models import model_class
+from flax_layers.rope_scaling import rotary_angles, turned_columns, with_amplitude
+from tests.chain_cases import normal
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = layers.LinearRopeScaling(factor=2.0)
+
+COHERE = layers.CohereConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=32,
+    initializer_range=0.1,
+    rms_norm_eps=1e-4,
+    rope_theta=100.0,
+    rope_scaling=LINEAR,
+    hidden_act="gelu",
+    attention_bias=True,
+    qk_norm=False,
+    tie_word_embeddings=True,
+    sliding_window=3,
+    origin=None,
+    attention_out_bias=True,
+    layer_types=[SLIDING, FULL],
+    no_rope_layers=None,
+    partial_rotary_factor=1.0,
+    embedding_multiplier=1.0,
+    attention_multiplier=None,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+    logit_scale=0.5,
+)
+GEMMA = layers.GemmaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=32,
+    initializer_range=0.1,
+    rms_norm_eps=1e-4,
+    rope_theta=100.0,
+    rope_scaling=LINEAR,
+    hidden_act="gelu_pytorch_tanh",
+    attention_bias=False,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    sliding_window=3,
+    origin=None,
+    attention_out_bias=False,
+    layer_types=[SLIDING, FULL],
+    no_rope_layers=None,
+    partial_rotary_factor=1.0,
+    embedding_multiplier=1.0,
+    attention_multiplier=None,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+    sandwich_norms=True,
+    query_pre_attn_scalar=16,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    rope_local_base_freq=10.0,
+)
+OLMO2 = layers.Olmo2Config(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=32,
+    initializer_range=0.1,
+    rms_norm_eps=1e-4,
+    rope_theta=100.0,
+    rope_scaling=None,
+    hidden_act="silu",
+    attention_bias=False,
+    qk_norm=True,
+    tie_word_embeddings=False,
+    sliding_window=None,
+    origin=None,
+    attention_out_bias=None,
+    layer_types=None,
+    no_rope_layers=[1, 0],
+    partial_rotary_factor=0.5,
+    embedding_multiplier=2.0,
+    attention_multiplier=0.5,
+    residual_multiplier=1.0,
+    logits_scaling=4.0,
+)
+EXPERTS = layers.MoEConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_experts=2,
+    layer_types=[FULL, SLIDING],
+    sliding_window=3,
+    no_rope_layers=[0, 1],
+    partial_rotary_factor=0.5,
+    embedding_multiplier=2.0,
+    attention_multiplier=0.5,
+    residual_multiplier=1.0,
+    logits_scaling=4.0,
+)
+
+
+def test_what_layers_have():
+    assert [GEMMA.layer_window(i) for i in (0, 1)] == [3, None]
+    assert [GEMMA.layer_rotary(i) for i in (0, 1)] == [(10.0, None), (100.0, LINEAR)]
+    assert (GEMMA.embedding_factor, GEMMA.score_scale, GEMMA.soft_cap, GEMMA.logits_factor) == (4.0, 0.25, 30.0, 1.0)
+    assert [COHERE.layer_window(i) for i in (0, 1)] == [3, None]
+    assert [COHERE.layer_rotary(i) for i in (0, 1)] == [(100.0, LINEAR), (None, None)]
+    assert (COHERE.logits_factor, COHERE.soft_cap, COHERE.score_scale, COHERE.max_tokens) == (0.5, None, None, 32)
+    assert [OLMO2.layer_rotary(i) for i in (0, 1)] == [(100.0, None), (None, None)]
+    assert OLMO2.layer_window(0) is None
+    assert (OLMO2.embedding_factor, OLMO2.score_scale, OLMO2.logits_factor) == (2.0, 0.5, 0.25)
+    assert [EXPERTS.layer_window(i) for i in (0, 1)] == [None, 3]
+    assert [EXPERTS.layer_rotary(i) for i in (0, 1)] == [(None, None), (10000.0, None)]
+    plain = layers.LlamaConfig(
+        num_hidden_layers=2,
+        layer_types=None,
+        no_rope_layers=None,
+        partial_rotary_factor=1.0,
+        embedding_multiplier=1.0,
+        attention_multiplier=None,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
+    )
+    assert plain.is_plain and not EXPERTS.is_plain
+    assert plain.layer_window(0) is None and plain.layer_rotary(1) == (10000.0, None)
+    turned = dataclasses.replace(plain, no_rope_layers=[1, 1, 0])
+    assert turned == plain and dataclasses.replace(plain, no_rope_layers=[1, 0]).no_rope_layers == (1, 0)
+
+
+def test_models_of_configurations():
+    tokens = jnp.arange(6)[None]
+    models = [
+        layers.Cohere(
+            COHERE,
+            scan_layers=False,
+            separate_qkv=True,
+            separate_gate_up=True,
+            remat="save_qkv",
+            remat_layers=1,
+            rules=None,
+            attention_implementation="xla",
+            fp8=None,
+            dtype=jnp.float32,
+            param_dtype=jnp.float32,
+            rngs=nnx.Rngs(0),
+        ),
+        layers.Gemma(
+            GEMMA,
+            scan_layers=False,
+            separate_qkv=True,
+            separate_gate_up=True,
+            remat="save_qkv",
+            remat_layers=1,
+            rules=None,
+            attention_implementation="xla",
+            fp8=None,
+            dtype=jnp.float32,
+            param_dtype=jnp.float32,
+            rngs=nnx.Rngs(0),
+        ),
+        layers.Olmo2(
+            OLMO2,
+            scan_layers=False,
+            separate_qkv=True,
+            separate_gate_up=True,
+            remat="save_qkv",
+            remat_layers=1,
+            rules=None,
+            attention_implementation="xla",
+            fp8=None,
+            dtype=jnp.float32,
+            param_dtype=jnp.float32,
+            rngs=nnx.Rngs(0),
+        ),
+        layers.Llama(EXPERTS, rngs=nnx.Rngs(0)),
+    ]
+    for model in models:
+        assert type(model) is model_class(model.config)
+        logits = model(tokens)
+        assert logits.shape == (1, 6, 64) and bool(jnp.isfinite(logits).all())
+    assert models[1].soft_cap == 30.0 and float(jnp.abs(models[1](tokens)).max()) < 30.0
+
+
+def test_a_soft_cap_is_of_logits_losses_and_log_probabilities():
+    model = layers.Gemma(GEMMA, rngs=nnx.Rngs(0))
+    model.norm.scale[...] = model.norm.scale[...] + 200.0  # logits far beyond the cap
+    tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, 64)
+    logits = model(tokens[:, :-1])
+    assert float(jnp.abs(logits).max()) > 25.0
+    wanted = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(model.token_logprobs(tokens[:, :-1], tokens[:, 1:]), wanted, atol=1e-4)
+    np.testing.assert_allclose(model.loss(tokens[:, :-1], tokens[:, 1:]), -wanted.mean(), rtol=1e-5)
+    head = layers.LMHead(16, 64, rngs=nnx.Rngs(0))
+    x = normal(0, 5, 16) * 100
+    np.testing.assert_allclose(head(x, soft_cap=2.0), 2 * jnp.tanh(head(x) / 2), atol=1e-5)
+
+
+def test_a_block_of_factors():
+    options = {"num_kv_heads": 1, "rngs": nnx.Rngs(0)}
+    block = layers.LlamaBlock(16, 24, 2, partial_rotary_factor=0.5, scale=0.3, residual_multiplier=0.25, **options)
+    x = normal(1, 1, 5, 16)
+    attended = x + 0.25 * block.attention(block.attention_norm(x))
+    np.testing.assert_allclose(block(x), attended + 0.25 * block.mlp(block.mlp_norm(attended)), atol=1e-5)
+    parts = block.attention_norm, block.attention, block.mlp_norm, block.mlp
+    np.testing.assert_allclose(layers.TransformerBlock(*parts, residual_multiplier=0.25)(x), block(x), atol=1e-6)
+    moe = layers.MoE(16, 24, 2, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"residual_multiplier=0\.5: a MoE"):
+        layers.TransformerBlock(*parts[:3], moe, residual_multiplier=0.5)
+
+
+def test_frequencies():
+    plain = layers.RopeScaling().frequencies(8, 100.0, None)
+    np.testing.assert_allclose(LINEAR.frequencies(8, 100.0, None) * 2, 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
+    assert plain.shape == (4,)
+    dynamic = layers.DynamicRopeScaling(factor=2.0, original_max_position_embeddings=8)
+    base = 100.0 * (2 * 16 / 8 - 1) ** (8 / 6)
+    np.testing.assert_allclose(dynamic.frequencies(8, 100.0, jnp.int32(16)), base ** (-np.arange(4) / 4), rtol=1e-5)
+    np.testing.assert_allclose(dynamic.frequencies(8, 100.0, jnp.int32(5)), 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
+    yarn = layers.YarnRopeScaling(
+        factor=4.0,
+        original_max_position_embeddings=64,
+        attention_factor=None,
+        beta_fast=8.0,
+        beta_slow=1.0,
+        mscale=None,
+        mscale_all_dim=None,
+        truncate=True,
+    )
+    found = yarn.frequencies(16, 100.0, None)
+    fast, slow = 100.0 ** (-np.arange(8) / 8), 100.0 ** (-np.arange(8) / 8) / 4
+    np.testing.assert_allclose([found[0], found[-1]], [fast[0], slow[-1]], rtol=1e-6)
+    assert ((found <= fast + 1e-7) & (found >= slow - 1e-7)).all()
+    assert yarn.amplitude == pytest.approx(0.1 * np.log(4) + 1)
+    long = layers.LongRopeScaling(
+        short_factor=(1.0, 2.0),
+        long_factor=(4.0, 8.0),
+        original_max_position_embeddings=16,
+        factor=4.0,
+        attention_factor=None,
+    )
+    np.testing.assert_allclose(long.frequencies(4, 100.0, jnp.int32(16)), [1.0, 0.05], rtol=1e-6)
+    np.testing.assert_allclose(long.frequencies(4, 100.0, jnp.int32(17)), [0.25, 0.0125], rtol=1e-6)
+    assert long.amplitude == pytest.approx((1 + np.log(4) / np.log(16)) ** 0.5)
+    with pytest.raises(ValueError, match="2 factors for 4 frequencies"):
+        long.frequencies(8, 100.0, None)
+
+
+def test_parts_of_heads_are_turned():
+    cos, sin = rotary_angles(jnp.arange(3), 8, 100.0, partial_rotary_factor=0.5)
+    assert turned_columns(8, 0.5) == 4
+    np.testing.assert_array_equal(cos[:, 2:], 1.0)
+    np.testing.assert_array_equal(sin[:, 2:], 0.0)
+    np.testing.assert_allclose(cos[:, :2], rotary_angles(jnp.arange(3), 4, 100.0)[0])
+    yarn = layers.YarnRopeScaling(factor=4.0, original_max_position_embeddings=64, attention_factor=2.0)
+    q = normal(0, 3, 2, 8)
+    same, scale = with_amplitude(q, None, yarn, 1.0)
+    assert same is q and scale == pytest.approx(4 / 8**0.5)
+    turned, scale = with_amplitude(q, 0.5, yarn, 0.5)
+    assert scale == 0.5
+    np.testing.assert_allclose(turned / q, np.tile([4.0, 4.0, 1.0, 1.0], 2) * np.ones_like(q), rtol=1e-6)
