@@ -162,8 +162,10 @@ def test_what_fits():
     large = coda.Comparison(given, given, None, dataclasses.replace(held, temporaries=70 * 2**30))
     assert [one.gib for one in large.columns] == [85, 71] and [one.fits for one in large.columns] == [None, True]
     assert cells(large, "GiB in all") == ("85, not known whether it fits", "71, fits")
+    assert str(large).count("XLA_PYTHON_CLIENT_MEM_FRACTION") == 1  # 75 % of 80 GiB are 60
     larger = coda.Comparison(given, given, plain_compiled=held, ours_compiled=held)
     assert cells(larger, "GiB in all") == ("85, does not fit", "85, does not fit")
+    assert "MEM_FRACTION" not in str(larger) + str(compared())
 
 
 def test_nothing_is_asked_of_xla_on_a_cpu(monkeypatch):

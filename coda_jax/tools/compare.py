@@ -10,7 +10,8 @@ import jax
 
 from coda_jax.jaxprs.traced import traced
 from coda_jax.tiles.table import attached_device
-from coda_jax.tools.devices import gib_of_chip
+from coda_jax.tools.devices import NEAR as NEAR
+from coda_jax.tools.devices import fits, fraction_note, gib_of_chip
 from coda_jax.tools.explain import Explanation, explain
 from coda_jax.tools.held import Memory
 from coda_jax.tools.text import columns
@@ -20,8 +21,6 @@ _GIB = 2**30
 # Measured over expected milliseconds of the passes of a plain Llama-3-1B's step, unrolled, scanned and with remat, on
 # an H200 and an H100. Beyond 1.15 a single number would say more than is known.
 PLAIN_PASSES = 0.79, 1.41
-# Estimated temporaries are within this factor of XLA's in the steps of record.
-NEAR = 1.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +167,9 @@ class Comparison:
             found.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
         if (devices := max(self.plain.num_devices, self.ours.num_devices)) > 1:
             found.append(f"passes, kept and estimated memory are those of {devices} devices together")
+        needed = max((one.gib for one in both if one.fits is not False), default=0.0)
+        if setting := fraction_note(needed, self.gib_of_chip):
+            found.append(setting)
         return [f"* {note}" for note in found]
 
 
@@ -269,11 +271,9 @@ def _figures(found: Explanation, compiled: Memory | None) -> Figures:
 
 
 def _fits(gib: float, chip_gib: int | None, num_devices: int, is_compiled: bool) -> bool | None:
-    if chip_gib is None or (num_devices > 1 and not is_compiled):
+    if num_devices > 1 and not is_compiled:
         return None
-    if not is_compiled and chip_gib / NEAR < gib < chip_gib * NEAR:
-        return None
-    return gib <= chip_gib
+    return fits(gib, chip_gib, is_estimate=not is_compiled)
 
 
 def _untimed(one: Figures) -> str:

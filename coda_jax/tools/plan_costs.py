@@ -24,33 +24,22 @@ host it is `bus_gbytes`. Of n devices of which each host has k < n it is min(bus
 sends leaves it by the network of k devices. An all-to-all sends bytes (n - k) / n by a device's own network. Devices
 are those of a mesh in its order, the last axis innermost, so that each host has the next `gpus_per_host` of them.
 
-A device's memory, with P parameters of all layers, embedding and head, and f devices of FSDP:
-
-| what                  | bytes                                                                             |
-|-----------------------|-----------------------------------------------------------------------------------|
-| parameters, gradients | P / f / t elements, of `param_dtype` and of `gradient_dtype`                      |
-| optimizer             | `optimizer_states` P / f / t elements of `optimizer_dtype`; Adam has two moments  |
-| activations           | 2 T (2 D + (Q + H + 2 F) / t) of each layer                                       |
-| gathered              | 2 P / t of the layers' parameters, where f > 1                                    |
-
-Adam is of arXiv 1412.6980. Activations are what layers of this library keep in bfloat16: the stream in front of each
-sub-layer, qkv, the context, and the hidden product. Sequence parallelism cuts the stream over t too; with k experts a
-token it is 2 + k times as wide, and F is that of k experts. The head's chunks, and what XLA holds besides, are left
-out. A chip's memory is that of its data sheet, taken as GiB: 80 of an H100, 141 of an H200, of which nvidia-smi tells
-79.6 and 140.4.
+A device's memory is in `plan_memory.py`. A chip's memory is that of its data sheet, taken as GiB: 80 of an H100, 141 of
+an H200, of which nvidia-smi tells 79.6 and 140.4.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.tools.devices import DEFAULT_DEVICE, device_named, gib_of_chip
+from coda_jax.tools.devices import DEFAULT_DEVICE, device_named, fits, fraction_note, gib_of_chip
+from coda_jax.tools.plan_memory import gib_of, made_again
 from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
@@ -77,6 +66,7 @@ class PlanCosts:
       network_gbytes, gpus_per_host: what was asked.
       in_host: by role, of the devices that take part in its collectives how many one host has.
       param_dtype, gradient_dtype, optimizer_dtype, optimizer_states: what is assumed to be kept.
+      remat: what was asked.
     """
 
     sizes: Sizes
@@ -94,6 +84,7 @@ class PlanCosts:
     gradient_dtype: str = "float32"
     optimizer_dtype: str = "float32"
     optimizer_states: int = 2
+    remat: str | tuple[str, ...] | None = None
 
     def ms(self, phase: str, what: str | None = None, *, part: str = "layer", over: str | None = None) -> float:
         """Milliseconds in a phase of products, of one collective, or unless `what` is given of all collectives."""
@@ -130,27 +121,10 @@ class PlanCosts:
 
     @property
     def gib(self) -> dict[str, float]:
-        """GiB on a device: parameters, gradients, the optimizer's state, and what layers keep for going back,
-        activations and gathered weights.
+        """GiB on a device: parameters, gradients, the optimizer's state, what layers keep for going back, which are
+        activations and gathered weights, and what the loss's head holds.
         """
-        sizes, mesh = self.sizes, self.mesh
-        of_layer = sizes.parameters_of_all_tokens + sizes.parameters_of_experts / mesh.get("expert", 1)
-        parameters = sizes.layers * of_layer + sizes.vocabulary * sizes.features * 2
-        apart = parameters / mesh["fsdp"] / mesh["tensor"]
-        packed = (sizes.heads + 2 * sizes.key_value_heads) * sizes.head
-        hidden = (sizes.experts_per_token or 1) * sizes.hidden + sizes.shared
-        cut = packed + sizes.heads * sizes.head + (1 + sizes.is_gated) * hidden
-        stream = (2 + sizes.experts_per_token) * sizes.features / (mesh["tensor"] if self.sequence_parallel else 1)
-        kept = 2 * self.tokens * (stream + cut / mesh["tensor"]) * sizes.layers
-        gathered = 2 * sizes.layers * of_layer / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
-        each = {
-            "parameters": apart * _bytes(self.param_dtype),
-            "gradients": apart * _bytes(self.gradient_dtype),
-            "optimizer": apart * self.optimizer_states * _bytes(self.optimizer_dtype),
-            "activations": kept,
-            "gathered": gathered,
-        }
-        return {name: size / 2**30 for name, size in each.items()}
+        return gib_of(self)
 
     @property
     def gib_of_chip(self) -> int | None:
@@ -159,8 +133,10 @@ class PlanCosts:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the sum of `gib` is at most the device's memory; None where that is not known."""
-        return None if self.gib_of_chip is None else sum(self.gib.values()) <= self.gib_of_chip
+        """Whether the device's memory has the sum of `gib`; None where that memory is not known, and where the sum is
+        within a factor of 1.15 of it.
+        """
+        return fits(sum(self.gib.values()), self.gib_of_chip)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for a program to read."""
@@ -234,19 +210,18 @@ class PlanCosts:
             "parameters": self.param_dtype,
             "gradients": self.gradient_dtype,
             "optimizer": f"{self.optimizer_states} x {self.optimizer_dtype}",
+            "head": "a chunk, the weight, its gradient",
         }
         in_bfloat16 = np.dtype(jnp.bfloat16).name
         each = ", ".join(f"{name} {size:.1f} ({dtypes.get(name, in_bfloat16)})" for name, size in found.items())
         all_of_it = f"GiB a device: {each}; {sum(found.values()):.1f} in all"
         if self.gib_of_chip is None:
             return all_of_it
-        if self.fits:
-            return f"{all_of_it}, of {self.gib_of_chip} that the chip has"
-        return f"{all_of_it}\nit does not fit: {sum(found.values()):.1f} GiB, and the chip has {self.gib_of_chip}"
-
-
-def _bytes(dtype: str) -> int:
-    return np.dtype(dtype).itemsize
+        if self.fits is False:
+            return f"{all_of_it}\nit does not fit: {sum(found.values()):.1f} GiB, and the chip has {self.gib_of_chip}"
+        unknown = "" if self.fits else ", not known whether it fits"
+        setting = fraction_note(sum(found.values()), self.gib_of_chip)
+        return f"{all_of_it}, of {self.gib_of_chip} that the chip has{unknown}{setting and f'; {setting}'}"
 
 
 def _hides(step: Step) -> bool:
@@ -276,6 +251,7 @@ def plan_costs(
     param_dtype: Any = jnp.float32,
     optimizer_dtype: Any = jnp.float32,
     optimizer_states: int = 2,
+    remat: str | Iterable[str] | None = None,
 ) -> PlanCosts:
     """What a Llama-like layer computes and sends on each device under FSDP, tensor, expert and data parallelism.
 
@@ -301,10 +277,13 @@ def plan_costs(
       param_dtype: in which parameters are kept.
       optimizer_dtype, optimizer_states: of an optimizer's state, and how many arrays it has for each parameter: two of
         Adam, one of Muon or of momentum.
+      remat: what layers keep, as those of `flax_layers` take it: None, which is all; "full", "save_qkv" or
+        "save_attention"; or a tuple of names of arrays. The backward pass then has the products that run again, and
+        gathers weights once more; attention and sums of the stream that run again are not counted.
 
     Raises:
-      ValueError: a size that is missing or does not divide, an unknown role or device, sequence parallelism without a
-        tensor axis.
+      ValueError: a size that is missing or does not divide, an unknown role, device or policy, sequence parallelism
+        without a tensor axis.
 
     Example: `print(coda.plan_costs(LlamaConfig(...), tokens=16384, mesh={"fsdp": 8}))`
     """
@@ -323,7 +302,9 @@ def plan_costs(
     widths = np.dtype(gradient_dtype).itemsize, np.dtype(stream_dtype).itemsize
     links = Links(bus_gbytes, network_gbytes, gpus_per_host)
     in_host = roles | links.in_host(axes_of_roles)
-    planner = Planner(sizes, tokens, roles, sequence_parallel, kind, links, in_host, tflops, *widths)
+    kept = remat if remat is None or isinstance(remat, str) or not isinstance(remat, Iterable) else tuple(remat)
+    again = made_again(sizes, kept)
+    planner = Planner(sizes, tokens, roles, sequence_parallel, kind, links, in_host, tflops, *widths, kept, again)
     return PlanCosts(
         sizes,
         tokens,
@@ -340,6 +321,7 @@ def plan_costs(
         gradient_dtype=np.dtype(gradient_dtype).name,
         optimizer_dtype=np.dtype(optimizer_dtype).name,
         optimizer_states=optimizer_states,
+        remat=kept,
     )
 
 

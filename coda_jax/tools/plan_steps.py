@@ -188,7 +188,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """The steps of a layer and of the head."""
+    """The steps of a layer and of the head; `again` are the products that run again going back."""
 
     sizes: Sizes
     tokens: int
@@ -200,11 +200,13 @@ class Planner:
     tflops: float | None
     gradient_bytes: int
     stream_bytes: int
+    remat: Any = None
+    again: tuple[str, ...] = ()
 
     def layer(self) -> Iterator[Step]:
         count, sizes = len(self.sizes.products), self.sizes
         for phase in ("forward", "backward"):
-            of = f"{count if phase == 'forward' else 2 * count} products"
+            of = f"{count if phase == 'forward' else 2 * count + len(self.again)} products"
             yield Step("layer", phase, "products", of, "", 0, self._products(phase))
             yield from self._weights("layer", phase, sizes.parameters_of_all_tokens, "weights")
             if sizes.experts:
@@ -249,7 +251,8 @@ class Planner:
                 forward, dx, dw = _three_of_groups(self.tokens * self.sizes.experts_per_token, k, n, groups)
             else:
                 forward, dx, dw = _three(self.tokens, k, n)
-            found += self._ms(forward) if phase == "forward" else self._ms(dx) + self._ms(dw)
+            runs = (forward,) if phase == "forward" else (dx, dw, *((forward,) if name in self.again else ()))
+            found += sum(map(self._ms, runs))
         return found
 
     def _ms(self, shape: GemmShape) -> float:
@@ -263,12 +266,13 @@ class Planner:
     def _weights(
         self, part: str, phase: str, parameters: int, of: str, whole_over: tuple[str, ...] = ("data", "expert")
     ) -> Iterator[Step]:
-        """Gathers of weights, which the backward pass finds there, and sums of their gradients.
+        """Gathers of weights, which the backward pass finds there unless layers have `remat`, and sums of their
+        gradients.
 
         `whole_over`: the roles whose devices have the same weights.
         """
         of_group = parameters // self.mesh["tensor"]
-        if self.mesh["fsdp"] > 1 and phase == "forward":
+        if self.mesh["fsdp"] > 1 and (phase == "forward" or (part == "layer" and self.remat is not None)):
             yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * of_group)
         if phase == "backward":
             gradients = self.gradient_bytes * of_group
