@@ -1,6 +1,6 @@
 """BERT from the modules of flax_layers: a norm behind each sum, attention in both directions, masked tokens to tell.
 
-    python examples/bert.py
+    python examples/bert.py [--steps n]
 
 The encoder and the masked-language-modelling head of "BERT" (arXiv 1810.04805), and `from_hf`, which takes the state
 dict of transformers' BertForMaskedLM. A tiny one learns to tell masked tokens in pairs of sequences, of which the first
@@ -9,13 +9,14 @@ counts up and the second down. It ends with what each product of a training step
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 if find_spec("optax") is None:
-    raise SystemExit("bert.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('bert.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp
@@ -179,4 +180,6 @@ def main(steps: int = 200) -> tuple[list[float], coda.Explanation]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    main(parser.parse_args().steps)

@@ -3,6 +3,8 @@
 Run it: `python examples/custom_epilogue.py`, on any machine.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -45,4 +47,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

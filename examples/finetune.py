@@ -15,7 +15,7 @@ from pathlib import Path
 
 if missing := [name for name in ("optax", "safetensors") if find_spec(name) is None]:
     names = " ".join(missing)
-    raise SystemExit(f"finetune.py needs {names}: pip install {names}, or pip install 'coda-jax[train,hf]'")
+    raise SystemExit(f'finetune.py needs {names}: pip install {names}, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp

@@ -9,12 +9,13 @@ the fused products on its own tokens. The losses are those of one device.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 from importlib.util import find_spec
 
 if find_spec("optax") is None:
-    raise SystemExit("fsdp.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('fsdp.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp
@@ -71,4 +72,6 @@ def main(steps: int = 20) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20)
+    main(parser.parse_args().steps)

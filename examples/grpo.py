@@ -13,7 +13,7 @@ import argparse
 from importlib.util import find_spec
 
 if find_spec("optax") is None:
-    raise SystemExit("grpo.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('grpo.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp

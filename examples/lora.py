@@ -9,14 +9,14 @@ and safetensors to write the folder.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 if missing := [name for name in ("optax", "safetensors") if find_spec(name) is None]:
     names = " ".join(missing)
-    raise SystemExit(f"lora.py needs {names}: pip install {names}, or pip install 'coda-jax[train,hf]'")
+    raise SystemExit(f'lora.py needs {names}: pip install {names}, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def main(folder: Path) -> list[int]:
 
     add_lora(model, 8, rngs=nnx.Rngs(1))
     print(f"adapters, count by 3: loss {train(model, nnx.LoRAParam, rng, 3, 300):.3f}")
-    save_peft_folder(model, folder)
+    save_peft_folder(model, folder)  # base_model= tells PEFT which base they are of
     print(f"after 1, 4, 7: {counted(model)}; written: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
     load_peft_folder(base, folder)  # into the base, as anybody who has it would
@@ -88,8 +88,8 @@ def main(folder: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
-    else:
-        with tempfile.TemporaryDirectory() as made:
-            main(Path(made))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="of the adapters; default: a temporary one")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        main(given.folder or Path(temporary))

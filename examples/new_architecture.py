@@ -1,18 +1,19 @@
 """A new architecture from the modules of flax_layers: attention and feed-forward layer side by side, Gemma's details.
 
-    python examples/new_architecture.py
+    python examples/new_architecture.py [--steps n]
 
 x + attention(norm(x)) + mlp(norm(x)), one norm for both, as PaLM and GPT-J have it; a GELU gate, embeddings that are
-scaled and tied, logits that are capped, as Gemma 2 has them. It ends with what each product of a training step is
-lowered to on a Hopper GPU.
+scaled and tied, logits that are capped, as Gemma 2 has them. An order that flax_layers does not have is a `coda.block`
+of the same layers: docs/layers.md. It ends with what each product of a training step is lowered to on a Hopper GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 from importlib.util import find_spec
 
 if find_spec("optax") is None:
-    raise SystemExit("new_architecture.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('new_architecture.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +21,22 @@ import optax
 from flax import nnx
 
 import coda_jax as coda
-from flax_layers import Attention, Embed, GatedMLP, RMSNorm, Stream
+from flax_layers import Attention, Embed, GatedMLP, ParallelBlock, RMSNorm, Stream
 
 
-class ParallelBlock(nnx.Module):
-    def __init__(self, width: int, hidden: int, heads: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.norm = RMSNorm(width, rngs=rngs)
-        self.attention = Attention(width, heads, num_kv_heads=1, dtype=dtype, rngs=rngs)
-        self.mlp = GatedMLP(width, hidden, activation="gelu_pytorch_tanh", dtype=dtype, rngs=rngs)
-
-    def __call__(self, stream: Stream) -> Stream:
-        norm = self.norm(stream)  # applied in the products of both, formed in neither
-        stream = self.attention(norm, residual=True)  # what the norm normalises is added in a product's epilogue
-        return self.mlp(norm, residual=stream)  # and so is this; its cotangent is a pass, as `explain` notes
+def parallel_block(width: int, hidden: int, heads: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> ParallelBlock:
+    """One `coda.block` of these layers: the norm is applied in the products of both, and formed in neither."""
+    return ParallelBlock(
+        RMSNorm(width, rngs=rngs),
+        Attention(width, heads, num_kv_heads=1, dtype=dtype, rngs=rngs),
+        GatedMLP(width, hidden, activation="gelu_pytorch_tanh", dtype=dtype, rngs=rngs),
+    )
 
 
 class Model(nnx.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = Embed(vocabulary, width, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(ParallelBlock(width, 4 * width, heads, dtype=dtype, rngs=rngs) for _ in range(layers))
+        self.layers = nnx.List(parallel_block(width, 4 * width, heads, dtype=dtype, rngs=rngs) for _ in range(layers))
         self.norm = RMSNorm(width, rngs=rngs)
 
     def loss(self, tokens: jax.Array, labels: jax.Array) -> jax.Array:
@@ -72,4 +70,6 @@ def main(steps: int = 60) -> tuple[list[float], coda.Explanation]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    main(parser.parse_args().steps)

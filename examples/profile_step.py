@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if find_spec("optax") is None:
-    raise SystemExit("profile_step.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('profile_step.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 if missing := [name for name in ("matplotlib", "optax", "orbax", "rich") if find_spec(name) is None]:
-    raise SystemExit(f"train_lm.py needs {', '.join(missing)}: pip install 'coda-jax[train]'")
+    raise SystemExit(f'train_lm.py needs {", ".join(missing)}: in a clone pip install ".[train,hf]"')
 
 import device_mesh
 import jax

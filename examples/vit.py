@@ -1,6 +1,6 @@
 """A Vision Transformer from the modules of flax_layers: patches by one product, attention in both directions.
 
-    python examples/vit.py
+    python examples/vit.py [--steps n]
 
 The classifier of "An Image is Worth 16x16 Words" (arXiv 2010.11929), and `from_hf`, which takes the state dict of
 transformers' ViTForImageClassification. A tiny one learns in which direction the stripes of an image run. It ends with
@@ -9,13 +9,14 @@ what each product of a training step is lowered to on a Hopper GPU.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 if find_spec("optax") is None:
-    raise SystemExit("vit.py needs optax: pip install optax, or pip install 'coda-jax[train]'")
+    raise SystemExit('vit.py needs optax: pip install optax, or in a clone pip install ".[train,hf]"')
 
 import jax
 import jax.numpy as jnp
@@ -166,4 +167,6 @@ def main(steps: int = 100) -> tuple[list[float], coda.Explanation]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    main(parser.parse_args().steps)

@@ -56,8 +56,18 @@ def test_what_is_missing_is_told_before_it_begins(name, monkeypatch):
     for package in packages:
         with monkeypatch.context() as without:
             without.setitem(sys.modules, package, None)
-            with pytest.raises(SystemExit, match=rf"^{name}.py needs {package}: pip install .*coda-jax\[train"):
+            with pytest.raises(SystemExit, match=rf"^{name}.py needs {package}: .*pip install \"\.\[train,hf\]\""):
                 runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", [*SHORT, *MODELS, "train_lm"])
+def test_help_runs_nothing(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py [-h]")
 
 
 @pytest.mark.slow
