@@ -87,11 +87,14 @@ def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], found: Explanat
         axes.text(totals.passes_ms, len(labels) - 1, f"  {totals.passes_ms:.3g} ms", va="center", fontsize=8)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.12, y=0.02)
+    axes.margins(x=0.16, y=0.02)
     axes.set_xlabel("milliseconds in one call")
     share = totals.roofline_ms / totals.products_ms
-    axes.set_title(f"products: {totals.products_ms:.3g} ms expected, {share:.0%} of the roofline; {found.device}")
-    legend(axes)
+    axes.set_title(
+        f"products: {totals.products_ms:.3g} ms expected, {share:.0%} of the roofline; {found.device}", fontsize=11
+    )
+    # Below the axes' own label, for bars and their times may be anywhere above it.
+    legend(axes, "upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.5, ncols=2, frameon=False)
 
 
 def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str) -> None:
@@ -119,31 +122,47 @@ def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str
         xscale="log", yscale="log", xlabel="FLOP a byte of all that is read and written", ylabel="TFLOP/s expected"
     )
     bottom, top = axes.get_ylim()
-    bottom = min(bottom, rates.min() / 2)
-    axes.set_ylim(bottom, top * 1.15)
-    # Numbers in a column beside the points, in their order, as far from each other as they are high.
-    column, gap = axes.get_xlim()[1] * 1.6, (top / bottom) ** 0.028
-    y_of = np.inf
-    for i in sorted(range(min(len(points), _MOST_BARS)), key=lambda i: -rates[i]):
-        y_of = min(rates[i], y_of / gap)
-        label = f"{i + 1} {shown[i][0].epilogue}"
-        line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
-        axes.annotate(label, (intensities[i], rates[i]), (column, y_of), va="center", fontsize=7, arrowprops=line)
-    axes.set_xlim(right=column * 9)
+    axes.set_ylim(min(bottom, rates.min() / 2), top * 1.15)
+    numbered = range(min(len(points), _MOST_BARS))
+    _labels(axes, [(intensities[i], rates[i], f"{i + 1} {shown[i][0].epilogue}") for i in numbered])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
-    axes.set_title("roofline; areas are times")
+    axes.set_title("roofline; areas are times", fontsize=11)
     axes.grid(alpha=0.25, which="both")
 
 
-def legend(axes: Any, loc: str = "lower right") -> None:
+def _labels(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Labels of points in a column right of the axes, in their order, and as far from each other as they are high.
+
+    A layout makes room for them, as for all that stands outside of axes.
+    """
+    import numpy as np
+
+    points = sorted(points, key=lambda point: -point[1])
+    bottom, top = np.log(axes.get_ylim())
+    inches = axes.get_window_extent().height / axes.figure.dpi * 0.85  # a layout may leave it so much
+    size = min(7.0, 72 * inches / (1.3 * len(points)))
+    gap = 1.3 * size / 72 / inches
+    heights = [(np.log(rate) - bottom) / (top - bottom) for _, rate, _ in points]
+    for i in range(1, len(points)):
+        heights[i] = min(heights[i], heights[i - 1] - gap)
+    heights[-1] = max(heights[-1], 0.0)
+    for i in reversed(range(len(points) - 1)):  # those that came below the axes go up again
+        heights[i] = max(heights[i], heights[i + 1] + gap)
+    line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
+    for (x, rate, label), height in zip(points, heights, strict=True):
+        where = {"xytext": (1.04, height), "textcoords": "axes fraction", "annotation_clip": False}
+        axes.annotate(label, (x, rate), va="center", fontsize=size, arrowprops=line, **where)
+
+
+def legend(axes: Any, loc: str = "lower right", **options: Any) -> None:
     """Each label once."""
     handles: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         handles.setdefault(label, handle)
-    axes.legend(handles.values(), handles.keys(), fontsize=8, loc=loc)
+    axes.legend(handles.values(), handles.keys(), fontsize=8, loc=loc, **options)
 
 
 def _sizes(product: Product) -> str:
