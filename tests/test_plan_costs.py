@@ -151,6 +151,7 @@ def test_what_is_kept_has_its_dtype():
         gradient_dtype="bfloat16",
         optimizer_dtype="float32",
         optimizer_states=1,
+        remat=None,
     )
     assert half.gib["parameters"] == half.gib["gradients"] == whole.gib["parameters"] / 2
     assert half.gib["optimizer"] == whole.gib["parameters"] and "optimizer 3.7 (1 x float32)" in str(half)
