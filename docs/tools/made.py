@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tools import api, operators, pages, worth
+from tools import api, families, operators, pages, worth
 
 MADE: dict[str, Callable[..., str]] = {
     "stored": pages.stored,
@@ -28,6 +28,7 @@ MADE: dict[str, Callable[..., str]] = {
     "sharded": worth.sharded,
     "products": worth.products,
     "layers": worth.layers,
+    "families": families.layers,
 }
 _BEGIN, _END = r"<!-- made: (\w+)(?: (\S+))? -->\n", r"<!-- end of made -->"
 _BETWEEN = re.compile(rf"^({_BEGIN})(?:(?!<!-- made: ).*\n)*?({_END})$", re.MULTILINE)
