@@ -87,7 +87,10 @@ def test_a_gradient_that_is_nearer_to_float32_passes(run):
 def test_tunix_takes_the_diff():
     """Of the package index; without it there is nothing to test."""
     command = [sys.executable, str(FOLDER / "run.py"), "tunix"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the package index, or this machine, is too slow")
     if any(reason in done.stderr for reason in (*NO_NETWORK, "'pip', 'install'", "'patch'")):
         pytest.skip("no package index, or no patch")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
