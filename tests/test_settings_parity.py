@@ -25,6 +25,8 @@ GPT2 = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 100.0}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+CAPS = {"query_pre_attn_scalar": 11, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 BASES = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -36,12 +38,28 @@ BASES = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=5),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=12),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "phi3": lambda: transformers.Phi3Config(**(SIZES | {"head_dim": 4}), sliding_window=5, pad_token_id=5),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, **GRANITE),
+    "smollm3": lambda: transformers.SmolLM3Config(**SIZES, no_rope_layer_interval=2, pad_token_id=5),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, sliding_window=5, **CAPS),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, sliding_window=5, sliding_window_pattern=2),
+    "cohere": lambda: transformers.CohereConfig(**SIZES),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **(SIZES | {"head_dim": 4}), sliding_window=5, sliding_window_pattern=2
+    ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
 }
 TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12))
 # Other values, where the rule of `other` gives one that the library refuses, or that says nothing.
 OTHER = {
-    "hidden_act": "gelu",
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu",
+    "query_pre_attn_scalar": 3,
+    "layer_norm_eps": 0.3,
+    "no_rope_layer_interval": 1,
+    "no_rope_layers": [0, 1],
     "activation_function": "relu",
     "rms_norm_eps": 0.3,
     "layer_norm_epsilon": 0.3,
@@ -146,7 +164,8 @@ def base(request):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     state = {name: x + 0.2 * torch.randn(x.shape) for name, x in model.state_dict().items()}
     if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["transformer.wte.weight"]
+        embedding = "transformer.wte.weight" if config.model_type == "gpt2" else "model.embed_tokens.weight"
+        state["lm_head.weight"] = state[embedding]
     settings = config.to_dict()
     arrays = {
         name: x.numpy() for name, x in state.items() if name != "lm_head.weight" or not config.tie_word_embeddings
@@ -210,14 +229,17 @@ def test_rotary_settings(base):
     if "rope_parameters" not in base[0]:
         pytest.skip("no rotary embedding")
     faults = []
+    by_layer = base[0]["model_type"] == "gemma3_text"  # a dictionary for each kind of layers
+    local = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     for name, rope in ROPES.items():
-        faults.append(fault(base, name, {"rope_parameters": rope}))
+        whole = {"full_attention": rope, **local} if by_layer else rope
+        faults.append(fault(base, name, {"rope_parameters": whole}))
         old = {key: value for key, value in rope.items() if key != "rope_theta"}
         changed = {"rope_parameters": None, "rope_theta": rope["rope_theta"], "rope_scaling": old}
         faults.append(fault(base, name, changed))
         if "original_max_position_embeddings" in rope:
             outside = {"original_max_position_embeddings": 2 * rope["original_max_position_embeddings"]}
-            faults.append(fault(base, name, {"rope_parameters": rope, **outside}))
+            faults.append(fault(base, name, {"rope_parameters": whole, **outside}))
     assert not [x for x in faults if x]
 
 

@@ -116,6 +116,7 @@ _GEMMA = {
     "sliding_window": 4096,
 }
 _GEMMA_SETTINGS = ("attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_LISTED = {"layers are listed, or a pattern": ("use_sliding_window", "max_window_layers")}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
 _ALONE: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 _PARALLEL: Mapping[str, tuple[Any, ...]] = {
@@ -259,7 +260,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": Family(
         GemmaConfig,
-        _rotary(*_GEMMA_SETTINGS, "sliding_window", values=_CAUSAL),
+        _rotary(*_GEMMA_SETTINGS, "sliding_window", values=_CAUSAL, harmless=_LISTED),
         {**_GEMMA, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         names={"hidden_activation": "hidden_act"},
         windows="pattern",
@@ -271,6 +272,7 @@ FAMILIES: Mapping[str, Family] = {
             *_GEMMA_SETTINGS,
             *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
             values=_CAUSAL,
+            harmless=_LISTED,
         ),
         {
             **_GEMMA,
@@ -297,6 +299,7 @@ FAMILIES: Mapping[str, Family] = {
             *("attention_bias", "logit_scale", "sliding_window", "sliding_window_pattern"),
             values={**_PARALLEL, "order_of_interleaved_layers": ("local_attn_first",)},
             harmless={
+                **_LISTED,
                 "what sliding_window_pattern says too": ("layer_switch",),
                 "how devices share the embedding": ("use_parallel_embedding",),
             },

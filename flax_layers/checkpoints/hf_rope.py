@@ -32,6 +32,8 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
             if sliding.get("rope_type", "default") != "default":
                 raise refusal(where, rope, "layers with a sliding window turn heads without scaling")
             rope, local = full, sliding.get("rope_theta", local)
+        elif settings.get("rope_parameters"):
+            raise refusal("rope_parameters", rope, f"it must have a dictionary for each of {', '.join(LAYER_TYPES)}")
         found["rope_local_base_freq"] = local
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", kind) != kind:

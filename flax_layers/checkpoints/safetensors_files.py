@@ -105,5 +105,7 @@ def safetensors_module() -> Any:
     try:
         import safetensors
     except ImportError:
-        raise ImportError("Hugging Face folders need the package safetensors: pip install 'coda-jax[hf]'") from None
+        raise ImportError(
+            "Hugging Face folders need the package safetensors: pip install '.[hf]' in a clone, or safetensors alone"
+        ) from None
     return safetensors
