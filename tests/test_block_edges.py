@@ -76,6 +76,19 @@ def test_several_axes_of_columns_stay():
     )
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_columns_of_heads_before_a_function(heads):
+    """Of two heads too, whose two axes are as those of gate and up: JAX gives the function's cotangent."""
+    x, w = random(0, 3, 4, 6), random(1, 6, heads, 8)
+
+    def plain(x, w):
+        return jnp.sin(jnp.einsum("btk,knh->btnh", x, w))
+
+    block = coda.block(dtype=jnp.float32)(lambda x, w: coda.opaque(jnp.sin, x @ w))
+    for f in (lambda f: f(x, w), lambda f: jax.grad(lambda *args: jnp.sum(f(*args) ** 2), (0, 1))(x, w)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), f(block), f(plain))
+
+
 def test_a_weight_of_the_rows_shape():
     x, w, a = random(0, 4, 8, 4), random(1, 4, 8), random(2, 8, 3)
     compared(coda.block(lambda x, w: x @ (2 * w)), lambda x, w: x @ (2 * w), x, w)
