@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
 ATTENTION, MLP = ["q_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 CASES = {
     "attention": (lambda: transformers.LlamaConfig(**LLAMA), {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION}),
@@ -29,6 +30,18 @@ CASES = {
         lambda: transformers.Qwen3Config(**LLAMA, head_dim=16),
         {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": MLP},
     ),
+    "columns in another order": (
+        lambda: transformers.CohereConfig(**LLAMA, pad_token_id=0, logit_scale=0.5),
+        {"r": 4, "lora_alpha": 16, "target_modules": [*ATTENTION, "k_proj", *MLP]},
+    ),
+    "packed": (
+        lambda: transformers.Phi3Config(**(LLAMA | {"hidden_size": 64}), pad_token_id=0, rope_parameters=PARTIAL),
+        {"r": 4, "lora_alpha": 16, "target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
+    ),
+    "soft caps": (
+        lambda: transformers.Gemma2Config(**LLAMA, head_dim=16, final_logit_softcapping=3.0, tie_word_embeddings=False),
+        {"r": 4, "lora_alpha": 16, "target_modules": [*ATTENTION, *MLP, "lm_head"]},
+    ),
     "gpt2": (
         lambda: transformers.GPT2Config(**GPT2),
         {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
@@ -42,8 +55,8 @@ CASES = {
 @pytest.mark.parametrize("separate_qkv", [False, True])
 def test_folders_both_ways(name, separate_qkv, tmp_path):
     make, settings = CASES[name]
-    if name == "gpt2" and separate_qkv:
-        pytest.skip("GPT-2's query, key and value are one array")
+    if name in ("gpt2", "packed") and separate_qkv:
+        pytest.skip("query, key and value are one array there")
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(make()).eval()
     state = {key: x.detach().numpy().copy() for key, x in base.state_dict().items()}

@@ -69,7 +69,7 @@ def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             name = _module(part)
             ranks[name] = a.shape[-1]
             arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
-            arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(of_part.T)
+            arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(part.in_their_order(of_part).T)
     adapted = _adapted(model)
     if not adapted:
         raise ValueError("the model has no adapters")
@@ -305,7 +305,7 @@ def _read(part: Part, unread: dict[str, Any], settings: Mapping[str, Any], rows:
     for name, array, shape in zip(names, (a, b), ((rank, rows), (_columns(part), rank)), strict=True):
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; the model makes it {shape}")
-    return a.T, b.T * scaling(settings, module, rank)
+    return a.T, part.in_our_order(b.T) * scaling(settings, module, rank)
 
 
 def _stacked(

@@ -47,9 +47,20 @@ class Part:
         first = columns.start // width * width
         heads = slice(first, -(-columns.stop // width) * width)
         block = self._block(array, row_count, rows, heads)
-        if self.order:
-            block = block.reshape(len(block), -1, width)[..., list(self.order)].reshape(len(block), -1)
-        return _times(block[:, columns.start - first : columns.stop - first], self.factor)
+        return _times(self.in_our_order(block)[:, columns.start - first : columns.stop - first], self.factor)
+
+    def in_our_order(self, columns: np.ndarray) -> np.ndarray:
+        """Whole heads of columns (..., N) of theirs, as ours stand."""
+        return self._ordered(columns, self.order)
+
+    def in_their_order(self, columns: np.ndarray) -> np.ndarray:
+        """The inverse."""
+        return self._ordered(columns, np.argsort(self.order))
+
+    def _ordered(self, columns: np.ndarray, order: Sequence[int] | np.ndarray) -> np.ndarray:
+        if not self.order:
+            return columns
+        return columns.reshape(*columns.shape[:-1], -1, len(order))[..., list(order)].reshape(columns.shape)
 
     def _block(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
         """Rows and columns of ours, the columns in their order."""
@@ -64,7 +75,7 @@ class Part:
     def write(self, array: np.ndarray) -> np.ndarray:
         """The checkpoint's array; ours may have any shape."""
         if self.order:
-            array = array.reshape(-1, len(self.order))[:, np.argsort(self.order)]
+            array = self.in_their_order(array.reshape(-1))
         array = _times(array.reshape(self.shape[::-1] if self.transposed else self.shape), 1 / self.factor)
         return array.T if self.transposed else array
 
