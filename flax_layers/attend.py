@@ -102,8 +102,7 @@ def attend(
         mask = _with_segments(mask, segment_ids)
     implementation = "xla" if soft_cap is not None else implementation or _implementation(q)
     window = None if sliding_window is None else (sliding_window - 1, 0)
-    is_of_jax = implementation == "xla" and soft_cap is None
-    if sliding_window is not None and (mask is not None or is_of_jax):
+    if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and soft_cap is None):
         window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
     # cuDNN broadcasts only the other axes.
     mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *seen_by[-2:])) for x in (mask, bias))
@@ -153,8 +152,16 @@ def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
     return same if mask is None else mask & same
 
 
+def _is_dense(mask: Any, bias: Any, *, by_jax: bool) -> bool:
+    """Whether a window goes into a dense mask: beside a mask or a bias, and in JAX's attention by XLA.
+
+    JAX's own mask of a window has constants there, of which jax.checkpoint of 0.12 loses count if it pins some of
+    its arguments.
+    """
+    return mask is not None or bias is not None or by_jax
+
+
 def _with_window(mask: jax.Array | None, length: Any, sliding_window: int) -> jax.Array:
-    """Also for XLA alone: JAX's own mask of a window has constants, of which jax.checkpoint of 0.12 may lose count."""
     index = jnp.arange(length)
     inside = index > index[:, None] - sliding_window
     return inside if mask is None else mask & inside

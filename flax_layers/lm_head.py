@@ -205,10 +205,11 @@ def logits_of(
 ) -> jax.Array:
     """Logits (..., V) of an LMHead or of what stands in its place; arguments as in `LMHead.__call__`."""
     adapted = _AdaptedHead.of(head, embedding)
+    if adapted is None and isinstance(head, LMHead):
+        return head(x, embedding=embedding, soft_cap=soft_cap)
     if adapted is None:
-        capped = {} if soft_cap is None else {"soft_cap": soft_cap}
-        logits: jax.Array = head(x, embedding=embedding, **capped)
-        return logits
+        made: jax.Array = head(x, embedding=embedding)
+        return made if soft_cap is None else soft_capped(made, soft_cap=soft_cap)
     w, transposed, low_rank = adapted
     y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
     logits = low_rank.added(low_rank.inner(x), y)

@@ -320,5 +320,5 @@ def with_amplitude(
     half, turned = head_dim // 2, turned_columns(head_dim, partial_rotary_factor) // 2
     if turned == half:
         return q, factor * (head_dim**-0.5 if scale is None else scale)
-    factors = jnp.where(jnp.arange(head_dim) % half < turned, factor, 1.0)
+    factors = jnp.where(jnp.arange(head_dim) % half < turned, jnp.float32(factor), jnp.float32(1))
     return (q * factors).astype(q.dtype), scale

@@ -48,7 +48,7 @@ def soft_capped_attention(
     )
     if not all(isinstance(x, int) for x in (batch, length, count)):  # symbolic, of an export
         return attend(jnp.int32(0), q, k, v, mask, bias)
-    size = max(min(_MOST_BYTES // (batch * row_bytes), length), 1)
+    size = max(min(_MOST_BYTES // max(batch * row_bytes, 1), length), 1)
     if size == length:
         return attend(jnp.int32(0), q, k, v, mask, bias)
     blocks = -(-length // size)

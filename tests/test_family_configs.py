@@ -153,6 +153,42 @@ def test_what_layers_have():
     assert turned == plain and dataclasses.replace(plain, no_rope_layers=[1, 0]).no_rope_layers == (1, 0)
 
 
+@pytest.mark.parametrize(
+    "config, name",
+    [
+        (GEMMA, "embedding_multiplier"),
+        (GEMMA, "residual_multiplier"),
+        (COHERE, "logits_scaling"),
+        (COHERE, "residual_multiplier"),
+        (OLMO2, "residual_multiplier"),
+    ],
+)
+def test_factors_that_a_family_does_not_have(config, name):
+    with pytest.raises(ValueError, match=rf"{name}=0\.5; its models have none"):
+        dataclasses.replace(config, **{name: 0.5})
+
+
+def test_a_model_takes_its_own_configuration():
+    for model, config in ((layers.Llama, GEMMA), (layers.Gemma, COHERE), (layers.Olmo2, EXPERTS)):
+        with pytest.raises(TypeError, match=rf"{model.__name__} takes a .*not a {type(config).__name__}"):
+            model(config, rngs=nnx.Rngs(0))
+
+    class Own(layers.GemmaConfig):
+        pass
+
+    assert model_class(Own(**sizes_of(GEMMA))) is layers.Gemma
+
+
+def sizes_of(config):
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def test_a_head_of_ones_own_is_capped():
+    model = layers.Gemma(GEMMA, rngs=nnx.Rngs(0))
+    model.head = nnx.data(lambda x, *, embedding: 100.0 * (x.array() @ embedding.T))
+    assert 29.0 < float(jnp.abs(model(jnp.arange(6)[None])).max()) <= 30.0
+
+
 def test_models_of_configurations():
     tokens = jnp.arange(6)[None]
     models = [

@@ -91,6 +91,9 @@ def transformers_5(settings):
         settings.get("rope_scaling") or {}
     )
     rest = {key: value for key, value in settings.items() if key not in ("rope_theta", "rope_scaling")}
+    if (local := rest.pop("rope_local_base_freq", None)) is not None:
+        of_window = {"rope_type": "default", "rope_theta": local}
+        return rest | {"rope_parameters": {"full_attention": rope, "sliding_attention": of_window}}
     return rest | {"rope_parameters": rope}
 
 

@@ -242,12 +242,17 @@ class _Run:
             b = [self._as_matrix(of.b, x) for x in b]
             if of.transpose_a:
                 a = [self._as_matrix(of.a, x) for x in a]
-        if of.transpose_b and has_halves(of.b) and not has_halves(of.a):  # as what JAX gives a function's cotangent
-            a = [x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2) for x in a]
+        a = self._as_halves(of, a)
         if spec is not None and not of.transpose_a and has_rows(of.a):
             a = [constrained(x, jax.P(*spec, None)) for x in a]
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]
+
+    def _as_halves(self, of: Product, a: list[jax.Array]) -> list[jax.Array]:
+        """The first factor with two axes of columns where the second has them alone: a cotangent that JAX gave."""
+        if not (of.transpose_b and has_halves(of.b)) or has_halves(of.a):
+            return a
+        return [x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2) for x in a]
 
     def _is_whole(self, like: Value | None) -> bool:
         """True if what a product's result is a cotangent of is one array."""

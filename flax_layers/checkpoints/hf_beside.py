@@ -14,6 +14,7 @@ from flax_layers.attention import rotary_angles
 from flax_layers.checkpoints.incoming import are_equal, readable_one
 from flax_layers.models.gpt2 import GPT2Config
 from flax_layers.models.llama import LlamaConfig
+from flax_layers.rope_scaling import turned_columns
 
 _HEAD = "lm_head.weight"
 _BFLOAT16_ERROR = 2**-7  # frequencies may have been rounded
@@ -67,7 +68,7 @@ def _is_expected(name: str, array: Any, config: LlamaConfig | GPT2Config) -> boo
     if isinstance(config, LlamaConfig):
         if not name.endswith("rotary_emb.inv_freq"):
             return None
-        size = config.resolved_head_dim
+        size = turned_columns(config.resolved_head_dim, config.partial_rotary_factor)
         if config.rope_theta is None or shape != (size // 2,):
             return False
         cos, sin = rotary_angles(jnp.ones(1), size, config.rope_theta, config.rope_scaling)

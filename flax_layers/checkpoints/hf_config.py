@@ -95,7 +95,8 @@ def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = N
     Args:
       config: of the model.
       model_type: what is written where several kinds compute the same, as a Mistral without a window and a Llama do;
-        default what it came from, and where that does not fit, the first that fits of llama, mistral, qwen2 and qwen3.
+        default what it came from. Where it does not fit the first kind that fits is written: see
+        `flax_layers.checkpoints.hf_kinds`.
 
     Raises:
       ValueError: it has what none of these models of Hugging Face has.
@@ -186,6 +187,9 @@ def _written_over(former: dict[str, Any], own: dict[str, Any], config: LlamaConf
     if "num_local_experts" in own:
         kept.pop("num_experts", None)
     unset = {field.name for field in dataclasses.fields(config)} - NOT_HERE - own.keys()
+    if not isinstance(config, GPT2Config):
+        renamed = FAMILIES[own["model_type"]].names
+        kept = {name: value for name, value in kept.items() if name not in renamed.values() or name in own}
     kept |= dict.fromkeys(unset & kept.keys())  # as an n_inner that is the default now
     if isinstance(config, GPT2Config):
         return kept | own

@@ -211,6 +211,7 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
             "sliding_window": None,
+            "original_max_position_embeddings": 4096,
         },
         windows="all",
         turns_parts=True,

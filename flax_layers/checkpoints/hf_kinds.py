@@ -9,7 +9,7 @@ from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
-from flax_layers.models.llama_config import LlamaConfig, check_is_plain
+from flax_layers.models.llama_config import SLIDING, LlamaConfig, check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
 from flax_layers.models.origin import settings_in
@@ -27,6 +27,8 @@ def model_types(config: LlamaConfig) -> list[str]:
     """
     if config.rope_theta is None:
         raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
+    if config.sliding_window is None and SLIDING in (config.layer_types or ()):
+        raise ValueError(f"sliding_window=None beside layer_types={config.layer_types} has no place in a config.json")
     if isinstance(config, MoEConfig):
         return _of_experts(config)
     kinds = next(kinds for cls, kinds in _KINDS.items() if isinstance(config, cls))
@@ -103,7 +105,12 @@ def _has_multipliers(config: LlamaConfig) -> bool:
 def _is_gemma(config: GemmaConfig) -> bool:
     extras = (config.attn_logit_softcapping, config.final_logit_softcapping, config.sliding_window, config.layer_types)
     same_scale = config.query_pre_attn_scalar in (None, config.resolved_head_dim)
-    is_first = not config.sandwich_norms and not config.qk_norm and config.rope_local_base_freq is None
+    is_first = (
+        not config.sandwich_norms
+        and config.hidden_act != "gelu"
+        and not config.qk_norm
+        and config.rope_local_base_freq is None
+    )
     return is_first and same_scale and not any(extras) and _has_no_extras(config)
 
 

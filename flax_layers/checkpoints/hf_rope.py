@@ -29,7 +29,8 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
         local = settings.get("rope_local_base_freq") or family.defaults["rope_local_base_freq"]
         if set(rope) & set(LAYER_TYPES):
             full, sliding = (dict(rope.get(kind) or {}) for kind in LAYER_TYPES)
-            if sliding.get("rope_type", "default") != "default":
+            kinds = {sliding.get(name, "default") for name in ("rope_type", "type")}
+            if kinds != {"default"} or sliding.keys() - {"rope_type", "type", "rope_theta"}:
                 raise refusal(where, rope, "layers with a sliding window turn heads without scaling")
             rope, local = full, sliding.get("rope_theta", local)
         elif settings.get("rope_parameters"):
@@ -44,7 +45,7 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise refusal(where, rope, f"rope_type {kind!r} must be one of {', '.join(known)}")
     theta = rope.get("rope_theta", default_theta)
     found["rope_theta"] = float(theta) if is_number(theta) else theta
-    found["rope_scaling"] = _scaling(kind, rope, settings, where)
+    found["rope_scaling"] = _scaling(kind, rope, settings, where, family.defaults.get(ORIGINAL))
     partial = rope.get("partial_rotary_factor", 1)
     if family.turns_parts:
         found["partial_rotary_factor"] = partial
@@ -53,7 +54,9 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return found
 
 
-def _scaling(kind: str, rope: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RotaryScaling | None:
+def _scaling(
+    kind: str, rope: Mapping[str, Any], settings: Mapping[str, Any], where: str, default_original: Any
+) -> RotaryScaling | None:
     cls = SCALINGS.get(kind)
     fields = {field.name: field for field in dataclasses.fields(cls)} if cls is not None else {}
     for name, value in rope.items():
@@ -62,21 +65,24 @@ def _scaling(kind: str, rope: Mapping[str, Any], settings: Mapping[str, Any], wh
     if cls is None:
         return None
     given = {name: rope[name] for name in fields if rope.get(name) is not None}
-    original = settings.get(ORIGINAL)
-    if original is not None and kind != "dynamic" and given.get(ORIGINAL, original) != original:
+    original = settings.get(ORIGINAL, default_original)
+    if kind == "dynamic":
+        original = settings.get("max_position_embeddings")
+    if original is not None and given.get(ORIGINAL, original) != original:
         raise refusal(ORIGINAL, original, f"it is another one in {where}")
-    given = _implied(kind, fields, settings) | given
+    if kind != "llama3":
+        given = _implied(kind, fields, settings, given.get(ORIGINAL, original)) | given
     wanted = [name for name, field in fields.items() if kind == "llama3" or field.default is dataclasses.MISSING]
     if missing := [name for name in wanted if name not in given]:
         raise ValueError(f"rope_type {kind!r} lacks {', '.join(missing)}: {dict(rope)}")
     return cls(**given)
 
 
-def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows of settings beside the dictionary, as in transformers; of a Llama 3 nothing does."""
+def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any], original: Any) -> dict[str, Any]:
+    """What follows of settings beside the dictionary, as in transformers."""
     context = settings.get("max_position_embeddings")
-    original = context if kind == "dynamic" or settings.get(ORIGINAL) is None else settings[ORIGINAL]
-    if kind == "llama3" or ORIGINAL not in fields or original is None:
+    original = context if original is None else original
+    if ORIGINAL not in fields or original is None:
         return {}
     found = {ORIGINAL: original}
     if kind == "longrope" and is_number(context) and is_number(original) and original > 0:
@@ -117,8 +123,11 @@ def own_rope(config: LlamaConfig, model_type: str) -> dict[str, Any]:
     written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling is not None:
         fields = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
-        if isinstance(scaling, DynamicRopeScaling):
-            del fields[ORIGINAL]  # which max_position_embeddings is
+        if isinstance(scaling, DynamicRopeScaling) and fields.pop(ORIGINAL) != config.max_position_embeddings:
+            raise ValueError(
+                f"{scaling!r} has no place in a config.json beside max_position_embeddings="
+                f"{config.max_position_embeddings}: that is its original_max_position_embeddings there"
+            )
         for name, value in fields.items():
             fields[name] = list(value) if isinstance(value, tuple) else value
         written["rope_scaling"] = {"rope_type": scaling.rope_type, **fields}

@@ -32,7 +32,10 @@ def read_windows(settings: Mapping[str, Any], family: Family, layers: int) -> di
         return {"sliding_window": window if family.windows == "all" else None}
     if family.windows == "pattern":
         patterns = (settings[name] for name in _PATTERN if settings.get(name) is not None)
-        return {"sliding_window": window, "layer_types": types or _in_turn(next(patterns, family.pattern), layers)}
+        types = types or _in_turn(next(patterns, family.pattern), layers)
+        if window is None and SLIDING in types:
+            raise refusal("sliding_window", window, "layers of layer_types, or of the pattern, have one")
+        return {"sliding_window": window, "layer_types": types}
     if family.windows == "smollm3":
         return _of_smollm3(settings, family, types, layers)
     return _of_qwen(settings, types, layers)

@@ -248,6 +248,8 @@ def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
         if entry.path[-2:] == ("router", "bias") and "bias" not in at(params, place(params, entry.path[:-1])[0]):
             continue
         if entry.path[-1] == "gate_up" and "gate_up" not in at(params, place(params, entry.path[:-1])[0]):
+            if len(entry.parts) == 1:
+                raise ValueError(f"{entry.parts[0].name} has gate and up together; the model has them apart")
             for name, part in zip(("gate", "up"), entry.parts, strict=True):
                 yield Entry((*entry.path[:-1], name, "kernel"), (part,))
             continue

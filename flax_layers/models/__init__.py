@@ -7,13 +7,17 @@ from flax_layers.models.llama import Llama, LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2, Olmo2Config
 
-_CLASSES = {GPT2Config: GPT2, GemmaConfig: Gemma, Olmo2Config: Olmo2, CohereConfig: Cohere}
+_CLASSES: dict[type, type[Llama] | type[GPT2]] = {
+    GPT2Config: GPT2,
+    GemmaConfig: Gemma,
+    Olmo2Config: Olmo2,
+    CohereConfig: Cohere,
+}
 
 
 def model_class(config: LlamaConfig | GPT2Config) -> type[Llama] | type[GPT2]:
     """The class of models of a configuration, as `config_from_hf` makes one: model_class(config)(config, rngs=...)."""
-    found: type[Llama] | type[GPT2] = _CLASSES.get(type(config), Llama)  # type: ignore[assignment]
-    return found
+    return next((model for cls, model in _CLASSES.items() if isinstance(config, cls)), Llama)
 
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 from flax_layers.block_orders import ParallelBlock
 from flax_layers.config_checks import check_positive
 from flax_layers.models.llama import Llama
-from flax_layers.models.llama_config import FULL, LlamaConfig
+from flax_layers.models.llama_config import FULL, LlamaConfig, check_unused
 from flax_layers.models.parts import attention_of, gated_mlp_of
 from flax_layers.norm import LayerNorm
 from flax_layers.rope_scaling import RotaryScaling
@@ -39,6 +39,7 @@ class CohereConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "logit_scale")
+        check_unused(self, "residual_multiplier", "logits_scaling")
 
     def layer_rotary(self, layer: int) -> tuple[float | None, RotaryScaling | None]:
         is_full = self.layer_types is not None and self.layer_types[layer] == FULL
@@ -54,6 +55,8 @@ class Cohere(Llama):
 
     Arguments as of `Llama`, with a CohereConfig.
     """
+
+    _config_class = CohereConfig
 
     def _block(self, config: CohereConfig, layer: int, **options: Any) -> ParallelBlock:
         norm = self._norm(config, param_dtype=options["param_dtype"], rngs=options["rngs"])

@@ -13,7 +13,7 @@ from flax_layers.block_orders import SandwichNormBlock
 from flax_layers.config_checks import check_flags, check_positive
 from flax_layers.mlp import GatedMLP
 from flax_layers.models.llama import Llama
-from flax_layers.models.llama_config import SLIDING, LlamaConfig
+from flax_layers.models.llama_config import LlamaConfig, check_unused
 from flax_layers.models.parts import attention_of, gated_mlp_of
 from flax_layers.norm import RMSNorm
 from flax_layers.rope_scaling import RotaryScaling
@@ -47,12 +47,12 @@ class GemmaConfig(LlamaConfig):
         check_flags(self, "sandwich_norms")
         check_positive(self, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
         check_positive(self, "rope_local_base_freq")
+        check_unused(self, "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
     def layer_rotary(self, layer: int) -> tuple[float | None, RotaryScaling | None]:
-        is_local = self.layer_types is not None and self.layer_types[layer] == SLIDING
-        if self.rope_local_base_freq is not None and is_local:
-            return self.rope_local_base_freq, None
-        return super().layer_rotary(layer)
+        theta, scaling = super().layer_rotary(layer)
+        is_local = self.rope_local_base_freq is not None and self.layer_window(layer) is not None
+        return (self.rope_local_base_freq, None) if is_local and theta is not None else (theta, scaling)
 
     @property
     def embedding_factor(self) -> float:
@@ -73,6 +73,8 @@ class Gemma(Llama):
     Arguments as of `Llama`, with a GemmaConfig. From arXiv 2403.08295, 2408.00118 and 2503.19786. Where scores are
     capped XLA computes attention, not cuDNN: see `Attention`.
     """
+
+    _config_class = GemmaConfig
 
     def _block(self, config: GemmaConfig, layer: int, **options: Any) -> SandwichNormBlock | TransformerBlock:
         norm = partial(self._norm, config, param_dtype=options["param_dtype"], rngs=options["rngs"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,11 @@ class Llama(LanguageModel):
     Raises:
       ValueError: an unknown remat, scan_layers without layers or with layers of several recipes, another number
         of recipes than of layers, or remat_layers out of range, beside scan_layers or without remat.
+      TypeError: a configuration of another class of models.
     """
 
     max_length = "max_position_embeddings"
+    _config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class Llama(LanguageModel):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_class(self, config)
         self.rules = normalized(rules)
         policy_of(remat)  # refuses what is unknown, now
         self.remat = remat if remat is None or isinstance(remat, str) or callable(remat) else tuple(remat)
@@ -223,6 +226,26 @@ class Llama(LanguageModel):
     def _layers(self) -> Any:
         """The layers one by one, also where they are stacked."""
         return self.layers if isinstance(self.layers, nnx.List) else unstack(self.layers)
+
+
+def check_class(model: Llama, config: Any) -> None:
+    """Checks that a configuration is of the model's class.
+
+    Raises:
+      TypeError: it is another class's, whose models compute other things.
+    """
+    wanted, plain = type(model)._config_class, (LlamaConfig, MoEConfig)
+    fits = isinstance(config, wanted) and (wanted is not LlamaConfig or _family(config) in plain)
+    if not fits:
+        raise TypeError(
+            f"{type(model).__name__} takes a {wanted.__name__}, not a {type(config).__name__}; "
+            "flax_layers.models.model_class(config) is the class of a configuration"
+        )
+
+
+def _family(config: LlamaConfig) -> type:
+    """The library's class of configurations that this one is of."""
+    return next(cls for cls in type(config).__mro__ if cls.__module__.startswith("flax_layers."))
 
 
 def _experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:

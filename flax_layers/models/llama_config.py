@@ -78,7 +78,8 @@ class LlamaConfig:
         check_positive(self, "residual_multiplier", "logits_scaling")
         if not isinstance(self.rope_scaling, RotaryScaling | None):
             raise ValueError(
-                f"LlamaConfig: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling or None. "
+                f"{type(self).__name__}: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling, another of "
+                "flax_layers.rope_scaling, or None. "
                 "config_from_hf makes one of Hugging Face's dictionary."
             )
         self._check_of_layers("layer_types", LAYER_TYPES)
@@ -227,3 +228,16 @@ def check_is_plain(config: LlamaConfig, where: str) -> None:
     for name, default in _OF_OTHERS.items():
         if (value := getattr(config, name)) != default:
             raise ValueError(f"{name}={value!r} has no place in {where}")
+
+
+def check_unused(config: LlamaConfig, *names: str) -> None:
+    """Checks that fields which models of this configuration do not have are left as they are.
+
+    Raises:
+      ValueError: one is not.
+    """
+    for name in names:
+        if (value := getattr(config, name)) != _OF_OTHERS[name]:
+            raise ValueError(
+                f"{type(config).__name__}: {name}={value!r}; its models have none, leave {_OF_OTHERS[name]}"
+            )

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_layers.block_orders import NormBeforeSumBlock
 from flax_layers.models.llama import Llama
-from flax_layers.models.llama_config import LlamaConfig
+from flax_layers.models.llama_config import LlamaConfig, check_unused
 from flax_layers.models.parts import attention_of, gated_mlp_of
 
 
@@ -24,12 +24,18 @@ class Olmo2Config(LlamaConfig):
     rms_norm_eps: float = 1e-5
     qk_norm: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_unused(self, "residual_multiplier")
+
 
 class Olmo2(Llama):
     """OLMo 2: no norm stands in front of a sub-layer, one behind it; queries and keys are normalised over all heads.
 
     Arguments as of `Llama`, with an Olmo2Config. From arXiv 2501.00656.
     """
+
+    _config_class = Olmo2Config
 
     def _block(self, config: Olmo2Config, layer: int, **options: Any) -> NormBeforeSumBlock:
         norm = partial(self._norm, config, param_dtype=options["param_dtype"], rngs=options["rngs"])
