@@ -316,7 +316,7 @@ def test_on_a_mesh_with_explicit_axes(model):
         (lambda: layers.LlamaConfig(sliding_window=2.5), "sliding_window=2.5; it must be an integer"),
         (lambda: layers.LlamaConfig(rms_norm_eps=-1), "rms_norm_eps=-1; it must be a number, 0 or more"),
         (lambda: layers.LlamaConfig(rope_theta=0.0), "rope_theta=0.0; it must be positive"),
-        (lambda: layers.LlamaConfig(rope_scaling={"rope_type": "llama3"}), "must be a RopeScaling or None"),
+        (lambda: layers.LlamaConfig(rope_scaling={"rope_type": "llama3"}), "must be a RopeScaling, another"),
         (lambda: layers.GPT2Config(n_head=0), "GPT2Config: n_head=0; it must be an integer, 1 or more"),
         (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"over 8 features .*\(2, 9\)"),
         (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(8)), r"wants \(\.\.\., M, 8\), got shape \(8,\)"),
