@@ -212,7 +212,7 @@ def _norms_of_heads(layer: Any, x: Any) -> tuple[Any, Head]:
 
 def _over_width(layer: Any, z: Any, norm: Any) -> Any:
     """q or k, normalised over all heads where the layer's norms are that."""
-    return norm(z) if layer.qk_norm == "width" else z
+    return norm._deferred(z) if layer.qk_norm == "width" else z  # its call may be a tool's
 
 
 def attention(

@@ -39,11 +39,16 @@ def ordered(block, norms):
     return block(**parts), [STREAM], {}
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 # name -> module, positional arguments, keywords
 CALLS = {
     "Attention": lambda: (layers.Attention(16, 2, rngs=rngs()), [normalized()], {"residual": True}),
+    "Cohere": lambda: (layers.Cohere(layers.CohereConfig(**SIZES), rngs=rngs()), [TOKENS], {}),
+    "CrossAttention": lambda: (layers.CrossAttention(16, 2, rngs=rngs()), [normalized(), X], {"residual": True}),
     "Embed": lambda: (layers.Embed(64, 16, rngs=rngs()), [TOKENS], {}),
     "GPT2": lambda: (layers.GPT2(GPT2, rngs=rngs()), [TOKENS], {}),
+    "Gemma": lambda: (layers.Gemma(layers.GemmaConfig(**SIZES, head_dim=8), rngs=rngs()), [TOKENS], {}),
+    "Olmo2": lambda: (layers.Olmo2(layers.Olmo2Config(**SIZES), rngs=rngs()), [TOKENS], {}),
     "GatedMLP": lambda: (layers.GatedMLP(16, 24, rngs=rngs()), [normalized()], {"residual": True}),
     "LMHead": lambda: (
         layers.LMHead(16, 64, tied=True, rngs=rngs()),

@@ -47,6 +47,18 @@ def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return jax.jit(with_state).trace(state, [x for x, is_it in zip(leaves, is_node, strict=True) if not is_it])
 
 
+def asked_shardings(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The shardings that a function jitted by JAX asks for, which no type of its arguments has."""
+    if not isinstance(function, type(jax.jit(int))):
+        return []
+    try:
+        jaxpr = jax.make_jaxpr(function)(*args, **kwargs).jaxpr
+    except TypeError:  # with static arguments
+        return []
+    leaves = jax.tree.leaves([equation.params for equation in jaxpr.eqns[:1]])
+    return [x for x in leaves if isinstance(x, jax.sharding.Sharding)]
+
+
 def needed(found: jax.stages.Traced) -> core.Jaxpr:
     """Its jaxpr, without the equations whose results nobody reads."""
     jaxpr = found.jaxpr.jaxpr

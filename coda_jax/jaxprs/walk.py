@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coda_jax.jaxprs.traced import needed, traced
+from coda_jax.jaxprs.traced import asked_shardings, needed, traced
 
 _UNEXPECTED = "coda_unexpected"
 
@@ -44,13 +44,14 @@ def equations_of(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
     """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
-    return equations_in(jaxpr_of(function, *args, **kwargs), (args, kwargs))
+    asked = asked_shardings(function, args, kwargs)
+    return equations_in(jaxpr_of(function, *args, **kwargs), (args, kwargs, asked))
 
 
 def equations_in(jaxpr: core.Jaxpr, arguments: Any) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
     """`equations_of` for a jaxpr with these arguments."""
     every = list(equations(jaxpr))
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(arguments)]
+    shardings = [getattr(x, "sharding", x) for x in jax.tree.leaves(arguments)]
     shardings += [leaf for equation, _ in every for leaf in jax.tree.leaves(equation.params)]
     sizes = [sharding.num_devices for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
     return every, max(1, jax.sharding.get_abstract_mesh().size, *sizes)

@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 
 from coda_jax.jaxprs.graph import Graph, graphs_of
-from coda_jax.jaxprs.traced import needed, traced
+from coda_jax.jaxprs.traced import asked_shardings, needed, traced
 from coda_jax.jaxprs.walk import equations_in
 from coda_jax.lowering.kernel import readable_source
 from coda_jax.lowering.launch import problem_of
@@ -243,7 +243,7 @@ def explain(
     trace = traced(function, args, kwargs)
     jaxpr = needed(trace)
     calls = Calls(jaxpr)
-    found, num_devices = equations_in(jaxpr, (args, kwargs))
+    found, num_devices = equations_in(jaxpr, (args, kwargs, asked_shardings(function, args, kwargs)))
     for equation, times in found:
         if equation.primitive in PRIMITIVES:
             with as_if_attached(named):
