@@ -73,12 +73,15 @@ def _of_qwen(settings: Mapping[str, Any], types: tuple[str, ...] | None, layers:
     window = settings.get("sliding_window", 4096) if is_used else None
     if types is None and window is not None:
         types = tuple(SLIDING if i >= first else FULL for i in range(layers))
-    if SLIDING in (types or ()) and window is None:
-        raise refusal(
-            "layer_types", list(types or ()), "layers with a window want use_sliding_window, and sliding_window"
-        )
+    return _of_some(types, window)
+
+
+def _of_some(types: tuple[str, ...] | None, window: Any) -> dict[str, Any]:
+    """The fields of layers of these types, of which those with a window have this one."""
     if types is None or SLIDING not in types:
         return {"sliding_window": None}
+    if window is None:
+        raise refusal("layer_types", list(types), "layers with a window want use_sliding_window, and sliding_window")
     return {"sliding_window": window, "layer_types": types if FULL in types else None}
 
 
@@ -95,17 +98,10 @@ def _of_smollm3(
     if not isinstance(turned, list | tuple) or len(turned) < layers or any(x not in (0, 1) for x in turned):
         raise refusal("no_rope_layers", turned, f"it must be a list of 0 and 1, one of each of {layers} layers")
     turned = tuple(int(x) for x in turned[:layers])
-    found: dict[str, Any] = {"no_rope_layers": turned if 0 in turned else None, "sliding_window": None}
     window = settings.get("sliding_window") if _is_used(settings) else None
     if types is None and window is not None:
         types = tuple(FULL if x else SLIDING for x in turned)
-    if SLIDING in (types or ()):
-        if window is None:
-            raise refusal(
-                "layer_types", list(types or ()), "layers with a window want use_sliding_window, and sliding_window"
-            )
-        found |= {"sliding_window": window, "layer_types": types if FULL in (types or ()) else None}
-    return found
+    return {"no_rope_layers": turned if 0 in turned else None, **_of_some(types, window)}
 
 
 def _is_used(settings: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.models.language_model import LanguageModel, under_rules
 from flax_layers.models.llama_config import LlamaConfig as LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
+from flax_layers.models.parts import attention_options
 from flax_layers.moe.balancing import RouterStatistics, auxiliary_loss
 from flax_layers.moe.moe import MoE
 from flax_layers.norm import RMSNorm
@@ -121,26 +122,15 @@ class Llama(LanguageModel):
           **options: separate_qkv, separate_gate_up and attention_implementation as of the model; fp8, of the layer;
             dtype, param_dtype, kernel_init and rngs.
         """
-        theta, scaling = config.layer_rotary(layer)
         of_experts = {name: options[name] for name in ("dtype", "param_dtype", "kernel_init", "rngs")}
         return LlamaBlock(
             config.hidden_size,
             config.intermediate_size,
             config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            partial_rotary_factor=config.partial_rotary_factor,
-            qk_norm=config.qk_norm,
-            use_bias=config.attention_bias,
-            use_out_bias=config.resolved_attention_out_bias,
             activation=config.hidden_act,
-            sliding_window=config.layer_window(layer),
-            scale=config.score_scale,
             residual_multiplier=config.residual_multiplier,
-            epsilon=config.rms_norm_eps,
             mlp=_experts_of(config, layer, **of_experts),
+            **attention_options(config, layer),
             **options,
         )
 

@@ -11,6 +11,24 @@ from flax_layers.models.llama_config import LlamaConfig
 _BOTH = ("dtype", "param_dtype", "kernel_init", "fp8", "rngs")
 
 
+def attention_options(config: LlamaConfig, layer: int) -> dict[str, Any]:
+    """What a configuration says of the attention of a layer, by Attention's and LlamaBlock's keywords."""
+    theta, scaling = config.layer_rotary(layer)
+    return {
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": config.partial_rotary_factor,
+        "qk_norm": config.qk_norm,
+        "epsilon": config.rms_norm_eps,
+        "use_bias": config.attention_bias,
+        "use_out_bias": config.resolved_attention_out_bias,
+        "sliding_window": config.layer_window(layer),
+        "scale": config.score_scale,
+    }
+
+
 def attention_of(config: LlamaConfig, layer: int, **options: Any) -> Attention:
     """The attention of a layer.
 
@@ -19,26 +37,10 @@ def attention_of(config: LlamaConfig, layer: int, **options: Any) -> Attention:
       layer: its number.
       **options: as of `Llama._block`, and others of Attention.
     """
-    theta, scaling = config.layer_rotary(layer)
     implementation = options.pop("attention_implementation")
     del options["separate_gate_up"]
-    given: dict[str, Any] = {"qk_norm": config.qk_norm, **options}
-    return Attention(
-        config.hidden_size,
-        config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        partial_rotary_factor=config.partial_rotary_factor,
-        epsilon=config.rms_norm_eps,
-        use_bias=config.attention_bias,
-        use_out_bias=config.resolved_attention_out_bias,
-        sliding_window=config.layer_window(layer),
-        scale=config.score_scale,
-        implementation=implementation,
-        **given,
-    )
+    given = attention_options(config, layer) | options
+    return Attention(config.hidden_size, config.num_attention_heads, implementation=implementation, **given)
 
 
 def gated_mlp_of(config: LlamaConfig, **options: Any) -> GatedMLP:
