@@ -3,14 +3,16 @@
 In bfloat16, M tokens of D features over V labels, value alone, or value and gradients in x and w: the mean loss by
 `coda_jax.linear_cross_entropy`, and log-probabilities, with or without entropies, by `coda_jax.token_logprobs`, whose
 gradients are those of a weighted mean. Both work on chunks of tokens; beside them plain JAX with an array of all
-logits. Their values are compared before anything is timed. Times are the profiler's, of all kernels, the variants
-interleaved; TFLOP/s count one product for the value and three with the gradients, though `token_logprobs` computes the
-logits twice then. Writes benchmarks/results/<device>_loss_head.csv.
+logits, and for the loss those peers of benchmarks/peers that are installed. Their values are compared before anything
+is timed. Times are the profiler's, of all kernels, the variants interleaved; TFLOP/s count one product for the value
+and three with the gradients, though `token_logprobs` computes the logits twice then. Writes
+benchmarks/results/<device>_loss_head.csv.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import coda_jax as coda
-from benchmarks import results, timing
+from benchmarks import peers, results, timing
 
 
 class Case(NamedTuple):
@@ -93,8 +95,8 @@ def program_of(case: Case, f: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(weighted, (0, 1)) if case.has_gradient else values
 
 
-def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A row a variant."""
+def measure(case: Case, rounds: int, beside: Sequence[peers.LossPeer] = ()) -> list[dict[str, Any]]:
+    """A row a variant, and for the loss one a peer."""
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (case.tokens, case.width), jnp.bfloat16)
     w = jax.random.normal(keys[1], (case.width, case.vocabulary), jnp.float32) / case.width**0.5
@@ -121,13 +123,19 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
         rows[name] = {"variant": name, "value": value, "temporaries_gib": memory.temp_size_in_bytes / 2**30}
     for of_coda, of_xla in zip(*map(jax.tree.leaves, (values["coda"], values["xla"])), strict=True):
         np.testing.assert_allclose(of_coda, of_xla, rtol=1e-3, atol=1e-3)
+    for peer in beside if case.operator == "loss" else ():
+        prepared = peer.prepare(*arrays[:3], case.has_gradient)
+        functions[f"loss_{peer.name}"] = timing.Outside(prepared.call, peer.synchronize)
+        about = {"value": prepared.value, "temporaries_gib": prepared.temporaries / 2**30}
+        np.testing.assert_allclose(prepared.value, values["xla"], rtol=1e-2)  # torch's loss has the logits' dtype
+        rows[peer.name] = {"variant": peer.name, **about}
     executed = timing.executions(functions, rounds=rounds)
     work = 2 * case.tokens * case.width * case.vocabulary * (3 if case.has_gradient else 1)
     for name, row in rows.items():
         ns = statistics.median(sum(kernel.duration for kernel in ran) for ran in executed[f"loss_{name}"])
         row |= {"ms": ns / 1e6, "tflops": work / ns / 1e3}
-    about = {"gradient" if name == "has_gradient" else name: value for name, value in case._asdict().items()}
-    return [{**about, **row} for row in rows.values()]
+    sizes = {"gradient" if name == "has_gradient" else name: value for name, value in case._asdict().items()}
+    return [{**sizes, **row} for row in rows.values()]
 
 
 def memory(case: Case) -> list[str]:
@@ -148,20 +156,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, help="measured executions of each variant (default 8)")
     parser.add_argument("--tiny", action="store_true", help="a loss that a CPU computes in seconds")
     parser.add_argument("--memory", action="store_true", help="only compile: bytes and products, on any machine")
+    parser.add_argument(
+        "--operators", nargs="+", choices=["loss", "logprobs", "entropy"], help="only these (default all)"
+    )
     options = parser.parse_args(arguments)
     if options.memory:
         for case in [TINY[-1]] if options.tiny else MEMORY:
             print(f"{case.operator} {case.tokens} x {case.width} x {case.vocabulary}", *memory(case), sep="\n")
         return 0
-    found = [row for case in (TINY if options.tiny else CASES) for row in measure(case, options.rounds)]
+    beside = peers.available(peers.LOSS_MODULES, "load_losses")
+    cases = [
+        case
+        for case in (TINY if options.tiny else CASES)
+        if options.operators is None or case.operator in options.operators
+    ]
+    found = [row for case in cases for row in measure(case, options.rounds, beside)]
     for row in found:
         sizes = f"{row['operator']} {row['tokens']} x {row['width']} x {row['vocabulary']}"
         sizes += " with gradients" if row["gradient"] else ""
         time = f"{row['ms']:9.3f} ms {row['tflops']:6.0f} TFLOP/s"
         print(f"{sizes:48s} {row['variant']:5s}{time} {row['temporaries_gib']:7.2f} GiB of temporaries")
-    results.write("_loss_head", COLUMNS, found, folder=options.out, commit=options.commit)
+    about = {"commit": options.commit, "peers": peers.versions(beside)}
+    results.write("_loss_head", COLUMNS, found, folder=options.out, **about)
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.55")  # what is left is the peers'
     sys.exit(main())

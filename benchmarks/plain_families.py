@@ -27,19 +27,22 @@ def parameters(model: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def loss(params: Params, config: LlamaConfig, tokens: jax.Array, labels: jax.Array, dtype: Any) -> jax.Array:
-    """Mean cross-entropy of labels (B, T) after tokens (B, T)."""
-    z = logits(params, config, tokens, dtype)
+def loss(
+    params: Params, config: LlamaConfig, tokens: jax.Array, labels: jax.Array, dtype: Any, *, remat: bool = False
+) -> jax.Array:
+    """Mean cross-entropy of labels (B, T) after tokens (B, T); with remat layers are computed again backward."""
+    z = logits(params, config, tokens, dtype, remat=remat)
     picked = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(z, axis=-1) - picked)
 
 
-def logits(params: Params, config: LlamaConfig, tokens: jax.Array, dtype: Any) -> jax.Array:
+def logits(params: Params, config: LlamaConfig, tokens: jax.Array, dtype: Any, *, remat: bool = False) -> jax.Array:
     """Logits (B, T, V), float32, of tokens (B, T)."""
+    layer = jax.checkpoint(block, static_argnums=(1, 2)) if remat else block
     table = params["embed"]["embedding"]
     x = table[tokens].astype(dtype) * jnp.asarray(config.embedding_factor, dtype)
     for i in range(config.num_hidden_layers):
-        x = block(params["layers"][i], config, i, x)
+        x = layer(params["layers"][i], config, i, x)
     head = table.T if config.tie_word_embeddings else params["head"]["kernel"]
     h = norm(x, params["norm"], config)
     z = jnp.matmul(h, head.astype(dtype), preferred_element_type=jnp.float32) * config.logits_factor
@@ -119,7 +122,9 @@ def attended(q: jax.Array, k: jax.Array, v: jax.Array, config: LlamaConfig, wind
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is None:
         seen = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=seen)
+        by = "cudnn" if jax.default_backend() == "gpu" and q.dtype != jnp.float32 else "xla"
+        options = {"is_causal": True, "local_window_size": seen, "implementation": by}
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, **options)
     k, v = (jnp.repeat(y, q.shape[2] // k.shape[2], axis=2) for y in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * scale
     age = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])

@@ -312,7 +312,7 @@ def launch(rows: Sequence[Row]) -> str:
 def loss_head(rows: Sequence[Row]) -> str:
     text = (
         "The mean loss of M tokens of D features over V labels, bfloat16; with gradients three products are counted. "
-        "*Plain*: an array of all logits.\n\n"
+        "*Plain*: an array of all logits. *torch*: all in bfloat16, by its `cross_entropy`.\n\n"
     )
     ours = {"loss": "`linear_cross_entropy`", "logprobs": "`token_logprobs`", "entropy": "`token_logprobs`, entropies"}
     of_xla = {"loss": "plain JAX", "logprobs": "plain JAX, log-probabilities", "entropy": "plain JAX, with entropies"}
@@ -321,7 +321,7 @@ def loss_head(rows: Sequence[Row]) -> str:
         [
             " x ".join(row[size] for size in ("tokens", "width", "vocabulary")),
             "yes" if row["gradient"] == "True" else "",
-            names[row["variant"]][row.get("operator", "loss")],
+            names[row["variant"]][row.get("operator", "loss")] if row["variant"] in names else row["variant"],
             f"{number(row, 'ms'):.2f}",
             f"{number(row, 'tflops'):.0f}",
             f"{number(row, 'temporaries_gib'):.2f}",

@@ -216,27 +216,30 @@ def check(measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: fl
     """Runs every variant once and compares with the first plain one, or the first; notes losses and failures."""
     for is_packed in (False, True):
         if alike := [one for one in measured if one.variant.packed == is_packed]:
-            _check_alike(alike, parameters, loss_rtol=loss_rtol, gradient_rtol=gradient_rtol)
+            compare_steps(alike, parameters, loss_rtol=loss_rtol, gradient_rtol=gradient_rtol)
 
 
-def _check_alike(
-    measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: float, gradient_rtol: float
+def compare_steps(
+    measured: Sequence[Measured], parameters: Parameters | None = None, *, loss_rtol: float, gradient_rtol: float
 ) -> None:
-    plain = (one for one in measured if not one.variant.fused and one.variant.fp8 is None)
+    """Compares variants of the same loss; without parameters their gradients have the same form."""
+    plain = (one for one in measured if not one.variant.fused and one.variant.fp8 is None and not one.failure)
     reference = next(plain, measured[0])
     expected: tuple[float, Any] | None = None
     for one in (reference, *(one for one in measured if one is not reference)):
         if one.failure:
             continue
         try:
-            settle(one, parameters)
+            if parameters is not None:
+                settle(one, parameters)
             loss, gradient = jax.block_until_ready(one.call())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             one.failure = "out of memory"
             continue
-        gradient = parameters.plain_gradient(one.variant, gradient)
+        if parameters is not None:
+            gradient = parameters.plain_gradient(one.variant, gradient)
         one.loss = float(loss)
         if expected is None:
             expected = one.loss, gradient

@@ -308,9 +308,16 @@ def _implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
     length: Any = q.shape[-3]
-    head_dim = q.shape[-1]
-    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16) or head_dim % 8 or head_dim > 128:
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla"
+    if q.shape[-1] % 8 or q.shape[-1] > _widest_head():
         return "xla"
     if not isinstance(length, int):  # of an export; of what follows nothing is known
         return "xla"
     return "xla" if length == 1 else "cudnn"  # cuDNN before 9.10 takes no single causal query
+
+
+def _widest_head() -> int:
+    """Of cuDNN's attention, as JAX has it."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
+    return 256 if float(capability) >= 9.0 else 128

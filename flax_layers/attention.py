@@ -84,7 +84,7 @@ class Attention(nnx.Module):
       fp8: a `coda.fp8.Recipe` by which the products train in 8 bits; default in the compute dtype.
       implementation: that of jax.nn.dot_product_attention, or a function with its arguments, which may also take
         segment_ids: see `flax_layers.attend`. Default: cuDNN where JAX runs on a GPU, computes in 16 bits and Dh is a
-        multiple of 8 up to 128; else XLA. Attention over a cache is always XLA's.
+        multiple of 8 up to 256, before Hopper up to 128; else XLA. Attention over a cache is always XLA's.
       rngs: source of keys.
 
     Raises:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     beside,
+    family_step,
     loss_curve,
     report,
     sharded_step,
@@ -159,6 +160,27 @@ def test_loss_curve(tmp_path, capsys, quick_to_compile):
         assert float(rows[0][f"{name}_largest_gap"]) == pytest.approx(max(map(abs, gaps)), abs=1e-6)
         assert f"{name} against plain_float32: largest gap" in shown
     assert next(tmp_path.glob("*.png")).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("model", family_step.MODELS)
+def test_family_step(model, tmp_path, quick_to_compile):
+    """Every variant is right and timed, alone too."""
+    options = ["--tiny", f"--model={model}", "--layers=1", "--repeats=1", "--alone=0.05", f"--out={tmp_path}"]
+    assert family_step.main([*options, "--commit=none"], lambda: 100 * time.perf_counter()) == 0
+    steps = steps_in(tmp_path)
+    assert steps.keys() == family_step.VARIANTS.keys() and not any(step["failure"] for step in steps.values())
+    assert all(float(step["ms"]) > 0 and float(step["alone_joules"]) > 0 for step in steps.values())
+
+
+def test_a_wrong_family_step(tmp_path, monkeypatch, quick_to_compile):
+    """Gradients that are wrong make the command fail, and are not timed."""
+    plain = family_step.plain
+    monkeypatch.setattr(
+        family_step, "plain", lambda *of: lambda *x: 2 * (f := plain(*of))(*x) - jax.lax.stop_gradient(f(*x))
+    )
+    options = ["--tiny", "--layers=1", "--repeats=1", "--variants", "coda", "xla", f"--out={tmp_path}"]
+    assert family_step.main([*options, "--commit=none"]) == 1
+    assert "gradients differ" in steps_in(tmp_path)["coda"]["failure"]
 
 
 def halved(function, name):

@@ -15,6 +15,7 @@ import jax
 MODULES = ("torch_cublas", "cutlass", "quack")
 FP8_MODULES = ("torch_fp8",)  # products of e4m3 factors, a (M, K) and b (N, K)
 GROUPED_MODULES = ("pallas", "tokamax", "quack", "sonicmoe")  # whose load_grouped() gives grouped products
+LOSS_MODULES = ("liger", "torch_cublas")  # whose load_losses() gives losses over a vocabulary
 
 
 class Absent(Exception):
@@ -63,6 +64,30 @@ class GroupedPeer:
     version: str
     includes: str
     prepare: Callable[[str, Sequence[jax.Array]], Prepared | None]
+    synchronize: Callable[[], None]
+
+
+class PreparedLoss(NamedTuple):
+    """A call that launches and does not wait, the loss it gives, and the bytes it needs beside its results."""
+
+    call: Callable[[], Any]
+    value: float
+    temporaries: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPeer:
+    """The mean cross-entropy of labels over a vocabulary, of features x (M, D) and weights w (D, V) in bfloat16.
+
+    Attributes:
+      name, version, synchronize: as in `Peer`.
+      prepare: (x, w, labels, has_gradient) -> the call that computes the loss of these jax arrays, and the gradients of
+        x and w if there are any. The peer's w is stored as (V, D).
+    """
+
+    name: str
+    version: str
+    prepare: Callable[[jax.Array, jax.Array, jax.Array, bool], PreparedLoss]
     synchronize: Callable[[], None]
 
 

@@ -1,4 +1,4 @@
-"""torch.matmul, which is cuBLAS by its own heuristics; on the memory of the jax arrays."""
+"""torch.matmul, which is cuBLAS by its own heuristics, and a loss by it; on the memory of the jax arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.peers import Absent, Peer
+from benchmarks.peers import Absent, LossPeer, Peer, PreparedLoss
 
 
 def import_torch() -> Any:
@@ -39,3 +39,38 @@ def load() -> list[Peer]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     version = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     return [Peer("torch", version, prepare_with(torch.matmul), jnp.from_dlpack, torch.cuda.synchronize)]
+
+
+def prepare_loss(loss: Callable[[Any, Any, Any], Any]) -> Callable[..., PreparedLoss]:
+    """`LossPeer.prepare` of a function of torch tensors x (M, D), w (V, D) and labels (M,)."""
+    import torch
+
+    def prepare(x: jax.Array, w: jax.Array, labels: jax.Array, has_gradient: bool) -> PreparedLoss:
+        x, w, labels = (torch.from_dlpack(jax.block_until_ready(array)) for array in (x, w.T, labels))
+        labels = labels.long()
+        for factor in (x, w):
+            factor.requires_grad_(has_gradient)
+
+        def call() -> Any:
+            with torch.set_grad_enabled(has_gradient):
+                value = loss(x, w, labels)
+            return (value, *torch.autograd.grad(value, (x, w))) if has_gradient else (value,)
+
+        call()  # compiles kernels
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = call()
+        torch.cuda.synchronize()
+        results = sum(y.numel() * y.element_size() for y in made)
+        temporaries = torch.cuda.max_memory_allocated() - before - results
+        return PreparedLoss(call, float(made[0].detach()), temporaries)
+
+    return prepare
+
+
+def load_losses() -> list[LossPeer]:
+    torch = import_torch()
+    functions = torch.nn.functional
+    prepare = prepare_loss(lambda x, w, labels: functions.cross_entropy(functions.linear(x, w), labels))
+    return [LossPeer("torch", f"torch {torch.__version__}", prepare, torch.cuda.synchronize)]

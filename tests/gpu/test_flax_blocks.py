@@ -50,6 +50,15 @@ def adapted(**options):
     return model
 
 
+def of_family(build, **settings):
+    return lambda **options: build(rngs=nnx.Rngs(0), **settings, **options)
+
+
+def gemma(**settings):
+    windows = {"sliding_window": 24, "layer_types": ("sliding_attention", "full_attention")}
+    return of_family(layers.Gemma, config=layers.GemmaConfig(**{**SIZES, **windows, **settings}))
+
+
 MODELS = {
     "llama": lambda **options: layers.Llama(LLAMA, rngs=nnx.Rngs(0), **options),
     "llama, scanned": lambda **options: layers.Llama(LLAMA, scan_layers=True, rngs=nnx.Rngs(0), **options),
@@ -65,6 +74,11 @@ MODELS = {
     "gpt2, fp8": lambda **options: layers.GPT2(GPT2, fp8=coda.fp8.Recipe(), rngs=nnx.Rngs(0), **options),
     "gpt2": lambda **options: layers.GPT2(GPT2, rngs=nnx.Rngs(0), **options),
     "lora": adapted,
+    "qwen2": of_family(layers.Llama, config=layers.LlamaConfig(**SIZES, attention_bias=True, attention_out_bias=False)),
+    "gemma 2": gemma(attn_logit_softcapping=5.0, final_logit_softcapping=8.0, query_pre_attn_scalar=100),
+    "gemma 3, heads of 256": gemma(head_dim=256, qk_norm=True, rope_local_base_freq=1e3),
+    "olmo 2": of_family(layers.Olmo2, config=layers.Olmo2Config(**SIZES)),
+    "command r": of_family(layers.Cohere, config=layers.CohereConfig(**SIZES)),
 } | {order: functools.partial(ordered, order) for order in ORDERS}
 TOKENS = np.random.default_rng(0).integers(0, 320, (3, 81))
 
@@ -91,7 +105,7 @@ def step_of(name, dtype, attention):
 
 
 def run(name, dtype, device):
-    step, state = step_of(name, dtype, "xla" if device.platform == "cpu" else "cudnn")
+    step, state = step_of(name, dtype, "xla" if device.platform == "cpu" else None)
     tokens = TOKENS if "fp8" in name else TOKENS[:, :-3]  # of 8 bits rows are multiples of 16
     return jax.tree.map(np.asarray, step(*jax.device_put((state, tokens), device)))
 
@@ -107,6 +121,54 @@ def test_models(name):
     assert np.all(_errors(found, exact) <= 1.5 * rough + 0.2 * rough.max() + 1e-6)
 
 
+B, T, D = 2, 77, 256
+ATTENTIONS = {
+    "bias": layers.Attention(D, 4, num_kv_heads=2, scale=0.2, rngs=nnx.Rngs(0)),
+    "bias, heads of 256": layers.Attention(D, 2, num_kv_heads=1, head_dim=256, is_causal=False, rngs=nnx.Rngs(0)),
+    "soft cap": layers.Attention(D, 4, soft_cap=1.0, sliding_window=20, rngs=nnx.Rngs(0)),
+    "cross": layers.CrossAttention(D, 4, context_features=128, num_kv_heads=2, rngs=nnx.Rngs(0)),
+}
+
+
+@functools.cache
+def attention_step(name, dtype, implementation):
+    """The jitted gradients of the weights and inputs of a layer, and these."""
+    layer = nnx.clone(ATTENTIONS[name])
+    layer.implementation = implementation
+    graphdef, state = nnx.split(layer, nnx.Param)
+    keys = jax.random.split(jax.random.key(7), 4)
+    x, context = (
+        2 * jax.random.normal(key, (B, length, d)) for key, length, d in zip(keys, (T, 50), (D, 128), strict=False)
+    )
+    bias = jax.random.normal(keys[2], (layer.num_heads, T, T))
+    arrays = (context,) if name == "cross" else (bias,)
+    dy = jax.random.normal(keys[3], (B, T, D))
+
+    def loss(state, x, array):
+        given = {"bias": array} if name != "cross" else {}
+        inputs = (x, array) if name == "cross" else (x,)
+        return jnp.vdot(dy, nnx.merge(graphdef, state)(*inputs, **given).astype(jnp.float32))
+
+    arguments = jax.tree.map(lambda y: y.astype(dtype), (state, x, *arrays))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))), arguments
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions(name):
+    """A bias and its gradient, capped scores in a window, and attention to another text, beside XLA's on the host."""
+
+    def run(dtype, device):
+        step, arguments = attention_step(name, dtype, "xla" if device.platform == "cpu" else None)
+        return jax.tree.map(np.asarray, step(*jax.device_put(arguments, device)))
+
+    host, device = jax.devices("cpu")[0], jax.devices()[0]
+    exact, plain = run(jnp.float32, host), run(jnp.bfloat16, host)
+    with coda.strict():
+        found = run(jnp.bfloat16, device)
+    rough = _errors(plain[1], exact[1])
+    assert np.all(_errors(found[1], exact[1]) <= 1.5 * rough + 0.2 * rough.max() + 1e-6)
+
+
 def _same(a, b):
     """Whether all bits are, but for the embedding's gradient: XLA's scatter adds rows in any order."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)]
@@ -116,4 +178,5 @@ def _same(a, b):
 
 def _errors(found, exact):
     each = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+    each = ((a.astype(np.float32), b) for a, b in each)
     return np.array([float(np.linalg.norm(a - b)) / (float(np.linalg.norm(b)) or 1) for a, b in each])
