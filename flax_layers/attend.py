@@ -11,12 +11,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
+from flax_layers import capped_products
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
+from flax_layers.sharding import activation_spec, mesh_axes
 from flax_layers.soft_capped import soft_capped_attention
 
 # A function is called as jax.nn.dot_product_attention is, f(q, k, v, mask=, is_causal=, local_window_size=), and with
@@ -45,7 +47,8 @@ def attend(
     run of equal segment_ids; mask.
 
     With soft_cap, of Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). `jax.nn.dot_product_attention` has no
-    such cap: XLA computes it, `flax_layers.soft_capped`, unless `implementation` is a function that takes one.
+    such cap. In bfloat16, without a mask or bias and with implementation=None, products with epilogues compute it,
+    `flax_layers.capped_products`; else XLA, `flax_layers.soft_capped`; or a function as implementation that takes one.
 
     A window is an argument of cuDNN's kernel. Segments are a dense mask to it, (B, 1, T, T): its packed layout, offsets
     of the sequences in a row, is not among the arguments of jax.nn.dot_product_attention (jax 0.10 to 0.12), whose
@@ -98,6 +101,10 @@ def attend(
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, given)
         beside = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
         return named(_on_explicit_parts(by_function, q, k, v, beside), CONTEXT), cache
+    if soft_cap is not None and implementation is None and mask is None and bias is None:
+        by_products = functools.partial(_by_products, is_causal, sliding_window, scale, soft_cap)
+        if capped_products.takes(q, k, soft_cap):
+            return _on_explicit_parts(by_products, q, k, v, {"segment_ids": segment_ids}), cache
     if segment_ids is not None:
         mask = _with_segments(mask, segment_ids)
     implementation = "xla" if soft_cap is not None else implementation or _implementation(q)
@@ -253,6 +260,38 @@ def _by_function(
             f"attention by {name} is {y.dtype}{y.shape}; beside queries {q.dtype}{q.shape} it must be that"
         )
     return y.reshape(given.shape)
+
+
+def _by_products(
+    is_causal: bool,
+    sliding_window: int | None,
+    scale: float | None,
+    soft_cap: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    _mask: None,
+    _bias: None,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """Capped scores by `capped_attention`."""
+    given = q
+    if q.ndim == 3:
+        q, k, v = q[None], k[None], v[None]
+        segment_ids = None if segment_ids is None else segment_ids[None]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = capped_products.Scores(soft_cap, scale, is_causal, sliding_window, parts=_parts(q.shape))
+    return capped_products.capped_attention(q, k, v, scores, segment_ids).reshape(given.shape)
+
+
+def _parts(shape: tuple[int, ...]) -> int:
+    """On how many devices automatic mesh axes lay queries (B, T, H, Dh), by the rules in force."""
+    spec = activation_spec(shape, "batch", None, "heads", None)
+    if spec is None:
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(spec) if axis in automatic)
 
 
 def _dot_product_attention(

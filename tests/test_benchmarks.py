@@ -44,7 +44,10 @@ def test_programs_have_the_dtypes_that_device_tests_ask_for(name):
 
 @pytest.mark.slow
 def test_variants_lower_for_a_gpu():
-    """A fused one to kernels: four products a layer forward, eight backward, one again, and three of the head."""
+    """A fused one to kernels: four products a layer forward, eight backward, one again, and three of the head.
+
+    And three by which the head makes rows again whose exponentials leave the range.
+    """
     if reason := ffi.unavailable_reason():
         pytest.skip(reason)
     parameters = Parameters(Setting(TINY, jnp.bfloat16, jnp.bfloat16))
@@ -54,7 +57,7 @@ def test_variants_lower_for_a_gpu():
         variant = VARIANTS[name]
         traced = step(name, variant, parameters.setting).trace(parameters.of(variant), tokens, tokens)
         kernels[name] = traced.lower(lowering_platforms=("cuda",)).as_text().count("@coda_gemm")
-    assert kernels == {"coda_recompute": 29, "xla_scan_remat": 0}
+    assert kernels == {"coda_recompute": 32, "xla_scan_remat": 0}
 
 
 @needs_nvrtc

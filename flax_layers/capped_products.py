@@ -1,0 +1,310 @@
+"""Attention with capped scores as products with fused epilogues, a block of queries at a time.
+
+A score soft_cap tanh(s / soft_cap) is between -soft_cap and soft_cap, so its exponential needs no maximum of its row:
+the epilogue of q k^T stores exponentials in bfloat16, which has float32's exponents, and sums them along rows.
+
+    e = exp(c tanh(scale q k^T / c)) where a query sees a key, else 0      l = rows' sums of e
+    y = (e v) / l                                                          of the epilogue, from Gemma 2 (2408.00118)
+
+The backward pass makes e again, and the derivative of the cap from it, for c tanh(.) = log e:
+
+    ds = e / l (dy v^T - rowsum(dy y)) (1 - (log e / c)^2) scale           in the epilogue of dy v^T
+    dq = ds k      dk = ds^T q      dv = e^T (dy / l)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import coda_jax as coda
+from flax_layers.remat import CONTEXT, named
+
+LARGEST_CAP = 64.0  # a row's sum of exp(64) is in float32's range, and exp(-64) in bfloat16's
+_MOST_BYTES = 256 << 20  # of a block's exponentials
+_MOST_SPANS = 8  # of queries that read the same keys: causal attention then computes 1/2 + 1/16 of all scores
+_LEAST_SPAN = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What scores are, and which of them there are.
+
+    Attributes:
+      soft_cap, scale: numbers.
+      is_causal: whether query i sees keys up to i alone.
+      window: how many keys a query sees, itself and those before; None for all.
+      parts: on how many devices the arrays lie, by which a block may be larger.
+    """
+
+    soft_cap: float
+    scale: float
+    is_causal: bool
+    window: int | None
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Queries start to end, which read the keys first to last, in blocks of `size` queries."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.end - self.start) // self.size)
+
+
+def takes(q: jax.Array, k: jax.Array, soft_cap: float) -> bool:
+    """Whether attention of q ([B,] T, H, Dh) to k ([B,] S, Hkv, Dh) can be these products."""
+    is_static = all(isinstance(size, int) for size in (*q.shape, *k.shape))
+    is_product = q.dtype == k.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0
+    return is_static and is_product and soft_cap <= LARGEST_CAP and q.shape[-3] > 1
+
+
+def capped_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """Attention with capped scores.
+
+    Args:
+      q: (B, T, H, Dh) bfloat16.
+      k, v: (B, S, Hkv, Dh) bfloat16.
+      scores: with is_causal, S is T.
+      segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None; a query sees keys of its own alone.
+
+    Returns:
+      (B, T, H, Dh) bfloat16.
+    """
+    kv_heads = k.shape[2]
+    grouped = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
+    # Rows of exponentials are multiples of 16 bytes; no query sees the keys that are added.
+    more = -k.shape[1] % 8
+    first, last = _seen(q.shape[1], k.shape[1], scores, segment_ids)
+    k, v = (jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0))) for x in (k, v))
+    y = _attention(grouped, k, v, first, last, scores)
+    return y.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _seen(length: int, keys: int, scores: Scores, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The first and the last key that each query sees, both (B or 1, 1, 1, T) int32: those between it sees too."""
+    positions = jnp.arange(length, dtype=jnp.int32)
+    first = jnp.zeros_like(positions) if scores.window is None else jnp.maximum(positions - scores.window + 1, 0)
+    last = positions if scores.is_causal else jnp.full_like(positions, keys - 1)
+    first, last = first[None], last[None]
+    if segment_ids is not None:
+        is_new = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+        is_end = jnp.roll(is_new, -1, axis=1).at[:, -1].set(True)
+        first = jnp.maximum(first, lax.cummax(jnp.where(is_new, positions, 0), axis=1))
+        last = jnp.minimum(last, lax.cummin(jnp.where(is_end, positions, length - 1), axis=1, reverse=True))
+    return first[:, None, None], last[:, None, None]
+
+
+def spans(shape: tuple[int, ...], keys: int, scores: Scores) -> list[Span]:
+    """The spans of queries (B, N, G, T, Dh) beside so many keys, a multiple of 8."""
+    batch, kv_heads, groups, length, _ = shape
+    count = min(max(length // _LEAST_SPAN, 1), _MOST_SPANS) if scores.is_causal else 1
+    each, found = -(-length // count), []
+    for start in range(0, length, each):
+        end = min(start + each, length)
+        first = 0 if scores.window is None else max(start - scores.window + 1, 0) // 8 * 8
+        last = -(-end // 8) * 8 if scores.is_causal else keys
+        row_bytes = 2 * batch * kv_heads * groups * (last - first)
+        most = max(_MOST_BYTES * scores.parts // row_bytes, 1)
+        blocks = -(-(end - start) // most)
+        found.append(Span(start, end, first, last, -(-(end - start) // blocks)))
+    return found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array, scores: Scores
+) -> jax.Array:
+    """Of q (B, N, G, T, Dh), G heads to each of N key heads, and k and v (B, N, S, Dh)."""
+    y, _ = _forward(q, k, v, first, last, scores)
+    return y
+
+
+def _kept(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array, scores: Scores
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    y, sums = (named(x, CONTEXT) for x in _forward(q, k, v, first, last, scores))
+    return y, (q, k, v, first, last, y, sums)
+
+
+def _pullback(scores: Scores, kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
+    return (*_backward(*kept, dy, scores), None, None)
+
+
+_attention.defvjp(_kept, _pullback)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array, scores: Scores
+) -> tuple[jax.Array, jax.Array]:
+    """y, and the sums of exponentials (B, N, G, T), float32."""
+
+    def of_span(span: Span) -> Any:
+        keys, values = (x[:, :, span.first : span.last] for x in (k, v))
+
+        def block(q: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+            e, sums = _exponentials(q, keys, first, last, span.first, scores)
+            y = _over_heads(_mixed)(e, values, _column(1 / sums))
+            return y.reshape(q.shape), sums.reshape(q.shape[:-1])
+
+        return _over_blocks(block, span, q, first, last)
+
+    y, sums = zip(*map(of_span, spans(q.shape, k.shape[2], scores)), strict=True)
+    return jnp.concatenate(y, axis=3), jnp.concatenate(sums, axis=3)
+
+
+@functools.partial(jax.jit, static_argnums=8)
+def _backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    y: jax.Array,
+    sums: jax.Array,
+    dy: jax.Array,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk and dv."""
+    # Else XLA finds the exponentials of the forward pass equal to those made here, and keeps them.
+    k, dy = lax.optimization_barrier((k, dy))
+    dy_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+    of_queries = (q, first, last, dy, 1 / sums, dy_y)
+    found, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for span in spans(q.shape, k.shape[2], scores):
+        seen = slice(span.first, span.last)
+        block = functools.partial(_block_backward, k[:, :, seen], v[:, :, seen], span.first, scores)
+        dq, of_k, of_v = _summed_over_blocks(block, span, *of_queries)
+        found.append(dq)
+        dk, dv = dk.at[:, :, seen].add(of_k), dv.at[:, :, seen].add(of_v)
+    return jnp.concatenate(found, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _block_backward(
+    k: jax.Array,
+    v: jax.Array,
+    start: int,
+    scores: Scores,
+    q: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    dy: jax.Array,
+    inverse: jax.Array,
+    dy_y: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq of a block, and what its queries add to dk and dv (B, N, S, Dh), float32."""
+    e, _ = _exponentials(q, k, first, last, start, scores)
+    rows = (*q.shape[:2], -1, q.shape[-1])
+    weighted = (dy * inverse[..., None]).astype(dy.dtype)
+    q, dy, weighted = (x.reshape(rows) for x in (q, dy, weighted))
+    of_scores = functools.partial(_of_scores, scores)
+    ds = _over_heads(of_scores)(dy, v, e, _column(inverse), _column(dy_y))
+    dq = _over_heads(coda.gemm)(ds, k)
+    of_keys = functools.partial(coda.gemm, transpose_a=True, out_dtype=jnp.float32)
+    return dq.reshape(*inverse.shape, -1), _over_heads(of_keys)(ds, q), _over_heads(of_keys)(e, weighted)
+
+
+def _exponentials(
+    q: jax.Array, k: jax.Array, first: jax.Array, last: jax.Array, start: int, scores: Scores
+) -> tuple[jax.Array, jax.Array]:
+    """e (B, N, M, S) of the M rows of a block, from key `start` on, bfloat16, and their sums (B, N, M), float32."""
+    seen = (jnp.broadcast_to(x, q.shape[:-1]) for x in (first, last))
+    positions = start + jnp.arange(k.shape[2], dtype=jnp.int32)
+
+    def capped_exponentials(
+        acc: jax.Array, first: jax.Array, last: jax.Array, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        e = jnp.exp(scores.soft_cap * jnp.tanh(acc * (scores.scale / scores.soft_cap)))
+        e = jnp.where((first <= position) & (position <= last), e, 0.0)
+        return e, jnp.sum(e, axis=1)
+
+    def product(q: jax.Array, k: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result: tuple[jax.Array, jax.Array] = coda.gemm(
+            q, k, first, last, positions, transpose_b=True, epilogue=capped_exponentials
+        )
+        return result
+
+    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    e, sums = _over_heads(product)(rows, k, *map(_column, seen))
+    return e, sums
+
+
+def _mixed(e: jax.Array, v: jax.Array, inverse: jax.Array) -> Any:
+    def weighted_values(acc: jax.Array, inverse: jax.Array) -> jax.Array:
+        return acc * inverse
+
+    return coda.gemm(e, v, inverse, epilogue=weighted_values)
+
+
+def _of_scores(scores: Scores, dy: jax.Array, v: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> Any:
+    """The cotangent of scale q k^T, times scale."""
+
+    def capped_scores_cotangent(acc: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> jax.Array:
+        # A score is the logarithm of its exponential; a key that is not seen has none.
+        capped = jnp.log(jnp.where(e > 0, e, 1.0)) / scores.soft_cap
+        return e * inverse * (acc - dy_y) * ((1 - capped * capped) * scores.scale)
+
+    return coda.gemm(dy, v, e, inverse, dy_y, transpose_b=True, epilogue=capped_scores_cotangent)
+
+
+def _over_heads(f: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.vmap(jax.vmap(f))
+
+
+def _column(x: jax.Array) -> jax.Array:
+    """(B, N, G, T), or with rows already in one axis (B, N, M), as columns (B, N, M, 1)."""
+    return x.reshape(*x.shape[:2], -1, 1)
+
+
+def _blocks(x: jax.Array, span: Span) -> jax.Array:
+    """Of an array whose axis 3 is of queries, the span's blocks, one after the other in a new first axis."""
+    part = x[:, :, :, span.start : span.end]
+    more = span.blocks * span.size - part.shape[3]
+    # Queries that are added see a key, and their cotangents are zeros.
+    part = jnp.pad(part, [(0, more if axis == 3 else 0) for axis in range(x.ndim)])
+    return jnp.moveaxis(part.reshape(*x.shape[:3], span.blocks, span.size, *x.shape[4:]), 3, 0)
+
+
+def _joined(x: jax.Array, span: Span) -> jax.Array:
+    """The span's queries in axis 3, of what blocks in the first axis gave."""
+    rows = jnp.moveaxis(x, 0, 3)
+    return rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])[:, :, :, : span.end - span.start]
+
+
+def _over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:
+    """What a block gives, of all blocks of a span."""
+    if span.blocks == 1:
+        return block(*(x[:, :, :, span.start : span.end] for x in arrays))
+    found = lax.map(lambda rows: block(*rows), tuple(_blocks(x, span) for x in arrays))
+    return jax.tree.map(lambda x: _joined(x, span), found)
+
+
+def _summed_over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:
+    """As `_over_blocks` for what a block gives first; what it gives else is summed over the blocks."""
+    if span.blocks == 1:
+        return block(*(x[:, :, :, span.start : span.end] for x in arrays))
+    blocks = tuple(_blocks(x, span) for x in arrays)
+    of_first, *sums = block(*(x[0] for x in blocks))
+
+    def step(sums: list[jax.Array], rows: tuple[jax.Array, ...]) -> tuple[list[jax.Array], jax.Array]:
+        made, *more = block(*rows)
+        return [a + b for a, b in zip(sums, more, strict=True)], made
+
+    sums, of_others = lax.scan(step, sums, tuple(x[1:] for x in blocks))
+    return (_joined(jnp.concatenate([of_first[None], of_others]), span), *sums)
