@@ -60,6 +60,11 @@ SECTIONS = [
     Section("Training step of Llama-3-8B's layers in fp8", "_train_step_8b_fp8",
             'make bench-train_step ARGS="--model 8b --layers 16 --variants coda,coda_recompute,coda_fp8,'
             'coda_fp8_recompute --repeats 3 --alone 3"', report_tables.training_step),
+    *(
+        Section(f"Training step of a {title}", f"_family_{name}",
+                f'make bench-family_step ARGS="--model {name} --alone 2"', report_tables.training_step)
+        for name, title in (("gemma2_2b", "Gemma 2 2B"), ("gemma3_1b", "Gemma 3 1B"), ("qwen2_1_5b", "Qwen2.5 1.5B"))
+    ),
     Section("Training step on several GPUs", "_sharded_step",
             'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat '
             '--repeats 4"',

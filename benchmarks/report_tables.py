@@ -40,6 +40,12 @@ VARIANTS = {
 MODELS = {
     "llama": "a Llama-3-1B (vocabulary 128256, {layers} layers, d 2048, F 8192, 32 heads and 8 key heads of 64)",
     "8b": "{layers} layers of a Llama-3-8B (vocabulary 128256, d 4096, F 14336, 32 heads and 8 key heads of 128)",
+    "gemma2_2b": "a Gemma 2 2B (vocabulary 256000, {layers} layers, d 2304, F 9216, 8 heads and 4 key heads of 256, "
+    "scores and logits capped, every second layer with a window of 4096)",
+    "gemma3_1b": "a Gemma 3 1B (vocabulary 262144, {layers} layers, d 1152, F 6912, 4 heads and one key head of 256, "
+    "five of six layers with a window of 512)",
+    "qwen2_1_5b": "a Qwen2.5 1.5B (vocabulary 151936, {layers} layers, d 1536, F 8960, 12 heads and 2 key heads of "
+    "128, biases)",
     "qwen3_moe": "a model with Qwen3-30B-A3B's layers (vocabulary 151936, {layers} layers, d 2048, 8 of 128 experts "
     "with F 768, 32 heads and 4 key heads of 128)",
 }

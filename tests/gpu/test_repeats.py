@@ -124,8 +124,8 @@ READ_TOO_EARLY = (
 FAULTS = {
     "multiply before the operands have arrived": Fault(
         (
-            ("stages.wait_full(at);", ""),
-            ("        previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
+            ("stages.wait_full(at);\n          if constexpr (k_in_groups)", "if constexpr (k_in_groups)"),
+            ("          previous = at;\n", "stages.wait_full(at);\n previous = at;\n"),
         )
     ),
     "read a tile operand before it has arrived": Fault(READ_TOO_EARLY),
@@ -133,7 +133,9 @@ FAULTS = {
         READ_TOO_EARLY, config=GemmConfig(tile_m=128, tile_n=256)
     ),
     "overwrite a result that is still being stored": Fault(
-        (("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),)
+        (("if (lane == 0) ptx::tma_store_wait_read<Layout::store_slots - 1>();", ""),),
+        program="identity",
+        config=GemmConfig(tile_m=128, tile_n=128, store_slots=1),
     ),
     "add a part of a tile before it is there": Fault(
         (
@@ -152,7 +154,9 @@ FAULTS = {
                 "if constexpr (!is_fenced) {\n        ptx::fence_async_proxy();",
                 "if constexpr (!is_fenced) {",
             ),
-        )
+        ),
+        program="norm_backward",
+        config=GemmConfig(tile_m=64, tile_n=128, load_slots=1),
     ),
     # The fourth warp is kept from reading for so long that the others have come to their next tile.
     "overwrite vectors that another warp still reads": Fault(
