@@ -127,13 +127,22 @@ def attend(
 def _checked_shapes(
     q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, beside: dict[str, jax.Array | None]
 ) -> tuple[Any, ...]:
-    """([B,] H, T, S), to which a mask and a bias broadcast; a ValueError where one does not, or beside other ids."""
+    """([B,] H, T, S), to which a mask and a bias broadcast.
+
+    Raises:
+      ValueError: one does not, or segment_ids of another shape.
+      TypeError: a mask that is not boolean, or a bias that is not floats.
+    """
     if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
     seen_by = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     for name, x in beside.items():
         if x is None:
             continue
+        if name == "mask" and x.dtype != jnp.bool_:
+            raise TypeError(f"mask is {x.dtype}; it must be boolean, True where a query sees a key: floats are a bias")
+        if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"bias is {x.dtype}; it must be floats, which are added to the scores: booleans are a mask")
         if x.ndim > len(seen_by) or any(a not in (1, b) for a, b in zip(x.shape[::-1], seen_by[::-1], strict=False)):
             raise ValueError(f"{name} has shape {x.shape}; for queries {q.shape} it must broadcast to {seen_by}")
     return seen_by

@@ -235,7 +235,8 @@ class Attention(nnx.Module):
         Raises:
           ValueError: x, positions or segment_ids of another shape, or a cache beside mask, bias or segment_ids, or
             without is_causal.
-          TypeError: beside a value a residual, a cache, or a module that is neither a Linear nor a low-rank adapter.
+          TypeError: a mask that is not boolean, or a bias that is not floats. Beside a value a residual, a cache, or a
+            module that is neither a Linear nor a low-rank adapter.
         """
         if isinstance(x, coda.Value):
             on_values.check_call(self, self._linears(), residual=residual)

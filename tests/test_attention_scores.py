@@ -102,6 +102,19 @@ def test_what_attention_refuses():
         block(normal(0, B, T, D))
 
 
+@pytest.mark.parametrize("on_values", [False, True])
+def test_a_mask_is_boolean_and_a_bias_floats(on_values):
+    layer = layers.Attention(D, H, head_dim=DH, rngs=nnx.Rngs(0))
+    run = coda.block(dtype=jnp.float32)(layer) if on_values else layer
+    x = normal(0, B, T, D)
+    with pytest.raises(TypeError, match=r"mask is float32; it must be boolean, True where a query sees a key"):
+        run(x, mask=jnp.ones((T, T)))
+    with pytest.raises(TypeError, match=r"bias is bool; it must be floats, which are added to the scores"):
+        run(x, bias=jnp.ones((T, T), bool))
+    with pytest.raises(TypeError, match=r"mask is int32; it must be boolean"):
+        attend(Q, K, V, mask=jnp.ones((T, T), jnp.int32))
+
+
 def cross(options, x, context, p, *, mask=None, bias=None, residual=None):
     """The same in plain jnp, of a layer's parameters."""
     heads = lambda y: y.reshape(*y.shape[:-1], -1, DH)  # noqa: E731
