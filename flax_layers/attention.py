@@ -19,6 +19,7 @@ from flax_layers import on_values
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
+from flax_layers.config_checks import check_positive_argument
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import (
     Linear,
@@ -34,7 +35,7 @@ from flax_layers.linear import (
 from flax_layers.norm import RMSNorm
 from flax_layers.on_values import Angles, apart, dtype_of_products, takes_values, why_not, why_not_linears
 from flax_layers.remat import QKV, named
-from flax_layers.rope_scaling import RotaryScaling, turned_columns, with_amplitude
+from flax_layers.rope_scaling import RotaryScaling, check_rotary, with_amplitude
 from flax_layers.rope_scaling import rotary_angles as rotary_angles
 from flax_layers.sharding import activation_spec, constrain
 
@@ -88,8 +89,10 @@ class Attention(nnx.Module):
       rngs: source of keys.
 
     Raises:
-      ValueError: head counts that do not divide, an odd head_dim, another qk_norm, a scale or soft_cap that is not
-        above 0, a partial_rotary_factor that turns no pairs, or a sliding_window below 1 or without is_causal.
+      ValueError: head counts that do not divide, an odd head_dim, another qk_norm, a scale, soft_cap or rope_theta
+        that is not finite and above 0, a partial_rotary_factor that turns no pairs, a rope_scaling without frequencies
+        for this head, or a sliding_window below 1 or without is_causal.
+      TypeError: a number that is none, or a rope_scaling that is no RotaryScaling.
     """
 
     def __init__(
@@ -128,17 +131,14 @@ class Attention(nnx.Module):
             head_dim = in_features // num_heads
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
-        if head_dim % 2 and rope_theta is not None:
-            raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
+        check_rotary(head_dim, rope_theta, rope_scaling, partial_rotary_factor)
         if sliding_window is not None and (sliding_window < 1 or not is_causal):
             raise ValueError(f"{sliding_window=} must be at least 1 and wants is_causal=True, got {is_causal=}")
         if qk_norm not in (True, False, "width"):
             raise ValueError(f"{qk_norm=} must be True, False or 'width'")
         for name, value in (("scale", scale), ("soft_cap", soft_cap)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r} must be above 0")
-        if rope_theta is not None:
-            turned_columns(head_dim, partial_rotary_factor)
+            if value is not None:
+                check_positive_argument(name, value)
         separate_qkv = separate_qkv or qk_norm == "width"
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_qkv:

@@ -75,6 +75,20 @@ def check_activation(config: Any, name: str) -> None:
         raise _refusal(config, name, f"a function, or one of {', '.join(ACTIVATIONS)}")
 
 
+def check_positive_argument(name: str, value: Any) -> None:
+    """Checks an argument that is a number above 0.
+
+    Raises:
+      TypeError: it is no number, as an array or a truth value is.
+      ValueError: it is not finite, or not above 0.
+    """
+    refusal = f"{name}={value!r}; it must be a finite number above 0"
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{refusal}, not a {type(value).__name__}")
+    if not is_number(value) or value <= 0:
+        raise ValueError(refusal)
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a finite number, and no truth value."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from flax_layers.config_checks import check_flags, check_not_negative, check_positive, is_number
+from flax_layers.config_checks import (
+    check_flags,
+    check_not_negative,
+    check_positive,
+    check_positive_argument,
+    is_number,
+)
 
 
 def rotary_frequencies(size: int, theta: float) -> jax.Array:
@@ -24,10 +30,18 @@ class RotaryScaling:
     Attributes:
       rope_type: Hugging Face's name.
       needs_length: whether frequencies depend on how many positions there are.
+
+    Raises:
+      TypeError: this class itself, which has no frequencies, is constructed.
     """
 
     rope_type: ClassVar[str]
     needs_length: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if type(self) is RotaryScaling:
+            names = ", ".join(cls.__name__ for cls in SCALINGS.values())
+            raise TypeError(f"RotaryScaling() is the base class, without frequencies; construct one of {names}")
 
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
         """The frequencies, in radians a position, (size / 2,) float32.
@@ -38,6 +52,13 @@ class RotaryScaling:
           length: () of how many positions there are, the largest one plus 1; given where `needs_length`.
         """
         raise NotImplementedError
+
+    def _check(self, size: int, theta: float) -> None:
+        """Checks that there are frequencies for this size and base.
+
+        Raises:
+          ValueError: there are none.
+        """
 
     @property
     def amplitude(self) -> float:
@@ -145,7 +166,8 @@ class YarnRopeScaling(RotaryScaling):
     as the factors of log(factor).
 
     Raises:
-      ValueError: a factor below 1, a number that is not above 0, or a beta_fast that is not above beta_slow.
+      ValueError: a factor below 1, a number that is not above 0, or a beta_fast that is not above beta_slow; of
+        `frequencies`, theta=1.
     """
 
     rope_type: ClassVar[str] = "yarn"
@@ -172,7 +194,14 @@ class YarnRopeScaling(RotaryScaling):
                 f"YarnRopeScaling: beta_fast={self.beta_fast!r}; it must be above beta_slow={self.beta_slow!r}"
             )
 
+    def _check(self, size: int, theta: float) -> None:
+        if theta == 1:
+            raise ValueError(
+                f"YarnRopeScaling: {theta=} beside it; it must not be 1, for frequencies are numbered by its logarithm"
+            )
+
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
+        self._check(size, theta)
         frequency = rotary_frequencies(size, theta)
         low, high = (self._number_of(turns, size, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -207,8 +236,9 @@ class LongRopeScaling(RotaryScaling):
     less.
 
     Raises:
-      ValueError: factors of other than positive numbers, or not as many short ones as long ones; a factor or a context
-        that is no number above 0.
+      ValueError: factors of other than positive numbers, none, or not as many short ones as long ones; a factor or a
+        context that is no number above 0; a context of 1 or less, whose logarithm divides, beside a factor above 1
+        without an attention_factor; of `frequencies`, another size than twice as many factors.
     """
 
     rope_type: ClassVar[str] = "longrope"
@@ -223,18 +253,34 @@ class LongRopeScaling(RotaryScaling):
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
-            if not isinstance(factors, tuple | list) or not all(is_number(x) and x > 0 for x in factors):
-                raise ValueError(f"LongRopeScaling: {name}={factors!r}; it must be a sequence of positive numbers")
+            is_sequence = isinstance(factors, tuple | list) and len(factors) > 0
+            if not is_sequence or not all(is_number(x) and x > 0 for x in factors):
+                raise ValueError(
+                    f"LongRopeScaling: {name}={factors!r}; it must be a sequence of positive numbers, one or more"
+                )
             object.__setattr__(self, name, tuple(factors))
         if len(self.short_factor) != len(self.long_factor):
             raise ValueError(
-                f"LongRopeScaling: {len(self.short_factor)} short factors and {len(self.long_factor)} long ones"
+                f"LongRopeScaling: {len(self.short_factor)} short factors and {len(self.long_factor)} long ones; there "
+                "must be as many of each, one for each frequency"
             )
         check_positive(self, "original_max_position_embeddings", "factor", "attention_factor")
+        has_logarithm = self.attention_factor is None and self.factor > 1
+        if has_logarithm and self.original_max_position_embeddings <= 1:
+            raise ValueError(
+                f"LongRopeScaling: original_max_position_embeddings={self.original_max_position_embeddings!r} beside "
+                f"factor={self.factor!r} without an attention_factor; it must be above 1, for its logarithm divides"
+            )
+
+    def _check(self, size: int, theta: float) -> None:
+        if len(self.short_factor) != size // 2:
+            raise ValueError(
+                f"LongRopeScaling: {len(self.short_factor)} factors for {size // 2} frequencies, those of {size} "
+                "columns of a head that are turned; there must be one for each"
+            )
 
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
-        if len(self.short_factor) != size // 2:
-            raise ValueError(f"LongRopeScaling: {len(self.short_factor)} factors for {size // 2} frequencies")
+        self._check(size, theta)
         short, long = (jnp.asarray(x, jnp.float32) for x in (self.short_factor, self.long_factor))
         is_long = False if length is None else length > self.original_max_position_embeddings
         return rotary_frequencies(size, theta) / jnp.where(is_long, long, short)
@@ -283,6 +329,31 @@ def rotary_angles(
         frequency = jnp.pad(frequency, (0, (head_dim - size) // 2))
     angle = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def check_rotary(head_dim: int, theta: float | None, scaling: Any, partial_rotary_factor: float) -> None:
+    """Checks that a head can be turned so; theta None is no rotary embedding, beside which the others do not count.
+
+    Args:
+      head_dim, theta, scaling, partial_rotary_factor: as of `rotary_angles`.
+
+    Raises:
+      ValueError: an odd head_dim, a theta that is not finite and above 0, a scaling that has no frequencies for this
+        head or this theta, or a partial_rotary_factor as of `turned_columns`.
+      TypeError: a theta or a partial_rotary_factor that is no number, or a scaling that is no RotaryScaling.
+    """
+    if theta is None:
+        return
+    if head_dim % 2:
+        raise ValueError(f"rotary embedding turns pairs: {head_dim=} is odd")
+    check_positive_argument("rope_theta", theta)
+    check_positive_argument("partial_rotary_factor", partial_rotary_factor)
+    size = turned_columns(head_dim, partial_rotary_factor)
+    if not isinstance(scaling, RotaryScaling | None):
+        names = ", ".join(cls.__name__ for cls in SCALINGS.values())
+        raise TypeError(f"rope_scaling={scaling!r}; it must be None or one of {names}")
+    if scaling is not None:
+        scaling._check(size, theta)
 
 
 def turned_columns(head_dim: int, partial_rotary_factor: float) -> int:

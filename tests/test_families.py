@@ -145,7 +145,7 @@ def test_what_configurations_refuse():
         layers.Attention(24, 4, head_dim=8, partial_rotary_factor=0.4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="qk_norm='all' must be"):
         layers.Attention(24, 4, qk_norm="all", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="soft_cap=0 must be above 0"):
+    with pytest.raises(ValueError, match="soft_cap=0; it must be a finite number above 0"):
         layers.Attention(24, 4, soft_cap=0, rngs=nnx.Rngs(0))
 
 

@@ -1,6 +1,7 @@
 """Configurations of model families, and what their layers are: windows, rotary embeddings, factors."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 
 import flax_layers as layers
 from flax_layers.models import model_class
-from flax_layers.rope_scaling import rotary_angles, turned_columns, with_amplitude
+from flax_layers.rope_scaling import RotaryScaling, rotary_angles, turned_columns, with_amplitude
 from tests.chain_cases import normal
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -320,3 +321,72 @@ def test_parts_of_heads_are_turned():
     turned, scale = with_amplitude(q, 0.5, yarn, 0.5)
     assert scale == 0.5
     np.testing.assert_allclose(turned / q, np.tile([4.0, 4.0, 1.0, 1.0], 2) * np.ones_like(q), rtol=1e-6)
+
+
+YARN = layers.YarnRopeScaling(factor=4.0, original_max_position_embeddings=1)
+LONG = {"short_factor": (1.0, 2.0), "long_factor": (4.0, 8.0), "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def attention(**options):
+    return layers.Attention(16, 2, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: layers.LongRopeScaling(**LONG | {"long_factor": (1.0,)}), ValueError, "2 short factors and 1 long"),
+        (lambda: layers.LongRopeScaling(**LONG | {"short_factor": ()}), ValueError, r"short_factor=\(\); it must be"),
+        (
+            lambda: layers.LongRopeScaling(**LONG | {"original_max_position_embeddings": 1}),
+            ValueError,
+            r"original_max_position_embeddings=1 beside factor=4\.0 .* must be above 1",
+        ),
+        (
+            lambda: attention(rope_scaling=layers.LongRopeScaling(**LONG)),
+            ValueError,
+            "2 factors for 4 frequencies, those of 8 columns",
+        ),
+        (lambda: attention(rope_scaling=YARN, rope_theta=1.0), ValueError, r"theta=1\.0 .* must not be 1"),
+        (lambda: YARN.frequencies(8, 1.0), ValueError, r"theta=1\.0 .* must not be 1"),
+        (
+            lambda: attention(rope_scaling={"rope_type": "yarn"}),
+            TypeError,
+            r"rope_scaling=\{'rope_type': 'yarn'\}; it must be None or one of RopeScaling, Linear",
+        ),
+        (lambda: attention(rope_theta=-2.0), ValueError, r"rope_theta=-2\.0; it must be a finite number above 0"),
+        (lambda: attention(partial_rotary_factor="half"), TypeError, "partial_rotary_factor='half'; it must"),
+        (RotaryScaling, TypeError, "base class.*construct one of RopeScaling, LinearRopeScaling, Dynamic"),
+        (
+            lambda: layers.LlamaConfig(partial_rotary_factor=1.5),
+            ValueError,
+            r"LlamaConfig: partial_rotary_factor=1\.5; .* above 0 and at most 1",
+        ),
+        (lambda: dataclasses.replace(GEMMA, partial_rotary_factor=2), ValueError, "GemmaConfig: partial_rotary_f"),
+    ],
+)
+def test_what_rotary_embeddings_refuse(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_a_logarithm_does_not_divide_may_be_one():
+    given = LONG | {"original_max_position_embeddings": 1}
+    assert layers.LongRopeScaling(**given | {"attention_factor": 2.0}).amplitude == 2.0
+    assert layers.LongRopeScaling(**given | {"factor": 1.0}).amplitude == 1.0
+    assert bool(jnp.isfinite(YARN.frequencies(8, 100.0)).all()) and YARN.amplitude > 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0, -1.0, "a", True, jnp.float32(2.0), np.ones(2)])
+@pytest.mark.parametrize("make", [layers.Attention, layers.CrossAttention])
+@pytest.mark.parametrize("name", ["scale", "soft_cap"])
+def test_factors_of_scores_are_finite_numbers_above_0(name, make, value):
+    error = ValueError if type(value) in (int, float) else TypeError
+    with pytest.raises(error, match=rf"^{name}={re.escape(repr(value))}; it must be a finite number above 0"):
+        make(16, 2, **{name: value}, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0, "a", True])
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"])
+def test_caps_of_a_gemma_are_finite_numbers_above_0(name, value):
+    with pytest.raises(ValueError, match=rf"GemmaConfig: {name}={value!r}; it must be positive, a number"):
+        dataclasses.replace(GEMMA, **{name: value})

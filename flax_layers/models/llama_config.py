@@ -76,6 +76,11 @@ class LlamaConfig:
             check_positive(self, "rope_theta")
         check_positive(self, "partial_rotary_factor", "embedding_multiplier", "attention_multiplier")
         check_positive(self, "residual_multiplier", "logits_scaling")
+        if self.partial_rotary_factor > 1:
+            raise ValueError(
+                f"{type(self).__name__}: partial_rotary_factor={self.partial_rotary_factor!r}; it must be a part of a "
+                "head, above 0 and at most 1"
+            )
         if not isinstance(self.rope_scaling, RotaryScaling | None):
             raise ValueError(
                 f"{type(self).__name__}: rope_scaling={self.rope_scaling!r}; it must be a RopeScaling, another of "
