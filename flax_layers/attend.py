@@ -289,18 +289,30 @@ def _by_products(
         q, k, v = q[None], k[None], v[None]
         segment_ids = None if segment_ids is None else segment_ids[None]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = capped_products.Scores(soft_cap, scale, is_causal, sliding_window, parts=_parts(q.shape))
-    return capped_products.capped_attention(q, k, v, scores, segment_ids).reshape(given.shape)
+    scores = capped_products.Scores(soft_cap, scale, is_causal, sliding_window)
+    return _on_automatic_parts(
+        functools.partial(capped_products.capped_attention, scores), q, k, v, segment_ids
+    ).reshape(given.shape)
 
 
-def _parts(shape: tuple[int, ...]) -> int:
-    """On how many devices automatic mesh axes lay queries (B, T, H, Dh), by the rules in force."""
-    spec = activation_spec(shape, "batch", None, "heads", None)
-    if spec is None:
-        return 1
+def _on_automatic_parts(
+    function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    """function(q, k, v, segment_ids), on each device of its own rows and heads if the rules lay them on automatic axes.
+
+    XLA would gather the heads, for a batch of products has rows and heads in one axis.
+    """
+    specs = [
+        activation_spec(x.shape, "batch", None, name, None)
+        for x, name in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
+    ]
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    return math.prod(mesh.shape[axis] for axis in mesh_axes(spec) if axis in automatic)
+    of_q, of_k, _ = specs
+    if of_q is None or of_k is None or not automatic.intersection(mesh_axes(of_q)) or of_q != of_k:
+        return function(q, k, v, segment_ids)
+    rows = None if segment_ids is None else PartitionSpec(of_q[0], None)
+    return jax.shard_map(function, in_specs=(*specs, rows), out_specs=of_q, axis_names=automatic)(q, k, v, segment_ids)
 
 
 def _dot_product_attention(

@@ -40,14 +40,12 @@ class Scores:
       soft_cap, scale: numbers.
       is_causal: whether query i sees keys up to i alone.
       window: how many keys a query sees, itself and those before; None for all.
-      parts: on how many devices the arrays lie, by which a block may be larger.
     """
 
     soft_cap: float
     scale: float
     is_causal: bool
     window: int | None
-    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,27 +71,20 @@ def takes(q: jax.Array, k: jax.Array, soft_cap: float) -> bool:
 
 
 def capped_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, segment_ids: jax.Array | None = None
+    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None
 ) -> jax.Array:
     """Attention with capped scores.
 
     Args:
+      scores: with is_causal, S is T.
       q: (B, T, H, Dh) bfloat16.
       k, v: (B, S, Hkv, Dh) bfloat16.
-      scores: with is_causal, S is T.
       segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None; a query sees keys of its own alone.
 
     Returns:
       (B, T, H, Dh) bfloat16.
     """
-    kv_heads = k.shape[2]
-    grouped = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
-    # Rows of exponentials are multiples of 16 bytes; no query sees the keys that are added.
-    more = -k.shape[1] % 8
-    first, last = _seen(q.shape[1], k.shape[1], scores, segment_ids)
-    k, v = (jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, more), (0, 0))) for x in (k, v))
-    y = _attention(grouped, k, v, first, last, scores)
-    return y.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return _attention(q, k, v, *_seen(q.shape[1], k.shape[1], scores, segment_ids), scores)
 
 
 def _seen(length: int, keys: int, scores: Scores, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -120,7 +111,7 @@ def spans(shape: tuple[int, ...], keys: int, scores: Scores) -> list[Span]:
         first = 0 if scores.window is None else max(start - scores.window + 1, 0) // 8 * 8
         last = -(-end // 8) * 8 if scores.is_causal else keys
         row_bytes = 2 * batch * kv_heads * groups * (last - first)
-        most = max(_MOST_BYTES * scores.parts // row_bytes, 1)
+        most = max(_MOST_BYTES // row_bytes, 1)
         blocks = -(-(end - start) // most)
         found.append(Span(start, end, first, last, -(-(end - start) // blocks)))
     return found
@@ -130,7 +121,6 @@ def spans(shape: tuple[int, ...], keys: int, scores: Scores) -> list[Span]:
 def _attention(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array, scores: Scores
 ) -> jax.Array:
-    """Of q (B, N, G, T, Dh), G heads to each of N key heads, and k and v (B, N, S, Dh)."""
     y, _ = _forward(q, k, v, first, last, scores)
     return y
 
@@ -153,7 +143,8 @@ _attention.defvjp(_kept, _pullback)
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, last: jax.Array, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:
-    """y, and the sums of exponentials (B, N, G, T), float32."""
+    """y (B, T, H, Dh), and the sums of exponentials (B, N, G, T), float32; G heads of queries to each of N of keys."""
+    shape, q, k, v = q.shape, _by_heads(q, k.shape[2]), _padded(k), _padded(v)
 
     def of_span(span: Span) -> Any:
         keys, values = (x[:, :, span.first : span.last] for x in (k, v))
@@ -166,7 +157,7 @@ def _forward(
         return _over_blocks(block, span, q, first, last)
 
     y, sums = zip(*map(of_span, spans(q.shape, k.shape[2], scores)), strict=True)
-    return jnp.concatenate(y, axis=3), jnp.concatenate(sums, axis=3)
+    return _by_rows(jnp.concatenate(y, axis=3)).reshape(shape), jnp.concatenate(sums, axis=3)
 
 
 @functools.partial(jax.jit, static_argnums=8)
@@ -184,8 +175,11 @@ def _backward(
     """dq, dk and dv."""
     # Else XLA finds the exponentials of the forward pass equal to those made here, and keeps them.
     k, dy = lax.optimization_barrier((k, dy))
-    dy_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
-    of_queries = (q, first, last, dy, 1 / sums, dy_y)
+    shape, keys, kv_heads = q.shape, k.shape[1], k.shape[2]
+    dy_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    q, dy, dy_y = (_by_heads(x, kv_heads) for x in (q, dy, dy_y))
+    k, v = _padded(k), _padded(v)
+    of_queries = (q, first, last, dy, 1 / sums, dy_y[..., 0])
     found, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for span in spans(q.shape, k.shape[2], scores):
         seen = slice(span.first, span.last)
@@ -193,7 +187,8 @@ def _backward(
         dq, of_k, of_v = _summed_over_blocks(block, span, *of_queries)
         found.append(dq)
         dk, dv = dk.at[:, :, seen].add(of_k), dv.at[:, :, seen].add(of_v)
-    return jnp.concatenate(found, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
+    of_keys = (x[:, :, :keys].astype(k.dtype).transpose(0, 2, 1, 3) for x in (dk, dv))
+    return (_by_rows(jnp.concatenate(found, axis=3)).reshape(shape), *of_keys)
 
 
 def _block_backward(
@@ -261,6 +256,24 @@ def _of_scores(scores: Scores, dy: jax.Array, v: jax.Array, e: jax.Array, invers
         return e * inverse * (acc - dy_y) * ((1 - capped * capped) * scores.scale)
 
     return coda.gemm(dy, v, e, inverse, dy_y, transpose_b=True, epilogue=capped_scores_cotangent)
+
+
+def _by_heads(x: jax.Array, kv_heads: int) -> jax.Array:
+    """An array of queries (B, T, H, D) as (B, N, G, T, D)."""
+    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    """An array of queries (B, N, G, T, D) as (B, T, N, G, D)."""
+    return x.transpose(0, 3, 1, 2, 4)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """Keys or values (B, S, N, Dh) as (B, N, S, Dh), S made a multiple of 8 by keys that no query sees.
+
+    Rows of exponentials are multiples of 16 bytes then, as the kernels want them.
+    """
+    return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -x.shape[1] % 8), (0, 0)))
 
 
 def _over_heads(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,185 @@
+"""Attention with capped scores by products with epilogues: values and gradients, in spans and blocks, on meshes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import coda_jax as coda
+import flax_layers as layers
+from flax_layers import capped_products, sharding
+from flax_layers.attend import attend
+from tests.chain_cases import normal
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+B, T, H, KV, DH = 2, 77, 4, 2, 16
+Q, K, V, DY = normal(0, B, T, H, DH), normal(1, B, T, KV, DH), normal(2, B, T, KV, DH), normal(3, B, T, H, DH)
+CONTEXT = normal(4, B, 30, KV, DH), normal(5, B, 30, KV, DH)
+IDS = jnp.array([[0] * 20 + [1] * 30 + [7] * 27, [3] * 5 + [1] * 72])
+CAP, SCALE = 5.0, 0.3
+
+
+def of_dtype(f, dtype, *arrays):
+    """The value of f and the gradients of all arrays, as float32."""
+    y, pullback = jax.vjp(f, *(x.astype(dtype) for x in arrays))
+    return [np.asarray(x, np.float32) for x in (y, *pullback(DY.astype(dtype)))]
+
+
+def errors(got, exact):
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, exact, strict=True)])
+
+
+def assert_as_good_as_xla(arrays=(Q, K, V), **options):
+    """No further from float32 than XLA's own attention in bfloat16 by more than a half."""
+    options = {"soft_cap": CAP, "scale": SCALE, **options}
+    by_xla = lambda *x: attend(*x, implementation="xla", **options)[0]  # noqa: E731
+    exact, rough = (of_dtype(by_xla, dtype, *arrays) for dtype in (jnp.float32, jnp.bfloat16))
+    got = of_dtype(lambda *x: attend(*x, **options)[0], jnp.bfloat16, *arrays)
+    assert np.all(errors(got, exact) <= 1.5 * errors(rough, exact) + 1e-3)
+    assert not np.array_equal(got[0], rough[0])  # it was not XLA's attention again
+
+
+@pytest.fixture(params=["one block", "spans", "spans of blocks"])
+def sizes(request, monkeypatch):
+    """Spans of 16 queries or more, and blocks of 3 rows, of which the last has less."""
+    if request.param != "one block":
+        monkeypatch.setattr(capped_products, "_LEAST_SPAN", 16)
+    if request.param == "spans of blocks":
+        monkeypatch.setattr(capped_products, "_MOST_BYTES", 2 * B * H * 40 * 3)
+    jax.clear_caches()  # they are not arguments of what is jitted
+    yield request.param
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"is_causal": False}], ids=str)
+@pytest.mark.parametrize("has_segments", [False, True])
+def test_values_and_gradients(sizes, options, has_segments):
+    assert_as_good_as_xla(**options, segment_ids=IDS if has_segments else None)
+
+
+def test_attention_to_another_text(sizes):
+    assert_as_good_as_xla((Q, *CONTEXT), is_causal=False)
+
+
+@pytest.mark.parametrize("cap", [0.5, 64.0])
+def test_scores_at_the_cap(cap):
+    """Where every score is at plus or minus the cap nothing overflows, and rows of the least scores have their sums."""
+    q = jnp.where(jnp.arange(T)[None, :, None, None] % 2 == 0, 100.0, -100.0) * jnp.ones_like(Q)
+    k = jnp.ones_like(K)
+    options = {"soft_cap": cap, "scale": 1.0}
+    got = of_dtype(lambda *x: attend(*x, **options)[0], jnp.bfloat16, q, k, V)
+    exact = of_dtype(lambda *x: attend(*x, **options)[0], jnp.float32, q, k, V)
+    assert all(np.all(np.isfinite(x)) for x in got)
+    np.testing.assert_allclose(got[0], exact[0], atol=0.03)
+    np.testing.assert_allclose(got[3], exact[3], atol=0.05)
+
+
+def test_no_rows_of_nan(sizes):
+    """Rows that fill up the last block are of numbers too."""
+    with jax.debug_nans(True):
+        of_dtype(lambda *x: attend(*x, soft_cap=CAP, segment_ids=IDS)[0], jnp.bfloat16, Q, K, V)
+
+
+def test_without_a_batch():
+    got = attend(*(x[0].astype(jnp.bfloat16) for x in (Q, K, V)), soft_cap=CAP, segment_ids=IDS[0])[0]
+    wanted = attend(*(x.astype(jnp.bfloat16) for x in (Q, K, V)), soft_cap=CAP, segment_ids=IDS)[0]
+    np.testing.assert_array_equal(got, wanted[0])
+
+
+def test_vmap():
+    several = [jnp.stack([x, 2 * x]).astype(jnp.bfloat16) for x in (Q, K, V)]
+    got = jax.vmap(lambda *x: attend(*x, soft_cap=CAP)[0])(*several)
+    wanted = [attend(*(x[i] for x in several), soft_cap=CAP)[0] for i in (0, 1)]
+    np.testing.assert_allclose(got.astype(jnp.float32), jnp.stack(wanted).astype(jnp.float32), atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "q, options",
+    [
+        (Q, {}),
+        (Q.astype(jnp.float16), {}),
+        (Q.astype(jnp.bfloat16), {"soft_cap": 65.0}),
+        (Q.astype(jnp.bfloat16), {"mask": jnp.ones((T, T), bool)}),
+        (Q.astype(jnp.bfloat16), {"bias": jnp.zeros((T, T))}),
+        (Q.astype(jnp.bfloat16), {"implementation": "xla"}),
+        (Q[:, :1].astype(jnp.bfloat16), {}),
+    ],
+    ids=["float32", "float16", "a wide cap", "mask", "bias", "asked for XLA", "one query"],
+)
+def test_what_xla_computes(q, options):
+    """What the products do not take."""
+    k, v = (x[:, : q.shape[1]].astype(q.dtype) for x in (K, V))
+    text = str(jax.make_jaxpr(lambda *x: attend(*x, **{"soft_cap": CAP, **options})[0])(q, k, v))
+    assert "coda_gemm" not in text
+
+
+def test_every_product_is_a_kernel():
+    """Two forward and five backward in each of four spans, lowered for a GPU with nothing left to XLA."""
+    types = [jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
+    step = jax.grad(lambda *x: jnp.sum(attend(*x, soft_cap=CAP, sliding_window=1000)[0].astype(jnp.float32)), (0, 1, 2))
+    found = coda.explain(step, *types, platform="cuda", device="H100")
+    assert all(not one.reason for one in found.products) and sum(found.products.values()) == 4 * 7
+    of_rows = 2 * 64 * (8 + 4 + 4 + 8) + 4 * 8  # q, k, v and y; float32 sums; and which keys a query sees
+    assert found.totals.kept_bytes <= 4096 * (of_rows + 2 * 4)
+
+
+CONFIG = layers.GemmaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    attn_logit_softcapping=5.0,
+    final_logit_softcapping=8.0,
+    sliding_window=8,
+    layer_types=("sliding_attention", "full_attention"),
+)
+TOKENS = jax.random.randint(jax.random.key(1), (8, 33), 0, 64)
+
+
+def loss(model, tokens):
+    return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+def made(rules=None, **options):
+    return layers.Gemma(CONFIG, dtype=jnp.bfloat16, rules=rules, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("plan", ["FSDP", "FSDP_TENSOR"])
+def test_on_a_mesh(plan, kind):
+    """Each device computes its own rows and heads; what there is is that of one device."""
+    rules = getattr(sharding, plan)
+    shape, names = ((8,), ("fsdp",)) if plan == "FSDP" else ((4, 2), ("data", "tensor"))
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+    wanted = nnx.jit(nnx.value_and_grad(loss))(made(), TOKENS)
+    with jax.set_mesh(mesh):
+        model = sharding.create(lambda: made(rules), rules)
+        tokens = jax.device_put(TOKENS, sharding.array_sharding(mesh, rules, "batch", None))
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        step = jax.jit(jax.value_and_grad(lambda params, tokens: loss(nnx.merge(graph, params, rest), tokens)))
+        got = step(params, tokens)
+        text = step.lower(params, tokens).compile().as_text()
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-4)
+    leaves = zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True)
+    assert max(np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(b) for a, b in leaves) < 0.02
+    # Heads (..., T, 16) of a part of the batch, gathered along what cuts them.
+    assert not re.findall(r"all-gather\S* = \S*\[[\d,]*32,16\]", text)
+
+
+@pytest.mark.parametrize("remat, again", [("save_attention", 0), ("full", 2)])
+def test_what_remat_computes_again(remat, again):
+    """The policy that keeps attention's result keeps its sums too: the forward products of attention run once."""
+    graph, state = nnx.split(made(remat=remat), nnx.Param)
+    step = jax.grad(lambda state, tokens: loss(nnx.merge(graph, state), tokens))
+    found = coda.explain(step, state, TOKENS, platform="cuda", device="H100").products
+    counts = {one.epilogue: 0 for one in found}
+    for one, count in found.items():
+        counts[one.epilogue] += count
+    assert counts["weighted_values"] == 2 + again and counts["capped_exponentials"] == 4 + again
