@@ -161,8 +161,8 @@ def test_a_window_that_hugging_face_does_not_apply():
     "call, message",
     [
         (
-            lambda: config_to_hf(dataclasses.replace(CONFIG, sliding_window=4, attention_bias=True)),
-            "attention_bias=True, .* sliding_window=4 has no place",
+            lambda: config_to_hf(dataclasses.replace(CONFIG, sliding_window=4, attention_out_bias=True)),
+            "attention_out_bias=True, .* sliding_window=4 has no place",
         ),
         (
             lambda: config_to_hf(dataclasses.replace(CONFIG, attention_out_bias=True)),
@@ -181,7 +181,7 @@ def test_a_window_that_hugging_face_does_not_apply():
             lambda: config_from_hf({"model_type": "qwen3", "rope_parameters": {"partial_rotary_factor": 0.25}}),
             "partial_rotary_factor=0.25 is not supported",
         ),
-        (lambda: config_from_hf({"model_type": "qwen3", "use_sliding_window": True}), "use_sliding_window=True is not"),
+        (lambda: config_from_hf({"model_type": "llama", "use_sliding_window": True}), "use_sliding_window=True is not"),
     ],
 )
 def test_settings_that_one_side_does_not_have(call, message):
