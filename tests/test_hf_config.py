@@ -85,6 +85,34 @@ def test_a_public_model_that_is_changed(name):
     assert written > 15
 
 
+@pytest.mark.parametrize(
+    "model_type, change, message",
+    [
+        ("granite", {"qk_norm": True}, "as a granite, qk_norm=True must be False"),
+        (
+            "granite",
+            {"attention_bias": True, "attention_out_bias": False},
+            "as a granite, attention_out_bias=False must be None or as attention_bias",
+        ),
+        ("gemma2", {"partial_rotary_factor": 0.5}, r"as a gemma2, partial_rotary_factor=0\.5 must be 1\.0"),
+        ("gemma3_text", {"qk_norm": False}, r"as a gemma2, rope_local_base_freq=10000\.0 must be None"),
+        (
+            "olmo2",
+            {"sliding_window": 4, "qk_norm": False},
+            "of olmo2: as a olmo2, qk_norm=False must be True; sliding_window=4 must be None",
+        ),
+        ("cohere", {"qk_norm": True}, "of cohere, cohere2: as a cohere, qk_norm=True must be False"),
+    ],
+)
+def test_a_configuration_of_no_kind_is_refused_by_its_fields(model_type, change, message):
+    """Not by all that it has."""
+    settings = {"model_type": model_type, "embedding_multiplier": 2.0} if model_type == "granite" else None
+    config = dataclasses.replace(config_from_hf(settings or {"model_type": model_type}), **change)
+    with pytest.raises(ValueError, match=rf"this {type(config).__name__} has no place in .*{message}$") as caught:
+        config_to_hf(config)
+    assert len(str(caught.value)) < 260
+
+
 def transformers_5(settings):
     """The settings as that release writes them."""
     rope = {"rope_theta": settings.get("rope_theta", 1e4), "rope_type": "default"} | (

@@ -125,7 +125,6 @@ _PARALLEL: Mapping[str, tuple[Any, ...]] = {
     "use_embedding_sharing": (True,),
     "use_gated_activation": (True,),
     "use_parallel_block": (True,),
-    "use_qk_norm": (False,),
 }
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(

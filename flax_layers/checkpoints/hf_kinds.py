@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
-from flax_layers.models.llama_config import SLIDING, LlamaConfig, check_is_plain
+from flax_layers.models.llama_config import OF_OTHERS, SLIDING, LlamaConfig, check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
 from flax_layers.models.origin import settings_in
@@ -32,17 +34,22 @@ def model_types(config: LlamaConfig) -> list[str]:
     if isinstance(config, MoEConfig):
         return _of_experts(config)
     kinds = next(kinds for cls, kinds in _KINDS.items() if isinstance(config, cls))
-    if found := [name for name, fits in kinds.items() if fits(config)]:
+    broken = {name: _broken(config, rules) for name, rules in kinds.items()}
+    if found := [name for name, faults in broken.items() if not faults]:
         return found
-    given = f"attention_bias={config.attention_bias}, attention_out_bias={config.resolved_attention_out_bias}, "
-    given += f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
     if config.is_plain and type(config) is LlamaConfig:
+        given = f"attention_bias={config.attention_bias}, attention_out_bias={config.resolved_attention_out_bias}, "
+        given += f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
         raise ValueError(
             f"{given} has no place in a config.json: a Llama has both biases "
             "or none, and no window; a Mistral has no biases; a Qwen2 has attention_bias alone; a Qwen3 has qk_norm, "
             "and both biases or none"
         )
-    raise ValueError(f"{config!r} has no place in a config.json: it is none of {', '.join(kinds)} of transformers")
+    nearest = min(broken, key=lambda name: len(broken[name]))
+    raise ValueError(
+        f"this {type(config).__name__} has no place in a config.json of {', '.join(kinds)}: as a {nearest}, "
+        f"{'; '.join(broken[nearest])}"
+    )
 
 
 def is_phi3(config: LlamaConfig) -> bool:
@@ -53,105 +60,105 @@ def is_phi3(config: LlamaConfig) -> bool:
     return "phi3" in model_types(config)
 
 
-def _has_alike_biases(config: LlamaConfig) -> bool:
-    return config.attention_bias == config.resolved_attention_out_bias
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What a field must be for a kind of models.
+
+    Attributes:
+      name: of the field.
+      wanted: what it must be, in words.
+      holds: whether it is that in a configuration.
+    """
+
+    name: str
+    wanted: str
+    holds: Callable[[Any], bool]
 
 
-def _is_llama(config: LlamaConfig) -> bool:
-    return config.is_plain and not config.qk_norm and _has_alike_biases(config) and config.sliding_window is None
+def _broken(config: LlamaConfig, rules: Sequence[_Rule]) -> list[str]:
+    """The fields that break a rule, with value and rule."""
+    found = [rule for rule in rules if not rule.holds(config)]
+    return [f"{rule.name}={getattr(config, rule.name)!r} must be {rule.wanted}" for rule in found]
 
 
-def _is_mistral(config: LlamaConfig) -> bool:
-    return config.is_plain and not config.qk_norm and not _has_biases(config)
+def _is(**fields: Any) -> list[_Rule]:
+    return [_Rule(name, repr(value), partial(_has, name, value)) for name, value in fields.items()]
 
 
-def _has_biases(config: LlamaConfig) -> bool:
-    return config.attention_bias or config.resolved_attention_out_bias
+def _has(name: str, value: Any, config: Any) -> bool:
+    return bool(getattr(config, name) == value)
 
 
-def _is_qwen2(config: LlamaConfig) -> bool:
-    biases = (config.attention_bias, config.resolved_attention_out_bias)
-    return _with_layers_alike(config).is_plain and not config.qk_norm and biases == (True, False)
+_ALIKE = _Rule(
+    "attention_out_bias",
+    "None or as attention_bias",
+    lambda config: config.attention_bias == config.resolved_attention_out_bias,
+)
+_OUT_BIAS = _Rule("attention_out_bias", "False", lambda config: not config.resolved_attention_out_bias)
+_NO_BIASES = [*_is(attention_bias=False), _OUT_BIAS]
+_NO_QK_NORM = _is(qk_norm=False)
+# No more than a Llama, but for windows of some layers.
+_PLAIN_LAYERS = _is(**{name: value for name, value in OF_OTHERS.items() if name != "layer_types"})
+_NO_EXTRAS = [*_PLAIN_LAYERS, _ALIKE]
+# Without a window, and no more than a Llama.
+_UNIFORM = [*_is(layer_types=None, sliding_window=None), *_NO_EXTRAS]
+_NO_MULTIPLIERS = _is(**{name: OF_OTHERS[name] for name in ("attention_multiplier", *MULTIPLIERS)})
 
-
-def _is_qwen3(config: LlamaConfig) -> bool:
-    return _with_layers_alike(config).is_plain and config.qk_norm and _has_alike_biases(config)
-
-
-def _with_layers_alike(config: LlamaConfig) -> LlamaConfig:
-    return dataclasses.replace(config, layer_types=None)
-
-
-def _is_granite(config: LlamaConfig) -> bool:
-    alike = config.layer_types is None and config.no_rope_layers is None and config.partial_rotary_factor == 1
-    return alike and config.sliding_window is None and not config.qk_norm and _has_alike_biases(config)
-
-
-def _is_smollm3(config: LlamaConfig) -> bool:
-    whole = config.partial_rotary_factor == 1 and not _has_multipliers(config)
-    return whole and not config.qk_norm and _has_alike_biases(config)
-
-
-def _is_phi3(config: LlamaConfig) -> bool:
-    alike = config.layer_types is None and config.no_rope_layers is None and not _has_multipliers(config)
-    is_scaled_alike = isinstance(config.rope_scaling, LongRopeScaling | None)
-    return alike and is_scaled_alike and not config.qk_norm and not _has_biases(config)
-
-
-def _has_multipliers(config: LlamaConfig) -> bool:
-    return config.attention_multiplier is not None or any(getattr(config, name) != 1 for name in MULTIPLIERS)
-
-
-def _is_gemma(config: GemmaConfig) -> bool:
-    extras = (config.attn_logit_softcapping, config.final_logit_softcapping, config.sliding_window, config.layer_types)
-    same_scale = config.query_pre_attn_scalar in (None, config.resolved_head_dim)
-    is_first = (
-        not config.sandwich_norms
-        and config.hidden_act != "gelu"
-        and not config.qk_norm
-        and config.rope_local_base_freq is None
-    )
-    return is_first and same_scale and not any(extras) and _has_no_extras(config)
-
-
-def _is_gemma2(config: GemmaConfig) -> bool:
-    is_second = config.sandwich_norms and not config.qk_norm and config.rope_local_base_freq is None
-    return is_second and _has_no_extras(config)
-
-
-def _is_gemma3(config: GemmaConfig) -> bool:
-    is_third = config.sandwich_norms and config.qk_norm and config.rope_local_base_freq is not None
-    return is_third and _has_no_extras(config)
-
-
-# Class of configurations -> kind -> whether it computes what one says; the first that fits is written by default.
-_KINDS: Mapping[type, Mapping[str, Callable[..., bool]]] = {
-    GemmaConfig: {"gemma": _is_gemma, "gemma2": _is_gemma2, "gemma3_text": _is_gemma3},
-    Olmo2Config: {"olmo2": lambda config: config.qk_norm and _is_uniform(config)},
+# Class of configurations -> kind -> what the fields of one must be; the first that fits is written by default.
+_KINDS: Mapping[type, Mapping[str, Sequence[_Rule]]] = {
+    GemmaConfig: {
+        "gemma": [
+            *_is(sandwich_norms=False, qk_norm=False, rope_local_base_freq=None, sliding_window=None),
+            *_is(attn_logit_softcapping=None, final_logit_softcapping=None),
+            _Rule("layer_types", "None", lambda config: not config.layer_types),
+            _Rule("hidden_act", "another than 'gelu'", lambda config: config.hidden_act != "gelu"),
+            _Rule(
+                "query_pre_attn_scalar",
+                "None or as head_dim",
+                lambda config: config.query_pre_attn_scalar in (None, config.resolved_head_dim),
+            ),
+            *_NO_EXTRAS,
+        ],
+        "gemma2": [*_is(sandwich_norms=True, qk_norm=False, rope_local_base_freq=None), *_NO_EXTRAS],
+        "gemma3_text": [
+            *_is(sandwich_norms=True, qk_norm=True),
+            _Rule("rope_local_base_freq", "a number", lambda config: config.rope_local_base_freq is not None),
+            *_NO_EXTRAS,
+        ],
+    },
+    Olmo2Config: {"olmo2": [*_is(qk_norm=True), *_UNIFORM]},
     CohereConfig: {
-        "cohere": lambda config: not config.qk_norm and _is_uniform(config),
-        "cohere2": lambda config: not config.qk_norm and config.layer_types is not None and _has_no_extras(config),
+        "cohere": [*_NO_QK_NORM, *_UNIFORM],
+        "cohere2": [
+            *_NO_QK_NORM,
+            _Rule("layer_types", "a type for each layer", lambda config: config.layer_types is not None),
+            *_NO_EXTRAS,
+        ],
     },
     LlamaConfig: {
-        "llama": _is_llama,
-        "mistral": _is_mistral,
-        "qwen2": _is_qwen2,
-        "qwen3": _is_qwen3,
-        "granite": _is_granite,
-        "smollm3": _is_smollm3,
-        "phi3": _is_phi3,
+        "llama": [*_NO_QK_NORM, *_UNIFORM],
+        "mistral": [*_is(layer_types=None), *_NO_QK_NORM, *_NO_BIASES, *_PLAIN_LAYERS],
+        "qwen2": [*_is(attention_bias=True), _OUT_BIAS, *_NO_QK_NORM, *_PLAIN_LAYERS],
+        "qwen3": [*_is(qk_norm=True), *_NO_EXTRAS],
+        "granite": [
+            *_is(layer_types=None, no_rope_layers=None, partial_rotary_factor=1.0, sliding_window=None),
+            *_NO_QK_NORM,
+            _ALIKE,
+        ],
+        "smollm3": [*_is(partial_rotary_factor=1.0), *_NO_MULTIPLIERS, *_NO_QK_NORM, _ALIKE],
+        "phi3": [
+            *_is(layer_types=None, no_rope_layers=None),
+            *_NO_MULTIPLIERS,
+            _Rule(
+                "rope_scaling",
+                "a LongRopeScaling or None",
+                lambda config: isinstance(config.rope_scaling, LongRopeScaling | None),
+            ),
+            *_NO_QK_NORM,
+            *_NO_BIASES,
+        ],
     },
 }
-
-
-def _is_uniform(config: LlamaConfig) -> bool:
-    """Without a window, and no more than a Llama."""
-    return config.is_plain and config.sliding_window is None and _has_alike_biases(config)
-
-
-def _has_no_extras(config: LlamaConfig) -> bool:
-    """No more than a Llama, but for windows of some layers."""
-    return _with_layers_alike(config).is_plain and _has_alike_biases(config)
 
 
 def _of_experts(config: MoEConfig) -> list[str]:

@@ -161,7 +161,7 @@ class LlamaConfig:
     @property
     def is_plain(self) -> bool:
         """Whether this has what Llama, Mistral, Qwen2 and Qwen3 have, and no more."""
-        return all(getattr(self, name) == default for name, default in _OF_OTHERS.items())
+        return all(getattr(self, name) == default for name, default in OF_OTHERS.items())
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -214,7 +214,7 @@ class LlamaConfig:
 
 
 # Fields that Granite, SmolLM3, Phi-3 and models with several kinds of layers have beside the others.
-_OF_OTHERS = {
+OF_OTHERS = {
     field.name: field.default
     for field in dataclasses.fields(LlamaConfig)
     if field.name in ("layer_types", "no_rope_layers", "partial_rotary_factor")
@@ -230,7 +230,7 @@ def check_is_plain(config: LlamaConfig, where: str) -> None:
     """
     if type(config).__name__ not in ("LlamaConfig", "MoEConfig"):
         raise ValueError(f"a {type(config).__name__} has no place in {where}")
-    for name, default in _OF_OTHERS.items():
+    for name, default in OF_OTHERS.items():
         if (value := getattr(config, name)) != default:
             raise ValueError(f"{name}={value!r} has no place in {where}")
 
@@ -242,7 +242,7 @@ def check_unused(config: LlamaConfig, *names: str) -> None:
       ValueError: one is not.
     """
     for name in names:
-        if (value := getattr(config, name)) != _OF_OTHERS[name]:
+        if (value := getattr(config, name)) != OF_OTHERS[name]:
             raise ValueError(
-                f"{type(config).__name__}: {name}={value!r}; its models have none, leave {_OF_OTHERS[name]}"
+                f"{type(config).__name__}: {name}={value!r}; its models have none, leave {OF_OTHERS[name]}"
             )
