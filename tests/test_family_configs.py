@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_layers as layers
+from flax_layers.layer_stack import stack
 from flax_layers.models import model_class
 from flax_layers.rope_scaling import RotaryScaling, rotary_angles, turned_columns, with_amplitude
 from tests.chain_cases import normal
@@ -390,3 +391,40 @@ def test_factors_of_scores_are_finite_numbers_above_0(name, make, value):
 def test_caps_of_a_gemma_are_finite_numbers_above_0(name, value):
     with pytest.raises(ValueError, match=rf"GemmaConfig: {name}={value!r}; it must be positive, a number"):
         dataclasses.replace(GEMMA, **{name: value})
+
+
+WINDOWS = dataclasses.replace(GEMMA, num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2)
+
+
+@pytest.mark.parametrize(
+    "model, config, message",
+    [
+        (layers.Gemma, WINDOWS, r"sliding_window is 3 in layers 0, 2, None in layers 1, 3$"),
+        (
+            layers.Llama,
+            layers.LlamaConfig(num_hidden_layers=3, num_attention_heads=4, no_rope_layers=[1, 0, 1]),
+            r"rope_theta is 10000\.0 in layers 0, 2, None in layer 1$",
+        ),
+    ],
+)
+def test_layers_of_several_kinds_are_not_scanned(model, config, message):
+    """It is told before there are parameters: that of these models' embeddings would fill a memory."""
+    config = dataclasses.replace(config, vocab_size=10**12)
+    with pytest.raises(ValueError, match=rf"^only equal .* scan_layers must be False for others: .*{message}"):
+        model(config, scan_layers=True, rngs=nnx.Rngs(0))
+
+
+def test_layers_that_differ_are_not_stacked():
+    def block(width=24, **options):
+        return layers.LlamaBlock(16, width, 2, rngs=nnx.Rngs(0), **options)
+
+    with pytest.raises(ValueError, match=r"others: attention\.sliding_window is None in layers 0, 2, 3 in layer 1$"):
+        stack([block(), block(sliding_window=3), block()])
+    with pytest.raises(ValueError, match=r"mlp\.down\.kernel\.shape is \(24, 16\) in layer 0, \(32, 16\) in layer 1"):
+        stack([block(), block(32)])
+    experts = layers.TransformerBlock(
+        *(getattr(block(), name) for name in ("attention_norm", "attention", "mlp_norm")),
+        layers.MoE(16, 24, 2, 1, rngs=nnx.Rngs(0)),
+    )
+    with pytest.raises(ValueError, match=r"the class is LlamaBlock in layer 0, TransformerBlock in layer 1$"):
+        stack([block(), experts])

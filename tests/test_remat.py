@@ -138,7 +138,7 @@ def test_stack_and_unstack():
         (lambda: llama(dataclasses.replace(CONFIG, num_hidden_layers=0), scan_layers=True), "at least one layer"),
         (
             lambda: stack([layers.Linear(4, 4, rngs=nnx.Rngs(0)), layers.RMSNorm(4, rngs=nnx.Rngs(0))]),
-            "layer 1 differs in structure from layer 0",
+            "scan_layers must be False for others: the class is Linear in layer 0, RMSNorm in layer 1",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from flax_layers.block import LlamaBlock
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.fp8 import Recipes, of_layers
-from flax_layers.layer_stack import run_layers, stack, unstack
+from flax_layers.layer_stack import check_alike, run_layers, stack, unstack
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.models.language_model import LanguageModel, under_rules
 from flax_layers.models.llama_config import LlamaConfig as LlamaConfig
@@ -53,8 +53,9 @@ class Llama(LanguageModel):
       rngs: source of keys.
 
     Raises:
-      ValueError: an unknown remat, scan_layers without layers or with layers of several recipes, another number
-        of recipes than of layers, or remat_layers out of range, beside scan_layers or without remat.
+      ValueError: an unknown remat, scan_layers without layers or with layers that differ in a window, a rotary
+        embedding, experts or a recipe, another number of recipes than of layers, or remat_layers out of range, beside
+        scan_layers or without remat.
       TypeError: a configuration of another class of models.
     """
 
@@ -89,6 +90,9 @@ class Llama(LanguageModel):
             if not 0 <= remat_layers <= config.num_hidden_layers:
                 raise ValueError(f"{remat_layers=} of {config.num_hidden_layers} layers")
         self.remat_layers = remat_layers
+        recipes = of_layers(fp8, config.num_hidden_layers)
+        if scan_layers:  # before parameters are made
+            check_alike([attention_options(config, i) | {"fp8": recipe} for i, recipe in enumerate(recipes)])
         width = config.hidden_size
         kernel_init = nnx.initializers.normal(config.initializer_range)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
@@ -97,10 +101,7 @@ class Llama(LanguageModel):
         self.embed = Embed(
             config.vocab_size, width, dtype=dtype, param_dtype=param_dtype, embedding_init=kernel_init, rngs=rngs
         )
-        blocks = [
-            self._block(config, i, fp8=recipe, **layout, **options)
-            for i, recipe in enumerate(of_layers(fp8, config.num_hidden_layers))
-        ]
+        blocks = [self._block(config, i, fp8=recipe, **layout, **options) for i, recipe in enumerate(recipes)]
         self.layers = stack(blocks) if scan_layers else nnx.List(blocks)
         self.norm = self._norm(config, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(
