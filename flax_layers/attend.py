@@ -96,32 +96,47 @@ def attend(
             return _over_cache(q, cache, sliding_window, options), cache
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
+    beside = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
     if callable(implementation):
         given = {name: x for name, x in options.items() if x is not None}
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, given)
-        beside = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
         return named(_on_explicit_parts(by_function, q, k, v, beside), CONTEXT), cache
     if soft_cap is not None and implementation is None and mask is None and bias is None:
         by_products = functools.partial(_by_products, is_causal, sliding_window, scale, soft_cap)
         if capped_products.takes(q, k, soft_cap):
             return _on_explicit_parts(by_products, q, k, v, {"segment_ids": segment_ids}), cache
-    if segment_ids is not None:
-        mask = _with_segments(mask, segment_ids)
-    implementation = "xla" if soft_cap is not None else implementation or _implementation(q)
+    return _by_jax(q, k, v, beside, options, is_causal, sliding_window, implementation, seen_by), cache
+
+
+def _by_jax(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beside: dict[str, jax.Array | None],
+    options: dict[str, Any],
+    is_causal: bool,
+    sliding_window: int | None,
+    implementation: Literal["xla", "cudnn"] | None,
+    seen_by: tuple[Any, ...],
+) -> jax.Array:
+    """By cuDNN or XLA; `beside` has the mask, the bias and the segments, `options` the scale and the soft cap."""
+    mask, bias = beside["mask"], beside["bias"]
+    if beside["segment_ids"] is not None:
+        mask = _with_segments(mask, beside["segment_ids"])
+    is_capped = options["soft_cap"] is not None
+    implementation = "xla" if is_capped else implementation or _implementation(q)
     window = None if sliding_window is None else (sliding_window - 1, 0)
-    if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and soft_cap is None):
+    if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and not is_capped):
         window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
     # cuDNN broadcasts only the other axes.
     mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *seen_by[-2:])) for x in (mask, bias))
-    options |= {"is_causal": is_causal, "local_window_size": window, "implementation": implementation}
+    options = options | {"is_causal": is_causal, "local_window_size": window, "implementation": implementation}
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
 
     y = _on_explicit_parts(whole, q, k, v, {"mask": mask, "bias": bias})
-    if implementation == "xla":  # a policy finds cuDNN's results by its primitive
-        y = named(y, CONTEXT)
-    return y, cache
+    return named(y, CONTEXT) if implementation == "xla" else y  # a policy finds cuDNN's results by its primitive
 
 
 def _checked_shapes(

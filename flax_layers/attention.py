@@ -53,7 +53,9 @@ class Attention(nnx.Module):
     products of their own, which have separate kernels then.
 
     With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). cuDNN's attention, as JAX has it, takes
-    none: XLA computes it, a block of queries at a time (`flax_layers.soft_capped`).
+    none. In bfloat16, for caps up to 64 and without a mask or bias, it is products with epilogues
+    (`flax_layers.capped_products`); else XLA computes it (`flax_layers.soft_capped`). Both work on a block of queries
+    at a time.
 
     The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
     heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one

@@ -187,8 +187,8 @@ def _backward(
         dq, of_k, of_v = _summed_over_blocks(block, span, *of_queries)
         found.append(dq)
         dk, dv = dk.at[:, :, seen].add(of_k), dv.at[:, :, seen].add(of_v)
-    of_keys = (x[:, :, :keys].astype(k.dtype).transpose(0, 2, 1, 3) for x in (dk, dv))
-    return (_by_rows(jnp.concatenate(found, axis=3)).reshape(shape), *of_keys)
+    dk, dv = (x[:, :, :keys].astype(k.dtype).transpose(0, 2, 1, 3) for x in (dk, dv))
+    return _by_rows(jnp.concatenate(found, axis=3)).reshape(shape), dk, dv
 
 
 def _block_backward(
