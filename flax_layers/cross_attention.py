@@ -45,7 +45,7 @@ class CrossAttention(Attention):
       rngs: source of keys.
 
     Raises:
-      ValueError: as Attention.
+      ValueError, TypeError: as Attention.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class CrossAttention(Attention):
             linear = partial(Linear, context_features, self.num_kv_heads * self.head_dim, use_bias=use_bias, **options)
             self.key, self.value = linear(), linear()
             name_parameters(self)
+        self.in_features = in_features
+        self.context_features = in_features if context_features is None else context_features
 
     @overload  # type: ignore[override]
     def __call__(
@@ -134,13 +136,18 @@ class CrossAttention(Attention):
 
         Raises:
           ValueError: x or context of another shape.
-          TypeError: a value of a `coda.block`.
+          TypeError: a value of a `coda.block`; a mask that is not boolean, or a bias that is not floats.
         """
         given: tuple[Any, ...] = x, context
         if any(isinstance(y, coda.Value) for y in given):
             raise TypeError("CrossAttention takes arrays, not values of a coda.block: its two texts have other rows")
         if len(x.shape) not in (2, 3) or context.ndim != len(x.shape) or context.shape[:-2] != x.shape[:-2]:
-            raise ValueError(f"context {context.shape} beside x {x.shape}; they must be (B, S, C) and (B, T, D)")
+            raise ValueError(
+                f"context {context.shape} beside x {x.shape}; they must be (B, S, C) and (B, T, D), or without B"
+            )
+        for name, shape, of in (("x", x.shape, "in_features"), ("context", context.shape, "context_features")):
+            if shape[-1] != (width := getattr(self, of)):
+                raise ValueError(f"{name} has shape {shape}; its last axis must be {of}={width}")
         keys_values = self._of_context(context)
         return self._of_arrays(x, Sum.of(residual, x), Angles(None, None), mask, None, None, bias, keys_values)
 

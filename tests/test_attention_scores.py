@@ -97,6 +97,23 @@ def test_what_attention_refuses():
     layer = layers.CrossAttention(D, H, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"context \(1, 5, 24\) beside x \(2, 13, 24\)"):
         layer(normal(0, B, T, D), normal(1, 1, 5, D))
+    with pytest.raises(ValueError, match=r"context \(5, 24\) beside x \(2, 13, 24\); they must be \(B, S, C\)"):
+        layer(normal(0, B, T, D), normal(1, 5, D))
+    with pytest.raises(ValueError, match=r"context \(24,\) beside x \(24,\); they must be"):
+        layer(normal(0, D), normal(1, D))
+    with pytest.raises(
+        ValueError, match=r"^context has shape \(2, 5, 16\); its last axis must be context_features=24$"
+    ):
+        layer(normal(0, B, T, D), normal(1, B, 5, 16))
+    of_others = layers.CrossAttention(D, H, context_features=16, rngs=nnx.Rngs(0))
+    norm = layers.RMSNorm(16, rngs=nnx.Rngs(1))
+    for x in (normal(0, B, T, 16), norm(layers.Stream.of(normal(0, B, T, 16)))):
+        with pytest.raises(ValueError, match=r"^x has shape \(2, 13, 16\); its last axis must be in_features=24$"):
+            of_others(x, normal(1, B, 5, 16))
+    with pytest.raises(
+        ValueError, match=r"^context has shape \(2, 5, 24\); its last axis must be context_features=16$"
+    ):
+        of_others(normal(0, B, T, D), normal(1, B, 5, D))
     block = coda.block(dtype=jnp.float32)(lambda x: layer(x, x))
     with pytest.raises(TypeError, match=r"not values of a coda\.block"):
         block(normal(0, B, T, D))
