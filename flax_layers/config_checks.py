@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_layers.activation import ACTIVATIONS
+
+UNLIKE = "only equal layers can be stacked and scanned, scan_layers must be False for others"
 
 
 def check_counts(config: Any, *names: str, least: int = 1) -> None:
@@ -87,6 +90,42 @@ def check_positive_argument(name: str, value: Any) -> None:
         raise TypeError(f"{refusal}, not a {type(value).__name__}")
     if not is_number(value) or value <= 0:
         raise ValueError(refusal)
+
+
+def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that layers can be stacked.
+
+    Args:
+      settings: of each layer, by name; one below another, as "mlp.width" is below "mlp", counts where that is equal.
+
+    Raises:
+      ValueError: they differ in one, which is named with its values.
+    """
+    unlike: dict[str, str] = {}
+    for name in dict.fromkeys(name for of_layer in settings for name in of_layer):
+        parts = name.split(".")
+        if any(".".join(parts[:i]) in unlike for i in range(len(parts))):
+            continue
+        groups: list[tuple[Any, list[int]]] = []
+        for i, value in enumerate(of_layer.get(name, "missing") for of_layer in settings):
+            same = next((numbers for other, numbers in groups if other is value or other == value), None)
+            if same is None:
+                groups.append((value, [i]))
+            else:
+                same.append(i)
+        if len(groups) > 1:
+            unlike[name] = ", ".join(f"{_text(value)} in {_layers(numbers)}" for value, numbers in groups)
+    if unlike:
+        told = "; ".join(f"{name or 'the class'} is {text}" for name, text in unlike.items())
+        raise ValueError(f"{UNLIKE}: {told}")
+
+
+def _text(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+def _layers(numbers: list[int]) -> str:
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def is_number(value: Any) -> bool:

@@ -9,7 +9,7 @@ the layer before it is computed, and its gradients are summed while the backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,13 +19,12 @@ from jax import lax
 
 from coda_jax import Stream
 from flax_layers.axis_metadata import name_layer, name_stack
+from flax_layers.config_checks import UNLIKE, check_alike
 from flax_layers.remat import Remat, policy_of
 from flax_layers.sharding import width_is_cut
 
 # Before, a barrier made cotangents of all that went through it: frozen weights would have had gradients.
 _BARRIER_LEAVES_ZEROS = jax.__version_info__ >= (0, 11, 1)
-
-_UNLIKE = "only equal layers can be stacked and scanned, scan_layers must be False for others"
 
 T = TypeVar("T", jax.Array, Stream)
 
@@ -46,44 +45,8 @@ def stack(layers: Sequence[nnx.Module]) -> Any:
     for i, graphdef in enumerate(graphdefs):
         if graphdef != graphdefs[0] or shapes[i] != shapes[0]:
             check_alike([dict(_settings(layer)) for layer in layers])
-            raise ValueError(f"{_UNLIKE}: layer {i} differs in structure from layer 0")
+            raise ValueError(f"{UNLIKE}: layer {i} differs in structure from layer 0")
     return name_stack(nnx.merge(graphdefs[0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)))
-
-
-def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that layers can be stacked.
-
-    Args:
-      settings: of each layer, by name; one below another, as "mlp.width" is below "mlp", counts where that is equal.
-
-    Raises:
-      ValueError: they differ in one, which is named with its values.
-    """
-    unlike: dict[str, str] = {}
-    for name in dict.fromkeys(name for of_layer in settings for name in of_layer):
-        parts = name.split(".")
-        if any(".".join(parts[:i]) in unlike for i in range(len(parts))):
-            continue
-        groups: list[tuple[Any, list[int]]] = []
-        for i, value in enumerate(of_layer.get(name, "missing") for of_layer in settings):
-            same = next((numbers for other, numbers in groups if other is value or other == value), None)
-            if same is None:
-                groups.append((value, [i]))
-            else:
-                same.append(i)
-        if len(groups) > 1:
-            unlike[name] = ", ".join(f"{_text(value)} in {_layers(numbers)}" for value, numbers in groups)
-    if unlike:
-        told = "; ".join(f"{name or 'the class'} is {text}" for name, text in unlike.items())
-        raise ValueError(f"{_UNLIKE}: {told}")
-
-
-def _text(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else repr(value)
-
-
-def _layers(numbers: list[int]) -> str:
-    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _settings(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:

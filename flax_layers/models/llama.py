@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from coda_jax import DeferredNorm, Stream
 from flax_layers.attend import Implementation
 from flax_layers.block import LlamaBlock
+from flax_layers.config_checks import check_alike
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
 from flax_layers.fp8 import Recipes, of_layers
-from flax_layers.layer_stack import check_alike, run_layers, stack, unstack
+from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.models.language_model import LanguageModel, under_rules
 from flax_layers.models.llama_config import LlamaConfig as LlamaConfig
