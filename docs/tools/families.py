@@ -65,9 +65,12 @@ def row(name: str, config: LlamaConfig) -> list[str]:
 
     ours, theirs = (explained(f, types, x) for f in (fused, plain))
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    kernels = sum(count for one, count in ours.products.items() if not one.reason)
+    # Products of attention are batches of matrices, a head each.
+    of_heads = sum(count for one, count in ours.products.items() if one.a.count(",") > 1)
+    products = sum(ours.products.values()) - of_heads
+    kernels = sum(count for one, count in ours.products.items() if not one.reason) - of_heads
     both = [text for found in (ours, theirs) for text in passes(found, is_capped=capped)]
-    return [name, str(sum(ours.products.values())), str(kernels), *both, "XLA" if capped else "cuDNN"]
+    return [name, str(products), str(kernels), *both, f"{of_heads} products" if capped else "cuDNN"]
 
 
 def explained(f: Callable[..., Any], state: Any, x: Any) -> coda.Explanation:
@@ -81,7 +84,7 @@ def explained(f: Callable[..., Any], state: Any, x: Any) -> coda.Explanation:
 def passes(found: coda.Explanation, *, is_capped: bool) -> list[str]:
     """How many forward and backward read and write as much as x or more, and the megabytes of all.
 
-    Without those of attention that XLA computes.
+    Without those over scores that XLA computes.
     """
     own = {one: count for one, count in found.passes.items() if not (is_capped and _is_of_scores(one.array))}
     least = 2 * TOKENS[0] * TOKENS[1] * SIZES["hidden_size"]

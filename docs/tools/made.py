@@ -25,6 +25,7 @@ MADE: dict[str, Callable[..., str]] = {
     "names": api.names,
     "summaries": api.summaries,
     "steps": worth.steps,
+    "family_steps": worth.family_steps,
     "sharded": worth.sharded,
     "products": worth.products,
     "layers": worth.layers,

@@ -13,6 +13,7 @@ from tools.expected import layer_ms
 RESULTS = pages.ROOT / "benchmarks" / "results"
 CHIPS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
 COMMANDS = {section.suffix: section.command for section in SECTIONS}  # by the suffix of a file
+FAMILIES = {"gemma2_2b": "Gemma 2 2B", "gemma3_1b": "Gemma 3 1B", "qwen2_1_5b": "Qwen2.5 1.5B"}
 SIZES = {"Llama-3-1B": (2048, 8192, 32, 8, 64), "Llama-3-8B": (4096, 14336, 32, 8, 128)}
 
 
@@ -49,6 +50,30 @@ def steps(suffix: str = "") -> str:
         head = ("step", "ms", "of plain JAX unrolled", "temporaries, GiB", "peak, GiB")
         parts += [source(found[0], COMMANDS[f"_train_step{suffix}"]), table(head, lines).rstrip()]
     return "\n\n".join(parts)
+
+
+def family_steps() -> str:
+    """Steps of other models than Llamas, beside plain JAX's of the same kind."""
+    lines, sources = [], []
+    for name in FAMILIES:
+        suffix = f"_family_{name}"
+        found = [row for row in rows(f"{CHIPS[-1]}{suffix}") if row["kind"] == "step"]
+        sources.append(source(found[0], COMMANDS[suffix]))
+        times = {row["variant"]: float(row["ms"]) for row in found}
+        for row in found:
+            plain = "xla_remat" if "_re" in row["variant"] else "xla"
+            lines.append(
+                [
+                    f"{FAMILIES[name]}, {row['batch']} x {row['length']}",
+                    VARIANTS[row["variant"]],
+                    f"{float(row['ms']):.0f}",
+                    f"{float(row['ms']) / times[plain]:.2f}",
+                    f"{float(row['temporaries_gib']):.1f}",
+                    f"{float(row['alone_joules']):.0f}",
+                ]
+            )
+    head = ("model, tokens", "step", "ms", "of plain JAX's", "temporaries, GiB", "alone, J")
+    return "\n\n".join([*sources, table(head, lines).rstrip()])
 
 
 def sharded() -> str:
