@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_layers.activation import ACTIVATIONS
 
-UNLIKE = "only equal layers can be stacked and scanned, scan_layers must be False for others"
+UNLIKE = "only equal layers can be scanned, scan_layers must be False for others"
 
 
 def check_counts(config: Any, *names: str, least: int = 1) -> None:
