@@ -81,6 +81,7 @@ def attend(
       ValueError: segment_ids, mask or bias of another shape, segment_ids that are not integers, a function that returns
         another shape or dtype than q's, a window without is_causal, or a cache beside a mask, a bias, segments
         or attention that is not causal; implementation="cudnn" beside a soft_cap.
+      TypeError: a mask that is not boolean, or a bias that is not of floats.
     """
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
