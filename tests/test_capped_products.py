@@ -67,7 +67,7 @@ def test_attention_to_another_text(sizes):
 
 @pytest.mark.parametrize("cap", [0.5, 64.0])
 def test_scores_at_the_cap(cap):
-    """Where every score is at plus or minus the cap nothing overflows, and rows of the least scores have their sums."""
+    """Nothing overflows where every score is at plus or minus the cap, and rows of the least scores have their sums."""
     q = jnp.where(jnp.arange(T)[None, :, None, None] % 2 == 0, 100.0, -100.0) * jnp.ones_like(Q)
     k = jnp.ones_like(K)
     options = {"soft_cap": cap, "scale": 1.0}
@@ -111,7 +111,7 @@ def test_vmap():
     ids=["float32", "float16", "a wide cap", "mask", "bias", "asked for XLA", "one query"],
 )
 def test_what_xla_computes(q, options):
-    """What the products do not take."""
+    """XLA computes what the products do not take."""
     k, v = (x[:, : q.shape[1]].astype(q.dtype) for x in (K, V))
     text = str(jax.make_jaxpr(lambda *x: attend(*x, **{"soft_cap": CAP, **options})[0])(q, k, v))
     assert "coda_gemm" not in text
