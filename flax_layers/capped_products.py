@@ -34,7 +34,7 @@ _LEAST_SPAN = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What scores are, and which of them there are.
+    """The form of scores, and which of them there are.
 
     Attributes:
       soft_cap, scale: numbers.
@@ -286,11 +286,12 @@ def _column(x: jax.Array) -> jax.Array:
 
 
 def _blocks(x: jax.Array, span: Span) -> jax.Array:
-    """Of an array whose axis 3 is of queries, the span's blocks, one after the other in a new first axis."""
+    """The span's blocks of an array whose axis 3 is the queries, in a new first axis."""
     part = x[:, :, :, span.start : span.end]
     more = span.blocks * span.size - part.shape[3]
-    # Queries that are added see a key, and their cotangents are zeros.
-    part = jnp.pad(part, [(0, more if axis == 3 else 0) for axis in range(x.ndim)])
+    # Queries that are added see what the last one sees, and are zeros, as their cotangents are.
+    mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
+    part = jnp.pad(part, [(0, more if axis == 3 else 0) for axis in range(x.ndim)], mode=mode)
     return jnp.moveaxis(part.reshape(*x.shape[:3], span.blocks, span.size, *x.shape[4:]), 3, 0)
 
 
@@ -301,7 +302,7 @@ def _joined(x: jax.Array, span: Span) -> jax.Array:
 
 
 def _over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:
-    """What a block gives, of all blocks of a span."""
+    """The results of a block, for all blocks of a span."""
     if span.blocks == 1:
         return block(*(x[:, :, :, span.start : span.end] for x in arrays))
     found = lax.map(lambda rows: block(*rows), tuple(_blocks(x, span) for x in arrays))
@@ -309,7 +310,7 @@ def _over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> A
 
 
 def _summed_over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:
-    """As `_over_blocks` for what a block gives first; what it gives else is summed over the blocks."""
+    """The first result of a block as by `_over_blocks`, and the sums of the others over the blocks."""
     if span.blocks == 1:
         return block(*(x[:, :, :, span.start : span.end] for x in arrays))
     blocks = tuple(_blocks(x, span) for x in arrays)

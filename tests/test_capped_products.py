@@ -78,10 +78,12 @@ def test_scores_at_the_cap(cap):
     np.testing.assert_allclose(got[3], exact[3], atol=0.05)
 
 
-def test_no_rows_of_nan(sizes):
+@pytest.mark.parametrize("window", [None, 20])
+def test_no_rows_of_nan(sizes, window):
     """Rows that fill up the last block are of numbers too."""
+    options = {"soft_cap": CAP, "sliding_window": window, "segment_ids": IDS}
     with jax.debug_nans(True):
-        of_dtype(lambda *x: attend(*x, soft_cap=CAP, segment_ids=IDS)[0], jnp.bfloat16, Q, K, V)
+        of_dtype(jax.jit(lambda *x: attend(*x, **options)[0]), jnp.bfloat16, Q, K, V)
 
 
 def test_without_a_batch():
