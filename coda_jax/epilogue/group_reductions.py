@@ -62,7 +62,7 @@ def group_reductions(epilogue: Epilogue) -> dict[int, GroupReduction]:
 
 
 def _reduction(flat: Flat, makers: Mapping[int, Equation], atom: Atom, shape: tuple[Any, ...]) -> GroupReduction | None:
-    """That which a value is, in the end of this shape."""
+    """The reduction over the rows that a value is, of this final shape; None where it is none."""
     if not isinstance(atom, int) or atom not in makers:
         return None
     equation, rows = makers[atom], flat.avals[0].shape[0]
@@ -111,7 +111,7 @@ class GroupReductions:
 
     @classmethod
     def of(cls, f: Callable[..., Any] | None, epilogue: Epilogue, captured: Sequence[Any]) -> GroupReductions:
-        """Of f, traced."""
+        """The group reductions of f, which was traced as `epilogue`."""
         reductions = group_reductions(epilogue)
         if not reductions:
             raise _refused(epilogue)
@@ -123,7 +123,7 @@ class GroupReductions:
         return cls(epilogue, captured, reductions, of_rows)
 
     def dtypes(self, of_outputs: Sequence[np.dtype], of_rows: Epilogue) -> list[np.dtype]:
-        """Those of the outputs of `of_rows`, traced, from those of the epilogue's.
+        """The dtypes of the outputs of `of_rows`, traced, from those of the epilogue's outputs.
 
         Raises:
           NotTileLocalError: an output of it depends on several rows still.

@@ -36,7 +36,7 @@ class ByGroup(Marked):
 
 
 class GroupOffsets(Marked):
-    """Where the groups begin and the last one ends, (G + 1,) int32, in the place of their sizes."""
+    """The offsets where the groups begin and the last one ends, (G + 1,) int32, in the place of their sizes."""
 
 
 def unmarked(x: Any) -> Any:

@@ -33,7 +33,7 @@ def is_linear(program: Program) -> bool:
 
 
 def _degree(node: Node, nodes: Sequence[Node], degrees: Sequence[_Degree]) -> _Degree:
-    """Of a node, from those of the nodes before it."""
+    """The degree of a node, from those of the nodes before it."""
     if node.op == "acc":
         return _Degree.LINEAR
     inputs = [degrees[i] for i in node.inputs]

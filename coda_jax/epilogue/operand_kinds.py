@@ -192,7 +192,7 @@ class GroupScalar(GroupVector):
 
 
 class Offsets(_OfGroups):
-    """Where groups begin: the last operand of a product that has groups. Neither f nor its code sees it."""
+    """The offsets where groups begin: the last operand of a product that has groups. Neither f nor its code sees it."""
 
     word, shapes, mark = "group_offsets", "(G + 1,)", GroupOffsets
     list_name = member = ""

@@ -130,7 +130,7 @@ def unavailable_reason() -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """What the custom call of a product says. Its attributes are these fields and what `attributes` adds.
+    """The custom call of a product. Its attributes are these fields and what `attributes` adds.
 
     Buffers are numbered operands first, then results, all row-major.
 

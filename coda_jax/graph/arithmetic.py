@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Arithmetic:
-    """What has `_with`, and so the operators of arrays."""
+    """The operators of arrays, for a class that has `_with`."""
 
     def _with(self, operation: Callable[..., Any], *other: Any, swapped: bool = False) -> Any:
         """operation(self, other), with swapped operation(other, self); of one argument operation(self)."""

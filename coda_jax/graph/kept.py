@@ -1,4 +1,4 @@
-"""What a graph keeps of its forward pass for the backward pass."""
+"""The values of a graph's forward pass that are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _read_of_forward(outputs: Sequence[Value], wanted: Sequence[Value]) -> list[
 
 
 class _Choice:
-    """Which of the values that are read are kept, and which are made again.
+    """The choice of the values to keep, among those that are read; the others are made again.
 
     Attributes:
       kept: all that are read, until `decide` takes some away and adds what these read.

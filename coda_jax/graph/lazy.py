@@ -1,4 +1,4 @@
-"""What looks like an array and is none: whatever asks for the array is told what to write instead."""
+"""Values that look like arrays and are none: whatever asks for the array is told what to write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Lazy:
 
     @property
     def __jax_array__(self) -> NoReturn:
-        """What all functions of JAX ask for; where an array's operator does, the value's own takes its place."""
+        """Refuses JAX's functions, which all ask for it; an array's operator gives way to the value's own."""
         if sys._getframe(1).f_code.co_name.startswith(("_operator_", "deferring_binary_op")):
             raise AttributeError
         self._refuse("a function of arrays is applied to it by .map(f), any other JAX function by coda.opaque")

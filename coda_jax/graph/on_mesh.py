@@ -48,7 +48,7 @@ def on_mesh(
 
 
 def bind_on_mesh(*arrays: jax.Array) -> Bind:
-    """What binds a primitive beside these arrays: `jaxprs.bind.bind` where no mesh axis is manual or explicit."""
+    """The function that binds beside these arrays: `jaxprs.bind.bind` where no mesh axis is manual or explicit."""
     axes = varying_axes(*arrays)
     if not axes and not any(any(explicit_cuts(x)) for x in arrays):
         return bind
@@ -68,7 +68,7 @@ def _bound(
 
 
 def _alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Those of one shape, as the first of these that is sharded over explicit axes."""
+    """The arrays, those of one shape sharded as the first of them that is sharded over explicit axes."""
     sharded: dict[tuple[Any, ...], Any] = {}
     for x in arrays:
         if any(explicit_cuts(x)):

@@ -175,7 +175,7 @@ class Plan:
             self._ask(x)
 
     def _behind_pass(self, value: Value) -> Sequence[Value] | None:
-        """What a pass reads to make for itself what it reads; None for what it reads in memory."""
+        """The values from which a pass makes this one itself; None for a value that it reads in memory."""
         by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
         return value.inputs if by_xla and value not in self._in_memory else None
 
@@ -190,7 +190,7 @@ class Plan:
         return self._read(self.steps[step].stores, step)
 
     def _read(self, values: Iterable[Value], step: int) -> list[Value]:
-        """What the epilogue of this product reads to make these values."""
+        """The values that the epilogue of this product reads to make the given ones."""
         product = self.steps[step].product
         wanted = [x for value in values if value is not product for x in value.inputs if x is not product]
 
@@ -349,7 +349,7 @@ def is_of_rows(value: Value) -> bool:
 
 
 def program_beside(value: Map, shape: tuple[Any, ...]) -> Program | None:
-    """What an epilogue that is this map does, beside a product of this shape; None if there is none."""
+    """The program of an epilogue that is this map, beside a product of this shape; None if there is none."""
     if shape not in value.programs:
         value.programs[shape] = _traced(value, shape)
     program: Program | str = value.programs[shape]

@@ -79,7 +79,7 @@ def _with_first(arrays: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
 
 @dataclasses.dataclass
 class _Run:
-    """What is known of a plan while it runs: arrays, with all axes of the rows."""
+    """The state of a plan while it runs: the arrays that are known, with all axes of the rows."""
 
     plan: Plan
     arrays: dict[Value, jax.Array]
@@ -116,7 +116,7 @@ class _Run:
         return self.arrays[value]
 
     def result(self, value: Value, dtype: Any) -> Any:
-        """What is wanted: an array; of a factor that is kept maybe several, pieces of one."""
+        """The array of a wanted value; for a factor that is kept maybe several, the pieces of one."""
         parts = self.in_parts(value) if value.is_factor else []
         return tuple(parts) if len(parts) > 1 else self.known(value).astype(dtype)
 
@@ -268,7 +268,7 @@ class _Run:
         return x.reshape(-1, *x.shape[len(self.rows) :])
 
     def _shape_of(self, value: Value) -> tuple[Any, ...]:
-        """Of its array, with all axes of the rows, and with two of columns that are halves."""
+        """The shape of a value's array, with all axes of the rows, and with two axes of columns that are halves."""
         rows = self.rows if self.rows and has_rows(value) else value.shape[:1]
         columns = value.shape[1:]
         return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)

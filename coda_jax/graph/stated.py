@@ -1,4 +1,4 @@
-"""What an author states of a map, a pullback or an inverse, beside what it should be."""
+"""The pullback or the inverse that an author states of a map, compared with what it should be."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is one leaf to JAX, whatever it holds; of what is not hashable the object itself is the key."""
+    """A value that is one leaf to JAX, whatever it holds; the key of one that is not hashable is the object itself."""
 
     value: Any
 

@@ -45,7 +45,7 @@ class Unflattened:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         columns = self.array.shape[len(self.rows) :]
         return (math.prod(self.rows), *((math.prod(columns),) if self.halves else columns))
 
@@ -139,7 +139,7 @@ def _reduced(equation: core.JaxprEqn, x: Unflattened, bound: Callable[..., list[
 
 @dataclasses.dataclass(frozen=True)
 class _Shift:
-    """Where the axes of matrices are, when M is several axes."""
+    """The positions of the axes of matrices, when M is several axes."""
 
     rows: tuple[Any, ...]
 

@@ -176,7 +176,7 @@ class Function:
     is_stated: bool = True
 
     def of_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
-        """What gives these results alone, and the inputs that it has."""
+        """The jaxpr that gives these results alone, and the inputs that it has."""
         wanted = [i in indices for i in range(len(self.jaxpr.out_avals))]
         jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, wanted)
         return core.ClosedJaxpr(jaxpr, self.jaxpr.consts), list(itertools.compress(self.inputs, used))
@@ -227,7 +227,7 @@ class Map(Value):
         return self._primal
 
     def backward(self) -> core.ClosedJaxpr:
-        """Of the result, the inputs and the result's cotangent: the inputs' cotangents, of a map with a pullback."""
+        """The pullback as a jaxpr, from the result, the inputs and the result's cotangent to the inputs' cotangents."""
         if self._backward is None:
             assert self.pullback is not None
             rule = backward_of(self.pullback, self.takes_inner)
@@ -237,7 +237,7 @@ class Map(Value):
         return self._backward
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
-        """Of the arrays of its inputs, as maps see them."""
+        """The result for the arrays of its inputs, as maps see them."""
         out: jax.Array
         (out,) = on_mesh(self.jaxpr, arrays, self.function)
         return out
@@ -375,7 +375,7 @@ def inputs_read(value: Value) -> Sequence[Value]:
 
 
 def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:
-    """What these values are made of, and they, inputs before users; but not what those that are given are made of."""
+    """The wanted values and what they are made of, inputs before users, but not what the given ones are made of."""
     stops, found = set(given), set(wanted)
     open_ = list(found)
     while open_:

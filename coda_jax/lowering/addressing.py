@@ -1,4 +1,4 @@
-"""Which products the kernel can address at all."""
+"""The products that the kernel can address at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was planned for products of programs that are lowered or compiled already, for `coda.explain`.
+"""The plans of products in programs that are lowered or compiled already, for `coda.explain`.
 
 How arrays are sharded over automatic mesh axes is known only while XLA compiles. What each device multiplies then is
 put on record here, by what names a product in any trace of the same function. A record has names and sizes alone, and
