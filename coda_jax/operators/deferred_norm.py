@@ -80,7 +80,7 @@ class DeferredNorm(NotAnArray):
 
     @property
     def __jax_array__(self) -> NoReturn:
-        """What all functions of JAX ask for; of a Stream array + stream would, before it asks for __radd__."""
+        """Refuses JAX's functions, which all ask for it; of a Stream, array + stream would, before its __radd__."""
         self._refuse()
 
     def rstd(self) -> jax.Array:
@@ -256,7 +256,7 @@ def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool
 
 
 def row_flags(tree: Any) -> Any:
-    """Which arrays of a tree have the rows of x: of a norm x and its statistics, of all else none."""
+    """The flags of a tree's arrays that have the rows of x: of a norm x and its statistics, of all else none."""
 
     def of_one(x: Any) -> Any:
         if not isinstance(x, DeferredNorm):

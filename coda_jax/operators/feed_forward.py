@@ -91,7 +91,7 @@ def _feed_forward(
 
 
 def _of_columns(spec: jax.P | None, w: Value) -> jax.P | None:
-    """That of (..., F) for the product with w (D, F) or (D, 2, F)."""
+    """The sharding of the product with w (D, F) or (D, 2, F), from the one of (..., F)."""
     return spec if spec is None or w.ndim == 2 else jax.P(*spec[:-1], None, spec[-1])
 
 

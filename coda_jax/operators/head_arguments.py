@@ -1,4 +1,4 @@
-"""What the operators over a vocabulary are given, checked, and as the loss head takes it."""
+"""The arguments of the operators over a vocabulary, checked, and as the loss head takes them."""
 
 from __future__ import annotations
 

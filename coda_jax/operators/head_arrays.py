@@ -12,7 +12,7 @@ Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it 
 
 
 class Tokens(NamedTuple):
-    """What the head has of each token.
+    """The arrays that the head has of each token.
 
     Attributes:
       h: of x (M, D), what is projected.
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What the head projects with.
+    """The arrays that the head projects with.
 
     Attributes:
       w: W (D, V), or stored (V, D).
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of the logits of each token, float32; also their cotangents.
+    """The statistics of the logits of each token, float32; also their cotangents.
 
     Attributes:
       lse: (M,).

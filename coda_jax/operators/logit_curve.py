@@ -1,4 +1,4 @@
-"""What a head makes of its logits z before they are summed: y = z / T or, capped, y = c tanh(z / c) / T."""
+"""The function of a head's logits z before they are summed: y = z / T or, capped, y = c tanh(z / c) / T."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogitCurve(NamedTuple):
         return not isinstance(self.cap, float | None)
 
     def columns(self) -> tuple[Any, Any]:
-        """Those of scale and cap, or None."""
+        """The columns of scale and cap, or None."""
         return self.scale, self.cap if self.has_cap_column else None
 
     def cotangent_columns(self, labels: jax.Array, found: Statistics, cotangents: Statistics) -> list[Any]:
@@ -61,6 +61,6 @@ class LogitCurve(NamedTuple):
         return self.scaled(dy if self.cap is None else dy * (1 - jnp.square(capped / self.cap)))
 
     def of_cap(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
-        """What each dy adds to dc: dy / T (t - artanh(t) (1 - t^2)) with t = tanh(z / c)."""
+        """The term that each dy adds to dc: dy / T (t - artanh(t) (1 - t^2)) with t = tanh(z / c)."""
         t = jnp.clip(capped / self.cap, -1 + 2.0**-20, 1 - 2.0**-20)  # artanh(1) is infinite
         return self.scaled(dy * (t - jnp.arctanh(t) * (1 - jnp.square(t))))

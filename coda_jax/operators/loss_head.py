@@ -43,12 +43,12 @@ from coda_jax.primitives.mesh_types import vary, varying_axes
 
 @dataclasses.dataclass(frozen=True)
 class LossHead:
-    """What a head is beside its arrays.
+    """The sizes and settings of a head, beside its arrays.
 
     Attributes:
-      vocabulary: V, of W as it is given: a device's part where W is cut.
+      vocabulary: V, of W as it is given: a device's shard where W is sharded.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
-      axes: the manual mesh axes that cut W's vocabulary; the sums over it are finished over them.
+      axes: the manual mesh axes that shard W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
       soft_cap: c above where it is a number.
@@ -80,7 +80,7 @@ class LossHead:
         )
 
     def statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
-        """Those of every token; 0 where the mask is false.
+        """The statistics of every token, 0 where the mask is false.
 
         Args:
           tokens, kernel: arrays.
@@ -182,7 +182,7 @@ class LossHead:
     # ---- of a chunk
 
     def _formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
-        """What is projected: h, and u beside a low-rank delta."""
+        """The arrays that are projected: h, and u beside a low-rank delta."""
         h: Hidden
         if isinstance(tokens.h, DeferredNorm):
             rows = {name: chunk.of(getattr(tokens.h, name)) for name in ("x", "sumsq", "mean")}
@@ -351,7 +351,7 @@ class LossHead:
         return self.has_entropy or labels.ndim > 1
 
     def _logits_dtype(self, labels: jax.Array) -> np.dtype:
-        """Of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
+        """The dtype of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
         return np.dtype(jnp.float32) if self._reads_logits(labels) else np.dtype(kept_dtype(self.dtype))
 
     def _joined(self, kernel: Kernel) -> jax.Array:

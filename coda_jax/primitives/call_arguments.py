@@ -1,4 +1,4 @@
-"""What the products that a user calls check of their arguments alike."""
+"""The checks of arguments that are the same in all products that a user calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a product's arrays meet over explicit mesh axes, if their types leave it open or contradict each other."""
+"""The common layout of a product's arrays over explicit mesh axes, if types leave it open or contradict each other."""
 
 from __future__ import annotations
 

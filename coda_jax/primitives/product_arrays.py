@@ -162,7 +162,7 @@ def num_group_axes(options: CallOptions) -> int:
 
 
 def flat_sharding(a: jax.Array, b: jax.Array, options: CallOptions) -> Any:
-    """Of the product (M, N), from that with all axes."""
+    """The sharding of the product (M, N), from the one with all axes."""
     counts = num_product_axes(a, b, options)
     return None if options.out_sharding is None else merged_sharding(options.out_sharding, counts)
 

@@ -23,7 +23,7 @@ from coda_jax.primitives.spec import CallOptions
 
 @dataclasses.dataclass(frozen=True)
 class RowsInGroups:
-    """What the derivative of an epilogue takes in the place of rows in no group, and leaves of them.
+    """The rule of an epilogue's derivative for rows in no group: what it takes in their place, and leaves of them.
 
     A sum over the rows, as the cotangent of a vector is, would have their part in it, which is no number where f or its
     derivative is none there: beside one, in the place of such a row stands the nearest one that is in a group, with a

@@ -42,7 +42,7 @@ class Backward:
         """Raises where one of the arguments' arrays that are differentiated has no gradient."""
 
     def forward_of(self, forward: Callable[..., Any], is_differentiated: Sequence[bool]) -> Callable[..., Any]:
-        """What runs forward where these of the arguments' arrays are differentiated."""
+        """The function that runs forward where these of the arguments' arrays are differentiated."""
         return forward
 
     def __call__(self, kept: Any, cotangents: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from coda_jax.primitives.spec import CallOptions
 
 @dataclasses.dataclass(frozen=True)
 class BehindPrelude:
-    """What `product` is called with in the place of the epilogue and operands that it was given.
+    """The arguments of `product` in the place of the epilogue and operands that it was given.
 
     Attributes:
       given: the traced epilogue, as it was given.
@@ -47,7 +47,7 @@ class BehindPrelude:
         return found and cls(traced, found.epilogue, [*(operands[i] for i in found.kept), *found.made])
 
     def dtypes(self, of_given: Callable[[Epilogue], Sequence[np.dtype]]) -> Callable[[Epilogue], Sequence[np.dtype]]:
-        """Of the results, by a function of an epilogue that returns what the given one did."""
+        """The function for the dtypes of the results, from one of an epilogue that returns what the given one did."""
         return lambda traced: of_given(self.as_given(traced))
 
     def as_given(self, traced: Epilogue) -> Epilogue:

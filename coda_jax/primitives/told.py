@@ -1,4 +1,4 @@
-"""What a part of a program tells of itself, for `coda.explain`: an identity on an array, and nothing when it runs."""
+"""The text that a part of a program tells `coda.explain` of itself: an identity on an array, nothing when it runs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _is_agreed(path: pathlib.Path | None, own: str, settings: str) -> bool:
 
 
 def _verdict(client: Any, own: str, settings: str) -> str:
-    """What all processes go by: what was written first. It is read again, since a write that fails may have been late.
+    """The verdict of all processes: the one written first. It is read again, as a write that fails may have been late.
 
     Raises:
       jax.errors.JaxRuntimeError: the service does not answer.

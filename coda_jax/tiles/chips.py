@@ -1,4 +1,4 @@
-"""What a chip's data sheet says."""
+"""The figures of a chip's data sheet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """Of the data sheet: TFLOP/s of dense bfloat16, and TB/s of memory."""
+    """The figures of the data sheet: TFLOP/s of dense bfloat16, and TB/s of memory."""
 
     tflops: float
     tbytes: float
 
     def tflops_of(self, element_bytes: int) -> float:
-        """Of factors with elements of so many bytes: twice as many of 8 bits, 1978.8 on an H100 or H200."""
+        """The TFLOP/s of factors with elements of so many bytes: twice as many of 8 bits, 1978.8 on an H100 or H200."""
         return 2 * self.tflops if element_bytes == 1 else self.tflops
 
 

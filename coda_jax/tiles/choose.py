@@ -1,4 +1,4 @@
-"""Which configuration a kernel gets: the tiles that a product can have, best first, and the pipeline of each."""
+"""The configuration that a kernel gets: the tiles that a product can have, best first, and the pipeline of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel's tiles can be: sizes, pipeline depths, and the configuration of one kernel."""
+"""The tiles that a kernel can have: sizes, pipeline depths, and the configuration of one kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TileShape(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What the cost model's constants know it by: its size, and of one that is cooperative by choice alone that."""
+        """The key of the cost model's constants: the size, and CONSUMERS if it is cooperative by choice alone."""
         return (*self.size, CONSUMERS) if self.cooperative and self.size in EITHER_WAY_TILES else self.size
 
     @property
@@ -136,7 +136,7 @@ class GemmConfig:
 
 
 def ways_of(tile_m: int, tile_n: int) -> tuple[bool, ...]:
-    """What `cooperative` may be of tiles of this size, that which is not by choice first."""
+    """The possible values of `cooperative` for tiles of this size, the one that is not by choice first."""
     return _WAYS[tile_m, tile_n]
 
 
@@ -159,7 +159,7 @@ class KernelConfig:
 
     @property
     def tile(self) -> TileShape:
-        """What its cost depends on."""
+        """The shape of its tile, on which its cost depends."""
         return TileShape(self.tile_m, self.tile_n, self.cluster_m, self.split_k, self.cooperative)
 
     @property

@@ -1,4 +1,4 @@
-"""Which tile a product should have, from its sizes and what its epilogue moves: energy and time of each tile."""
+"""The tile that a product should have, from its sizes and what its epilogue moves: energy and time of each tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an epilogue moves and computes for each element, and the shared memory and registers that it needs."""
+"""The traffic and arithmetic of an epilogue for each element, and the shared memory and registers that it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TIMED_WITH_HEADS = _TIMED | {"head_sum": 1, "div": 4, "rsqrt": 4}
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueTraffic:
-    """What an epilogue moves.
+    """The traffic of an epilogue.
 
     Attributes:
       load_bytes, store_bytes: of its tiles, for one column of each run that the program works on together.
@@ -80,7 +80,7 @@ class EpilogueTraffic:
 
 
 class ElementTraffic(NamedTuple):
-    """What an epilogue takes for one element of the accumulator, as the cost model counts it.
+    """The work of an epilogue for one element of the accumulator, as the cost model counts it.
 
     Attributes:
       load_bytes, store_bytes: moved.
@@ -163,7 +163,7 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
 
 
 def _group_table_bytes(groups: int) -> int:
-    """Of `GroupTable` in cuda/grouped_scheduler.cuh."""
+    """The bytes of `GroupTable` in cuda/grouped_scheduler.cuh."""
     segments = groups + 2
     return _round_up(4 * (groups + 1 + segments + 1 + 32), 16)
 
