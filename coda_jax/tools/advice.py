@@ -1,4 +1,4 @@
-"""What a user could change: products in XLA's form, layers that are not one block, products too small to gain."""
+"""The advice to a user on products in XLA's form, layers that are not one block, and products too small to gain."""
 
 from __future__ import annotations
 
@@ -192,14 +192,14 @@ def _of_small(products: Mapping[Product, int], calls: Calls, device: str | None)
 
 
 def _named(products: Sequence[tuple[Product, int]]) -> str:
-    """Which these are, the first one with its factors."""
+    """The text for these products: the first one with its factors, and how many others there are."""
     (first, count), *others = products
     named = f"{count} {first.epilogue}, {first.a} @ {first.b}"
     return f"{named}, and {sum(count for _, count in others)} others" if others else named
 
 
 def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
-    """What would bring the kernel, where a product of these arguments takes XLA's form for this reason."""
+    """The change that would bring the kernel, where a product of these arguments takes XLA's form for this reason."""
     if spec.implementation == "xla":
         return "Leave out implementation='xla'"
     if "doctor" in reason or "NVRTC" in reason:
@@ -219,7 +219,7 @@ def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
 
 
 def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
-    """Which of n and k, or m of a transposed a, should have which size."""
+    """The advice on which of n and k, or m of a transposed a, to pad to which size; None where none needs it."""
     types, matrices = spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices
     a, b, _ = matrices.split(types)
     sizes = matrices.sizes(a, b)

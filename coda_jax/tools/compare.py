@@ -184,7 +184,7 @@ def compare(
     compiled: bool | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """What two functions cost on a GPU, beside each other: as a step in plain JAX and the same step with the library.
+    """The costs of two functions on a GPU, side by side, as of a step in plain JAX and the same step with the library.
 
     It is a function of its own, for the second positional argument of `coda.explain` is the first one of the function
     that is explained, and might itself be callable.

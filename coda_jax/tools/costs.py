@@ -1,4 +1,4 @@
-"""What a product moves and computes, how long it should take, and how near that is to what the chip can do."""
+"""The cost of a product: what it moves and computes, its expected time, and how near that is to the chip's limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from coda_jax.tiles.traffic import has_logsumexp
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one execution of a product on one device.
+    """The cost of one execution of a product on one device.
 
     Attributes:
       flops: 2 M N K.
@@ -56,7 +56,7 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """Of the roofline: the time that the chip's data sheet allows, over the expected one."""
+        """The share of the roofline: the time that the chip's data sheet allows, over the expected one."""
         return self.roofline_us / self.us if self.us and self.roofline_us else None
 
     @property
@@ -66,7 +66,7 @@ class Cost:
 
 
 def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, device: str | None) -> Cost | None:
-    """What the product of arguments of these types costs; None where a size is symbolic.
+    """The cost of the product of arguments of these types; None where a size is symbolic.
 
     Args:
       config: of its kernel; None where it takes XLA's form.

@@ -25,7 +25,7 @@ def fits(gib: float, chip_gib: int | None, *, is_estimate: bool = True) -> bool 
 
 
 def fraction_note(gib: float, chip_gib: int | None) -> str:
-    """What has to be set where so much is needed; "" where nothing has to be."""
+    """The note on what has to be set where so much memory is needed; "" where nothing has to be."""
     if chip_gib is None or gib <= _FRACTION * chip_gib:
         return ""
     return (

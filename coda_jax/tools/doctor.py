@@ -57,7 +57,7 @@ def broken(subject: str, text: str, mend: str) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the driver says.
+    """The machine as the driver describes it.
 
     Attributes:
       version: the newest CUDA that it runs, 13000 for 13.0; None without a driver.
@@ -218,7 +218,7 @@ def check_nvrtc(here: Machine) -> Iterator[Finding]:
 
 
 def check_cache() -> Iterator[Finding]:
-    """Where compiled kernels are kept: whether a file can be written, and whose entries are not used."""
+    """Checks where compiled kernels are kept: whether a file can be written, and whose entries are not used."""
     from coda_jax import ffi
 
     folder = pathlib.Path(ffi.cache_directory())
@@ -297,7 +297,7 @@ def check_kernel(here: Machine) -> Iterator[Finding]:
 
 
 def _compiled(dtype: str) -> Iterator[Finding]:
-    """Of a product of factors of this dtype."""
+    """Compiles a product of factors of this dtype, and yields its finding."""
     import jax
 
     import coda_jax

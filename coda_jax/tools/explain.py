@@ -1,4 +1,4 @@
-"""What the products of a function are lowered to, and why; what they cost, and what is left between them."""
+"""The products of a function: what they are lowered to, and why; what they cost, and what is left between them."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def explain(
     source: bool = False,
     **kwargs: Any,
 ) -> Explanation:
-    """What each product of function(*args, **kwargs) is lowered to, why, and what it costs. Nothing is compiled or run.
+    """The lowering of each product of function(*args, **kwargs), its reason, and its cost. Nothing is compiled or run.
 
     Args:
       function: traceable by JAX; jitted or not.
@@ -280,7 +280,7 @@ def explain(
 def _left_to_xla(
     graphs: Iterable[Graph], left: Iterable[LeftToXla]
 ) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int]]:
-    """What all graphs of a function leave to XLA; what a loop's body keeps counts once."""
+    """The work that all graphs of a function leave to XLA; what a loop's body keeps counts once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
     between = collections.Counter[Unfused]()
     for graph, (made, calls, of_graph, _) in zip(graphs, left, strict=True):

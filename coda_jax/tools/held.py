@@ -43,7 +43,7 @@ class Memory:
 
 
 def memory_of(found: jax.stages.Traced, temporaries: int) -> Memory:
-    """What a traced function holds; what it donates is known of a jitted function."""
+    """The memory that a traced function holds; what it donates is known of a jitted function."""
     arguments, results = jax.tree.leaves(found.args_info), made_results(found)
     donated = collections.Counter(_type(x) for x in arguments if x.donated)
     reused = donated & collections.Counter(map(_type, results))

@@ -172,7 +172,7 @@ def _mark_between(graph: Graph) -> None:
 
 
 def _read_by(graph: Graph) -> tuple[set[Array], set[Array]]:
-    """What attention reads, and what others do, the graph's caller among them."""
+    """The arrays that attention reads, and those that others do, the graph's caller among them."""
     read: tuple[set[Array], set[Array]] = set(), {*graph.results}
     for one in graph.operations:
         read[not one.is_attention].update(one.inputs)

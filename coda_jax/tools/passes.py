@@ -1,4 +1,4 @@
-"""What XLA has to do between products: passes over memory, as far as a jaxpr tells, and what is kept for going back.
+"""The work of XLA between products: passes over memory, as far as a jaxpr tells, and what is kept for going back.
 
 XLA is taken to fuse all elementwise operations into the pass that needs their result, and to make an array again where
 that reads no more than keeping it would. A pass ends at a reduction, and at what a product, attention, a loop or the
@@ -102,7 +102,7 @@ class MadePass(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What an operation, with all that is fused into it, reads in memory and writes there."""
+    """The arrays that an operation, with all that is fused into it, reads in memory and writes there."""
 
     by: Operation
     read: list[Array]
@@ -111,7 +111,7 @@ class Moved(NamedTuple):
 
 
 class LeftToXla(NamedTuple):
-    """Of one execution of a graph: passes, how many attentions, what is kept how often, and what moves in order."""
+    """The work of one execution of a graph: passes, counts of attentions and kept arrays, and what moves in order."""
 
     passes: list[MadePass]
     attention: dict[Attention, int]
@@ -120,13 +120,13 @@ class LeftToXla(NamedTuple):
 
 
 def left_to_xla(graph: Graph) -> LeftToXla:
-    """What one execution of a graph leaves to XLA."""
+    """The work that one execution of a graph leaves to XLA."""
     fusion = _Fusion(graph)
     return LeftToXla(fusion.passes(), fusion.attention(), fusion.kept(), fusion.moved())
 
 
 class _Fusion:
-    """Which arrays of a graph stand in memory, and what each is made from there."""
+    """The arrays of a graph that are in memory, and what each array is made from there."""
 
     def __init__(self, graph: Graph):
         self._graph = graph
@@ -144,7 +144,7 @@ class _Fusion:
                     self._in_memory.add(array)
 
     def _read_elsewhere(self) -> set[Array]:
-        """What fused operations make for others to read, or reduce."""
+        """The arrays that fused operations make for others to read, or by a reduction."""
         fused = set(self._fused)
         reduced = {array for one in self._fused if _is_reduction(one) for array in one.outputs}
         found = {array for array in reduced | set(self._graph.results) if not array.is_constant}
@@ -178,7 +178,7 @@ class _Fusion:
         return found
 
     def _names(self, one: Operation) -> dict[str, None]:
-        """Of an operation and of those before it that go into the same pass."""
+        """The names of an operation and of those before it that go into the same pass."""
         found: dict[str, None] = {}
         for array in one.inputs:
             if array in self._steps and array not in self._in_memory:
@@ -186,7 +186,7 @@ class _Fusion:
         return found | {one.name: None}
 
     def passes(self) -> list[MadePass]:
-        """Those of fused operations, and of operations that stand alone."""
+        """The passes of fused operations, and of operations that stand alone."""
         after, before = self._neighbours()
 
         def found_of(makers: Sequence[Operation], read: Mapping[Array, int], written: Mapping[Array, int]) -> Pass:
@@ -273,7 +273,7 @@ class _Fusion:
         return dict(found)
 
     def kept(self) -> dict[Kept, int]:
-        """What operations of the backward pass read and others made; of what is made again, what it is made from."""
+        """The arrays that the backward pass reads and others made; for one that is made again, what it is made from."""
         arrays: dict[Array, None] = {}
         for one in self._graph.operations:
             if one.is_backward:
@@ -289,7 +289,7 @@ class _Fusion:
         return dict(found)
 
     def moved(self) -> list[Moved]:
-        """What is read and written, in the order of the operations. Attention's own arrays are never written."""
+        """The arrays read and written, in the order of the operations. Attention's own arrays are never written."""
         fused, found = set(self._fused), []
         for one in self._graph.operations:
             if one in fused:
@@ -327,7 +327,7 @@ def _has_product(attention: Operation) -> bool:
 
 
 def _given_to(attention: Sequence[Operation]) -> dict[Array, None]:
-    """What its operations read that is neither its own nor constant, and what its masks of before a loop are made of.
+    """The arrays that attention reads, not its own or constant, and what its masks made before a loop are made of.
 
     Going back it has its masks from going forward.
     """
@@ -339,7 +339,7 @@ def _given_to(attention: Sequence[Operation]) -> dict[Array, None]:
 
 
 def _made_of(array: Array) -> dict[Array, None]:
-    """What attention reads to make an array of its own, before the loops that the array is read in."""
+    """The arrays that attention reads to make one of its own, before the loops that it is read in."""
     while array.is_of_attention and array.outside is not None:
         array = array.outside
     if array.is_of_attention and array.maker is not None:
@@ -348,14 +348,14 @@ def _made_of(array: Array) -> dict[Array, None]:
 
 
 def _written(array: Array) -> int:
-    """Of what is updated in place, the update."""
+    """The bytes that are written of an array: of one that is updated in place, those of the update."""
     if array.maker is not None and array.maker.name == "dynamic_update_slice":
         return array.maker.inputs[1].bytes
     return array.bytes
 
 
 def label(one: Operation) -> str:
-    """What a user knows it by."""
+    """The name by which a user knows an operation."""
     if one.is_attention:
         return "attention"
     if one.name == "coda_gemm":

@@ -57,7 +57,7 @@ _ALSO = {
 
 @dataclasses.dataclass(frozen=True)
 class PlanCosts:
-    """What `plan_costs` found, printed as a table.
+    """The costs that `plan_costs` found, printed as a table.
 
     Attributes:
       sizes, tokens, mesh, sequence_parallel, device, bus_gbytes: what was asked, the mesh by roles.
@@ -102,14 +102,14 @@ class PlanCosts:
 
     @property
     def step_ms(self) -> float:
-        """Of all layers and the head, without attention, with everything hidden that can be."""
+        """The milliseconds of all layers and the head, without attention, with everything hidden that can be."""
         of_layer = self.layer_ms("forward") + self.layer_ms("backward")
         head = [[s for s in self.steps if (s.part, s.phase) == ("head", phase)] for phase in ("forward", "backward")]
         return self.sizes.layers * of_layer + sum(map(_overlapped, head))
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices, by `step_ms`."""
+        """The tokens per second of all devices, by `step_ms`."""
         devices = self.mesh["data"] * self.mesh["fsdp"] * self.mesh.get("expert", 1)
         return self.tokens * devices / self.step_ms * 1e3
 
@@ -253,7 +253,7 @@ def plan_costs(
     optimizer_states: int = 2,
     remat: str | Iterable[str] | None = None,
 ) -> PlanCosts:
-    """What a Llama-like layer computes and sends on each device under FSDP, tensor, expert and data parallelism.
+    """The products and collectives of a Llama-like layer per device under FSDP, tensor, expert and data parallelism.
 
     Weights travel in bfloat16. Attention, which the devices have to compute in each scheme, is not counted, nor are the
     embedding and what is elementwise.

@@ -41,7 +41,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
-        """Of a config with the names of Hugging Face, which `flax_layers.LlamaConfig` has too.
+        """The sizes of a config with the names of Hugging Face, which `flax_layers.LlamaConfig` has too.
 
         Raises:
           ValueError: it lacks one of them.
@@ -93,17 +93,17 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of a layer's weights; norm scales are nothing beside them."""
+        """The number of parameters in a layer's weights; norm scales are nothing beside them."""
         return self.parameters_of_experts + self.parameters_of_all_tokens
 
     @property
     def parameters_of_experts(self) -> int:
-        """Of a layer's experts, but for a shared one."""
+        """The number of parameters in a layer's experts, but for a shared one."""
         return self.experts * sum(k * n for name, k, n in self.products if self.is_of_experts(name))
 
     @property
     def parameters_of_all_tokens(self) -> int:
-        """Of a layer's weights that each token is multiplied by, the router's among them."""
+        """The number of parameters in a layer's weights that each token is multiplied by, the router's among them."""
         router = self.features * self.experts
         return router + sum(k * n for name, k, n in self.products if not self.is_of_experts(name))
 
@@ -142,7 +142,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What connects the devices.
+    """The links between the devices.
 
     Attributes:
       bus_gbytes: bus bandwidth of a device inside its host, GB/s.

@@ -1,4 +1,4 @@
-"""What `coda.explain` and `coda.plan_costs` draw, with matplotlib, which is imported here alone."""
+"""The plots of `coda.explain` and `coda.plan_costs`, with matplotlib, which is imported here alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `coda.plan_costs` draws: a layer's products and collectives in time."""
+"""The plot of `coda.plan_costs`: a layer's products and collectives in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of a program made an equation, as far as JAX knows it."""
+"""The line of a program that made an equation, as far as JAX knows it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _frames(equation: core.JaxprEqn) -> Sequence[Any]:
 
 @functools.cache
 def _named(file: str) -> tuple[str | None, bool]:
-    """What a file is called here, None where it is not told; and whether it is a package's."""
+    """The name given to a file here, None where it is not told; and whether it is a package's."""
     if file.startswith(_HIDDEN):
         return None, False
     for packages in (*_PACKAGES, os.path.dirname(_LAYERS) if file.startswith(_LAYERS + os.sep) else None):

@@ -38,7 +38,7 @@ def _without_source(folders: Iterable[str]) -> list[str]:
 
 
 def told(package: pathlib.Path) -> tuple[str, str]:
-    """What the doctor says of it, and what mends it."""
+    """The doctor's text on the package that a checkout hides, and what mends it."""
     text = f"Python that starts in {ROOT} imports the source there, which is not compiled, and fails"
     return f"{text}\nexamined is what is installed, {package}", f"start Python elsewhere, or pip install -e {ROOT}"
 

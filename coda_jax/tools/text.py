@@ -1,4 +1,4 @@
-"""What `coda.explain` prints."""
+"""The text that `coda.explain` prints."""
 
 from __future__ import annotations
 

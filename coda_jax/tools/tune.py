@@ -60,7 +60,7 @@ Measure = Callable[[Sequence[Work]], Iterable[dict[KernelConfig, float]]]  # sec
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What was found for one product.
+    """The result of tuning one product.
 
     Attributes:
       epilogue: its name, "gemm" for a bare product.
@@ -180,7 +180,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
 
 
 def energies(shape: GemmShape, times: Mapping[KernelConfig, float], constants: Constants) -> dict[KernelConfig, float]:
-    """Of each configuration, in the unit of its time and of the power of 128 x 128 tiles."""
+    """The energy of each configuration, in the unit of its time and of the power of 128 x 128 tiles."""
     return {config: time * relative_power(shape, config.tile, constants) for config, time in times.items()}
 
 
@@ -276,7 +276,7 @@ def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def random_offsets(key: jax.Array, work: Work) -> jax.Array:
-    """Where the groups of a grouped product's rows begin: all rows are in one, and sizes are up to twice the mean."""
+    """The offsets of the groups of a grouped product's rows: each row is in one, and sizes are up to twice the mean."""
     groups, rows = work.problem.shape.groups, work.spec.matrices.flat_types(work.types)[0].shape[0]
     shifts = jax.random.uniform(key, (groups - 1,), minval=-0.5, maxval=0.5)
     inner = ((jnp.arange(1, groups) + shifts) * (rows / groups)).astype(jnp.int32)
@@ -314,7 +314,7 @@ def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
-    """Of each variant's times, a time a round, relative to the mean of all variants in that round.
+    """The median of each variant's times, a time a round, relative to the mean of all variants in that round.
 
     A round is over before the clock changes much, and another round finds another clock.
     """

@@ -79,7 +79,7 @@ def _has_products(graph: Graph, late: set[Array]) -> bool:
 
 
 def _late(graph: Graph) -> set[Array]:
-    """What the backward pass makes, and all that is made of it."""
+    """The arrays that the backward pass makes, and all that are made of them."""
     found: set[Array] = set()
     for one in graph.operations:
         if one.is_backward or not found.isdisjoint(one.inputs):
