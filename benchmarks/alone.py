@@ -16,7 +16,7 @@ _AHEAD = 5e-3  # seconds of work that the host prepares
 
 
 class Execution(NamedTuple):
-    """Of one execution, back to back with others of its kind."""
+    """The energy and the time of one execution, back to back with others of its kind."""
 
     joules: float
     seconds: float

@@ -1,4 +1,4 @@
-"""What a program's products and collectives do beside each other on the first GPU, by the profiler."""
+"""The overlap of a program's products and collectives on the first GPU, by the profiler."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Interval = tuple[float, float]
 
 
 class Overlap(NamedTuple):
-    """Of one step on the first device, milliseconds.
+    """The times of one step on the first device, in milliseconds.
 
     Attributes:
-      compute: in which a kernel other than a collective ran.
-      collective: in which a collective ran.
-      exposed: in which a collective ran and nothing else did.
-      span: from the first kernel's start to the last one's end.
+      compute: the time in which a kernel other than a collective ran.
+      collective: the time in which a collective ran.
+      exposed: the time in which a collective ran and nothing else did.
+      span: the time from the first kernel's start to the last one's end.
     """
 
     compute: float
@@ -39,7 +39,7 @@ class OfClass(NamedTuple):
 
 
 def kernels(call: Callable[[], Any]) -> list[timing.Kernel]:
-    """What one call runs on the first GPU; nothing where there is no GPU."""
+    """The kernels that one call runs on the first GPU; none where there is no GPU."""
     if jax.default_backend() != "gpu":
         return []
     jax.block_until_ready(call())
@@ -51,7 +51,7 @@ def is_collective(kernel: timing.Kernel) -> bool:
 
 
 def overlap(of_step: Sequence[timing.Kernel]) -> Overlap:
-    """What the kernels of a step compute and move."""
+    """The times in which the kernels of a step compute and move data."""
     moving = [_interval(kernel) for kernel in of_step if is_collective(kernel)]
     computing = [_interval(kernel) for kernel in of_step if not is_collective(kernel)]
     everything = [*computing, *moving]

@@ -1,4 +1,4 @@
-"""What is measured: bare products, ours and others', and products with an epilogue, ours and XLA's."""
+"""The measured cases: bare products, ours and others', and products with an epilogue, ours and XLA's."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TINY_STEP = [(2, "swiglu", _NN, 32, 64, 32), (1, "identity", _TN, 32, 64, 64)]
 
 
 class Setting(NamedTuple):
-    """What is run where.
+    """The shapes that are run, and the implementation that runs them.
 
     Attributes:
       products, epilogues: as `PRODUCTS` and `EPILOGUES`.
@@ -149,7 +149,7 @@ def product_calls(
 
 
 def tile_by_time(layout: str, m: int, n: int, k: int) -> GemmConfig:
-    """Of a bare product at one clock: the cost model's choice with ``CODA_JAX_TILES_BY=time``."""
+    """The cost model's choice for a bare product at one clock, with ``CODA_JAX_TILES_BY=time``."""
     shape = Shape("identity", "".join("NT"[transposed] for transposed in _transposes(layout)), m, n, k)
     return GemmConfig(**tiles(shape, by_time(constants_for(attached_device())))[0]._asdict())
 

@@ -267,7 +267,7 @@ def _sizes(case: Case, kind: str, sizes: np.ndarray, part: str) -> dict[str, Any
 def _figures(
     part: Part, variant: Variant, sizes: np.ndarray, us: float | None, of_batch: float | None, batch: Variant | None
 ) -> dict[str, Any]:
-    """What a row says beside its sizes."""
+    """The columns of a row beside its sizes."""
     row: dict[str, Any] = {"variant": variant.name, "includes": variant.includes, "failure": variant.failure}
     if variant.temporaries is not None:
         row["temporaries_gib"] = round(variant.temporaries / 2**30, 3)

@@ -193,7 +193,7 @@ def _hlo_computation(lines: Iterable[str]) -> Computation:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """What stands before the closing bracket, and after it."""
+    """The text before the closing bracket, and the text after it."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")

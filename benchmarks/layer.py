@@ -87,7 +87,7 @@ def separate(p: Params, config: LlamaConfig, *, packed_qkv: bool) -> Params:
 
 
 def plain(p: Params, x: jax.Array, y: jax.Array, *, config: LlamaConfig) -> tuple[jax.Array, ...]:
-    """What `fused` computes, in plain jnp on `separate` kernels."""
+    """The results of `fused`, in plain jnp on `separate` kernels."""
     cos, sin = plain_llama.angles(jnp.arange(x.shape[1]), config)
     x = plain_llama.mlp(x + y @ p["out"], p, config.rms_norm_eps)
     return x, *plain_llama.qkv(x, p, cos, sin, config)

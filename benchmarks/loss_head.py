@@ -27,7 +27,7 @@ from benchmarks import peers, results, timing
 
 
 class Case(NamedTuple):
-    """What is computed, and whose the shape is: others publish their times for it."""
+    """A case to compute, and the source of its shape: others publish their times for it."""
 
     tokens: int
     width: int
@@ -80,7 +80,7 @@ def fused(operator: str, x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
 
 
 def program_of(case: Case, f: Callable[..., Any]) -> Callable[..., Any]:
-    """What is timed, a function of x, w, labels and the weights of the tokens."""
+    """The function that is timed, of x, w, labels and the weights of the tokens."""
 
     def values(x: jax.Array, w: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
         return f(case.operator, x, w, labels)
@@ -139,7 +139,7 @@ def measure(case: Case, rounds: int, beside: Sequence[peers.LossPeer] = ()) -> l
 
 
 def memory(case: Case) -> list[str]:
-    """What each variant needs beside arguments and results, by XLA's analysis, and ours' products; nothing is run."""
+    """The memory of each variant beside arguments and results, by XLA's analysis, and our products; nothing is run."""
     shapes = ((case.tokens, case.width), (case.width, case.vocabulary), (case.tokens,), (case.tokens,))
     dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]

@@ -12,7 +12,7 @@ FAILED = "failed"
 
 
 def experts(rows: Sequence[Row]) -> str:
-    """Of one shape: the experts' MLPs, the layer, and each product alone."""
+    """The tables of one shape: the experts' MLPs, the layer, and each product alone."""
     first = rows[0]
     text = (
         f"{first['rows']} rows, {first['experts']} experts, {first['hidden']} x {first['intermediate']}, bfloat16; ms. "

@@ -50,7 +50,7 @@ def logits(params: Params, config: LlamaConfig, tokens: jax.Array, dtype: Any, *
 
 
 def block(p: Params, config: LlamaConfig, layer: int, x: jax.Array) -> jax.Array:
-    """What leaves a layer, of x (B, T, D)."""
+    """The output of a layer for x (B, T, D)."""
     if isinstance(config, CohereConfig):
         h = norm(x, p["norm"], config)
         return x + attention(p["attention"], config, layer, h) + mlp(p["mlp"], config, h)

@@ -44,7 +44,7 @@ def layer_from_fused(layer: Mapping[str, Any]) -> Params:
 
 
 class Load(NamedTuple):
-    """What the auxiliary loss sums over all layers: tokens an expert, and its probabilities, (E,) float32 each."""
+    """The load that the auxiliary loss sums over all layers: tokens and probabilities of experts, (E,) float32 each."""
 
     counts: jax.Array
     probabilities: jax.Array

@@ -36,7 +36,7 @@ to 2 %.
 
 
 class Section(NamedTuple):
-    """Of the report: how one kind of file is shown, and what writes it."""
+    """A section of the report: how one kind of file is shown, and what writes it."""
 
     title: str
     suffix: str  # of the file's name, after the device
@@ -165,7 +165,7 @@ def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "20
 
 
 def texts(folder: pathlib.Path) -> dict[pathlib.Path, str]:
-    """What the files should say."""
+    """The texts that the files should have."""
     readme = README.read_text()
     before, rest = readme.split(BEGIN)
     return {REPORT: report(folder), README: f"{before}{BEGIN}{headline(folder)}{END}{rest.split(END)[1]}"}

@@ -93,7 +93,7 @@ def tflops(row: Row, seconds: float) -> float:
 
 
 def overheads(row: Row) -> tuple[float, float]:
-    """What the epilogue adds to the bare product's time: the kernel alone, and with what finishes its reductions."""
+    """The shares that the epilogue adds to the bare product's time: its kernel's, and with what finishes reductions."""
     bare, kernel, fused = (number(row, column) for column in ("bare", "kernel", "fused"))
     return kernel / bare - 1, fused / bare - 1
 

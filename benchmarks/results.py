@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(__file__).parent / "results"
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark's command line: where its results go and what commit they say."""
+    """The parser of a benchmark's command line: where its results go and what commit they say."""
     made = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,7 +30,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def commit() -> str:
-    """That of the checkout, shortened."""
+    """The commit of the checkout, shortened."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

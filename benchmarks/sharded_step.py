@@ -56,18 +56,18 @@ class Scheme(NamedTuple):
         return math.prod(self.sizes.values())
 
     def mesh(self, kind: AxisType = AxisType.Auto, devices: Sequence[Any] | None = None) -> Mesh:
-        """Of the first devices."""
+        """The mesh of the first devices."""
         axes = tuple(self.sizes)
         of_mesh = (jax.devices() if devices is None else devices)[: self.devices]
         return jax.make_mesh(tuple(self.sizes.values()), axes, (kind,) * len(axes), devices=of_mesh)
 
     def setting(self, config: LlamaConfig, param_dtype: Any) -> Setting:
-        """What its variants have in common."""
+        """The setting that the scheme's variants have in common."""
         separate_qkv = "tensor" in self.sizes  # heads of one kernel cannot be cut
         return Setting(config, jnp.bfloat16, jnp.dtype(param_dtype), separate_qkv, rules=self.rules or None)
 
     def rows(self, batch: int) -> int:
-        """Of tokens, with `batch` for each part of the data axis."""
+        """The number of rows of tokens, with `batch` for each part of the data axis."""
         return batch * self.devices // self.sizes.get("tensor", 1)
 
     def shardings(self, parameters: Any, mesh: Mesh) -> Any:
@@ -99,7 +99,7 @@ def schemes(count: int) -> list[Scheme]:
 
 
 class _Placed(Parameters):
-    """Of which every form lies on a mesh as a scheme says."""
+    """The parameters of which every form is sharded over a mesh as a scheme says."""
 
     def __init__(self, setting: Setting, scheme: Scheme, mesh: Mesh):
         super().__init__(setting)

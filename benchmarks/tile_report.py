@@ -12,7 +12,7 @@ from coda_jax.tiles.constants import by_time, constants_for
 
 
 def at_one_clock(path: pathlib.Path) -> str:
-    """Of a file of `benchmarks.lab.tiles`."""
+    """The tables of a file of `benchmarks.lab.tiles`."""
     device, times = tile_losses.read(path)
     constants = constants_for(device)
     found = tile_losses.by_program(tile_losses.losses(times, by_time(constants)))
@@ -26,7 +26,7 @@ def at_one_clock(path: pathlib.Path) -> str:
 
 
 def alone(path: pathlib.Path) -> str:
-    """Of a file of `benchmarks.lab.tiles_energy`."""
+    """The tables of a file of `benchmarks.lab.tiles_energy`."""
     device, joules = tile_losses.read(path, "joules")
     _, seconds = tile_losses.read(path, "seconds")
     constants = constants_for(device)

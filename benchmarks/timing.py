@@ -132,7 +132,7 @@ class Group(NamedTuple):
 def executions(
     functions: Functions, *, rounds: int, burst: int = 1, pause: float = 0.0, at_once: int = 1
 ) -> dict[str, list[list[Kernel]]]:
-    """What the device ran in each execution of each function, in time order; the functions interleaved as above.
+    """The kernels of each execution of each function, in time order; the functions are interleaved as above.
 
     Where there is no GPU, one Kernel an execution stands for all, with the wall clock's time.
 
@@ -184,7 +184,7 @@ def executions_of_groups(
 
 
 def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
-    """What the first GPU runs while a function is called once, in time order."""
+    """The kernels that the first GPU runs while a function is called once, in time order."""
     profile = _profile(lambda: jax.block_until_ready(call()))
     by_module = _kernels_by_module(profile, "/device:GPU:0")
     return sorted(itertools.chain.from_iterable(by_module.values()), key=lambda kernel: kernel.start)
@@ -247,7 +247,7 @@ def _bursts(profile: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def during(windows: Sequence[tuple[float, float]], kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Those of the kernels that ran, or were still running, within one of the windows (start, end), all apart.
+    """The kernels that ran, or were still running, within one of the windows (start, end), which do not overlap.
 
     Host and device share a clock to some microseconds, and a burst's kernels start some after it and end some before.
     """

@@ -88,7 +88,7 @@ class Measured:
 
 
 def kernel_class(kernel: timing.Kernel, operations: Mapping[str, hlo.Operation]) -> str:
-    """What a kernel is: "coda: <epilogue>", "product", "attention", or the kind of fusion and what it ends with.
+    """The class of a kernel: "coda: <epilogue>", "product", "attention", or the kind of fusion and what it ends with.
 
     Args:
       kernel: of the trace.
@@ -208,7 +208,7 @@ def traced(
 
 
 def _kind(path: Any) -> str:
-    """Of a parameter, whatever its layer."""
+    """The kind of a parameter, the same in every layer."""
     return "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 

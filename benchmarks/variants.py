@@ -88,14 +88,14 @@ DEFAULTS = list(VARIANTS)[:7]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all variants of a benchmark have in common.
+    """The setting that all variants of a benchmark have in common.
 
     Attributes:
       config: sizes.
       dtype: compute dtype.
       param_dtype: of the parameters.
       separate_qkv: of the fused model.
-      rules: how arrays lie on a mesh, of `flax_layers.sharding`.
+      rules: how arrays are sharded over a mesh, of `flax_layers.sharding`.
     """
 
     config: LlamaConfig

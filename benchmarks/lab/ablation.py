@@ -81,7 +81,7 @@ PARTS: dict[str, dict[str, Program]] = {
 
 
 def chosen_tile(name: str, m: int, n: int, k: int) -> GemmConfig:
-    """That of the whole program."""
+    """The tile of the whole program."""
     config, _ = config_for(Shape(name, "NT", m, n, k).problem, None, attached_device())
     return GemmConfig(tile_m=config.tile_m, tile_n=config.tile_n)
 

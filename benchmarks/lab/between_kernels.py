@@ -108,7 +108,7 @@ BLOCK = (
 
 
 def step_rules(vocab_size: int) -> tuple[Allowed, ...]:
-    """What a whole training step may have besides what its blocks have."""
+    """The rules of a whole training step: those of its blocks, and those of the passes that it may have besides."""
 
     def named(*names: str) -> Callable[[Pass], bool]:
         return lambda one: bool(re.search("|".join(names), f"{one.operation} {one.scope}"))
@@ -184,7 +184,7 @@ def passes(computation: hlo.Computation, is_activation: Callable[[tuple[int, ...
 
 
 def not_allowed(found: Sequence[Pass], rules: Sequence[Allowed]) -> list[Pass]:
-    """Those that no rule allows."""
+    """The passes that no rule allows."""
     return [one for one in found if not any(rule(one) for rule in rules)]
 
 

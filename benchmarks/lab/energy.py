@@ -33,7 +33,7 @@ COPIED = 1 << 29  # elements, 2 bytes each
 
 
 def extra_bytes(program: Program, m: int, n: int) -> int:
-    """What the program's operands and outputs have over the bare product's output."""
+    """The bytes of the program's operands and outputs beyond those of the bare product's output."""
     if program.epilogue is None:
         return 0
     operands = program.operand_types(m, n)

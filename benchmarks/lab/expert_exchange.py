@@ -103,7 +103,7 @@ def arrays(mesh: Mesh, options: argparse.Namespace) -> tuple[list[jax.Array], fl
 
 
 def collectives(text: str) -> list[str]:
-    """What each collective of a compiled program is given."""
+    """The collectives of a compiled program, each with the dtype, shape and MiB of its first operand."""
     found = []
     for computation in hlo_computations(text):
         for operation in computation:

@@ -75,7 +75,7 @@ def _rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def epilogues(name: str) -> Iterator[Epilogue]:
-    """Those of a device's record."""
+    """The products with an epilogue of a device's record."""
     for row in _rows(RESULTS / f"{name}.csv"):
         if row["kind"] == "epilogue":
             m, n, k = (int(row[size]) for size in "mnk")

@@ -27,7 +27,7 @@ _DTYPES = {"bool": 1, "int32": 4, "float16": 10, "float32": 11, "bfloat16": 16} 
 
 
 class Record(ctypes.Structure):
-    """What the driver was asked for by the calling thread; `parameters` of the last launch."""
+    """The requests of the calling thread to the driver; `parameters` are those of the last launch."""
 
     _fields_ = (
         ("encodings", ctypes.c_uint64),

@@ -1,4 +1,4 @@
-"""What the kernels of two commits are compared on: functions of `coda_jax`'s and `flax_layers`' public names alone.
+"""The cases that compare the kernels of two commits: functions of public names of `coda_jax` and `flax_layers` alone.
 
 A case must mean the same on every commit, so nothing here may depend on what is inside the library. Names tell cases
 apart; the products inside a case have none: they are paired by their place.

@@ -234,7 +234,7 @@ def record(small: bool, directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _explained(case: Case) -> list[list[Any]]:
-    """What `coda.explain` says, but for the epilogues' names."""
+    """The products that `coda.explain` reports, without the epilogues' names."""
     found = coda.explain(case.function, *case.arguments, platform="cuda").products
     return [[one.a, one.b, one.tile or "XLA", count] for one, count in found.items()]
 
@@ -270,7 +270,7 @@ def _plain(value: Any) -> Any:
 
 
 def _launch(call: Call, host: Host) -> dict[str, Any]:
-    """What the driver is asked for, with buffer i at address (i + 1) 2^32."""
+    """The driver's launch request, with buffer i at address (i + 1) 2^32."""
     maps = np.size(call.attributes["maps"]) // _WORDS_OF_MAP
     used = _MAP_BYTES * maps + 8 * max(1, np.size(call.attributes["pointers"])) + 16
     host.library.driver_set_parameter_bytes(used)

@@ -1,8 +1,8 @@
-"""What host memory it takes to load a Llama of 3 GB onto 8 devices, and to save it: `make lab-load_memory`
+"""The host memory that it takes to load a Llama of 3 GB onto 8 devices, and to save it: `make lab-load_memory`
 
-Writes a folder of Hugging Face's with such a model, loads it onto eight CPU devices, cut by FSDP and tensor
-parallelism, and saves it from there. Prints the peaks of the host's memory less the parameters, which here lie in the
-host's memory too. `ARGS=1.5`: of another size, in GB.
+Writes a folder of Hugging Face's with such a model, loads it onto eight CPU devices, sharded by FSDP and
+tensor parallelism, and saves it from there. Prints the peaks of the host's memory less the parameters, which here are
+in the host's memory too. `ARGS=1.5`: of another size, in GB.
 """
 
 from __future__ import annotations

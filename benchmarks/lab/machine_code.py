@@ -1,4 +1,4 @@
-"""What a compiled kernel is: registers and spills, its instructions, and their text without the names in it."""
+"""The contents of a compiled kernel: registers and spills, its instructions, and their text without the names in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 
 @dataclasses.dataclass(frozen=True)
 class ResourceUsage:
-    """Of a thread."""
+    """The resources of a thread."""
 
     registers: int
     spilled_bytes: int

@@ -136,7 +136,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "f64": 8
 
 
 def operations(text: str) -> dict[str, list[Operation]]:
-    """What a compiled program's computations run that matters here, in the order of its schedule."""
+    """The operations that matter here of each computation of a compiled program, in the order of its schedule."""
     found: dict[str, list[Operation]] = {}
     current: list[Operation] = []
     for line in text.splitlines():

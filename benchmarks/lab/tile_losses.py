@@ -1,4 +1,4 @@
-"""What `make lab-tiles` wrote, read again: how good the cost model's choice is, and how to better it."""
+"""The records of `make lab-tiles`, read again: how good the cost model's choice is, and how to better it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of a, b and the epilogue's operands."""
+        """The types of a, b and the epilogue's operands."""
         transpose_a, transpose_b = self.transposes
         a = (self.k, self.m) if transpose_a else (self.m, self.k)
         b = (self.n, self.k) if transpose_b else (self.k, self.n)
@@ -144,7 +144,7 @@ def _traffic(name: str) -> EpilogueTraffic:
 
 
 def losses(times: Times, constants: Constants) -> dict[Shape, float]:
-    """What the cost model's choice takes more than the config that takes least, in shares of that."""
+    """The excess of the cost model's choice over the config that takes least, in shares of the latter, for each shape."""
     found = {}
     for shape, of in times.items():
         config = chosen(shape, of, constants)
@@ -154,14 +154,15 @@ def losses(times: Times, constants: Constants) -> dict[Shape, float]:
 
 
 def repeated(path: pathlib.Path) -> list[float]:
-    """Of each shape, what the best tile by the even rounds loses by the odd ones: what no choice can be told from."""
+    """The loss by the odd rounds of each shape's best tile by the even ones: no choice can be told from it."""
     (_, even), (_, odd) = (read(path, column) for column in ("us_even", "us_odd"))
     return [odd[shape][min(of, key=of.__getitem__)] / min(odd[shape].values()) - 1 for shape, of in even.items()]
 
 
 def summary(path: pathlib.Path) -> str:
-    """Of the cost model's choices by time, for each program and layout and for all; of its choices by default; and the
-    ten worst by time.
+    """A summary of the losses of the cost model's choices.
+
+    By time, for each program and layout and for all; by default; and the ten worst by time.
     """
     device, times = read(path)
     constants = by_time(constants_for(device))

@@ -100,7 +100,7 @@ def shapes(models: dict[str, Model], tokens: Sequence[int]) -> list[Shape]:
 
 
 def array_bytes(shape: Shape) -> list[int]:
-    """Of each argument and tile of the results."""
+    """The bytes of each argument and of each tile of the results."""
     problem = shape.problem
     program, stores = problem.program, zip(problem.program.stores, problem.out_dtypes, strict=True)
     results = [shape.m * program.halves.columns(store.width, shape.n) * dtype.itemsize for store, dtype in stores]

@@ -42,7 +42,7 @@ def is_measured(shape: Shape) -> bool:
 
 
 def configs(number: int, one: tiles.Compiled) -> dict[str, KernelConfig]:
-    """Those of the number-th shape that are measured, in random order."""
+    """The configs of the number-th shape that are measured, in random order."""
     found = {name: config for name, config in one.configs.items() if number % SELDOM.get(config.tile.size, 1) == 0}
     return dict(random.sample(list(found.items()), len(found)))
 
@@ -65,8 +65,10 @@ def measure(
 
 
 def summary(path: pathlib.Path) -> str:
-    """What the cost model's choices take more than the best tile measured, in time and in energy, and in time what its
-    choices for one clock do; the five worst; and from the file of `benchmarks.lab.tiles` beside it each tile's power.
+    """A summary of the losses of the cost model's choices against the best tile measured.
+
+    In time and in energy, and in time of its choices for one clock; the five worst in time; and, from the file of
+    `benchmarks.lab.tiles` beside it, each tile's power.
     """
     device, joules = tile_losses.read(path, "joules")
     times = {
@@ -92,7 +94,7 @@ def summary(path: pathlib.Path) -> str:
 
 
 def relative_powers(alone: tile_losses.Times, at_one_clock: tile_losses.Times) -> dict[tuple[int, int], list[float]]:
-    """Of each tile, over that of 128 x 128, in each shape that both have: whole tiles in clusters of two."""
+    """The power of each tile, over that of 128 x 128, in each shape that both have: whole tiles in clusters of two."""
     found: dict[tuple[int, int], list[float]] = {}
     for shape in alone.keys() & at_one_clock.keys():
         both = [

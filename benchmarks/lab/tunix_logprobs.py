@@ -73,7 +73,7 @@ class Tunix(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of what is trained on: so many rows of a prompt and of an answer."""
+    """The shape of the training data: so many rows, each of a prompt and an answer of so many tokens."""
 
     rows: int
     prompt: int

@@ -106,5 +106,5 @@ def available(modules: Iterable[str] = MODULES, load: str = "load") -> list[Any]
 
 
 def versions(peers: Iterable[Any]) -> str:
-    """Of their libraries, each once, for the results."""
+    """The versions of the peers' libraries, each once, for the results."""
     return "; ".join(dict.fromkeys(peer.version for peer in peers))

@@ -34,7 +34,7 @@ LAYOUTS = ((False, True), (False, False), (True, False))  # transpose_a, transpo
 
 
 def folder() -> pathlib.Path:
-    """Where CUTLASS's `include` and `tools/util/include` lie."""
+    """The folder of CUTLASS's `include` and `tools/util/include`."""
     if named := os.environ.get("CUTLASS_PATH"):
         root = pathlib.Path(named)
     elif (wheel := importlib.util.find_spec("cutlass_library")) and wheel.origin:
