@@ -144,7 +144,7 @@ def _traffic(name: str) -> EpilogueTraffic:
 
 
 def losses(times: Times, constants: Constants) -> dict[Shape, float]:
-    """The excess of the cost model's choice over the config that takes least, in shares of the latter, for each shape."""
+    """The excess of the cost model's choice over the config that takes least, as a share of that, by shape."""
     found = {}
     for shape, of in times.items():
         config = chosen(shape, of, constants)
