@@ -70,7 +70,7 @@ class Bert(nnx.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def encoded(self, tokens: jax.Array, types: jax.Array, *, positions: Any = None, **masks: Any) -> jax.Array:
-        """What the last layer makes, (B, T, D), of tokens and types (B, T): 0 in the first of a pair, 1 in the second.
+        """The last layer's output, (B, T, D), for tokens and types (B, T): 0 in the first of a pair, 1 in the second.
 
         masks are Attention's: beside padding mask (B, 1, 1, T), False for it, or segment_ids (B, T) with an id of its
         own. Pairs packed into one row have segment_ids too, and positions (B, T).

@@ -56,9 +56,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
 
 
 def state_shardings(tree: Any, mesh: Mesh | None) -> Any:
-    """Where each array of a training state lies; gradients and an optimizer's moments lie as their parameters do.
+    """The sharding of each array of a training state; gradients and an optimizer's moments have their parameters'.
 
-    Kernels are cut by "fsdp" and by "tensor", along one side or both; norms and counts lie on every device.
+    Kernels are sharded over "fsdp" and "tensor", along one side or both; norms and counts are on every device.
 
     Raises:
       ValueError: a parameter that the mesh does not divide evenly.
@@ -70,7 +70,7 @@ def state_shardings(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def batch_sharding(mesh: Mesh, windows: int) -> NamedSharding:
-    """Of windows (B, T + 1): cut by "data" and "fsdp", or on every device if these do not divide them."""
+    """The sharding of windows (B, T + 1): over "data" and "fsdp", or on every device if these do not divide them."""
     axes = batch_axes(mesh)
     return NamedSharding(mesh, P(axes) if windows % batch_ways(mesh) == 0 else P())
 

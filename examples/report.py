@@ -1,4 +1,4 @@
-"""What a finished run shows: its loss curve, and what its step ran as."""
+"""The report of a finished run: its loss curve, and what its step ran as."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from flax_layers.decoding import generate
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the result of a run depends on; a run is resumed only with the same ones, on any mesh."""
+    """The settings that the result of a run depends on; a run is resumed only with the same ones, on any mesh."""
 
     steps: int
     batch: int
@@ -108,7 +108,7 @@ class Trainer:
         return nnx.merge(self.graphdef, params).loss(windows[:, :-1], windows[:, 1:]) / jnp.log(2.0)
 
     def _loss_and_gradient(self, params: nnx.State, text: jax.Array, starts: jax.Array) -> tuple[jax.Array, nnx.State]:
-        """Of the windows that start there, (B,)."""
+        """The loss and the gradient of the windows that begin at `starts` (B,)."""
         windows = text[starts[:, None] + jnp.arange(self.settings.context + 1)]
         if self.mesh is not None:
             windows = jax.lax.with_sharding_constraint(windows, device_mesh.batch_sharding(self.mesh, len(windows)))
@@ -116,7 +116,7 @@ class Trainer:
         return loss, self._as_parameters(gradient)
 
     def _as_parameters(self, gradient: nnx.State) -> nnx.State:
-        """Where the parameters lie: under FSDP sums over devices are then scattered."""
+        """The gradient, sharded as the parameters are: under FSDP sums over devices are then scattered."""
         if self.mesh is None:
             return gradient
         return jax.lax.with_sharding_constraint(gradient, self._shardings["params"])

@@ -1,1 +1,1 @@
-"""What builds the documentation, beside Sphinx: executed blocks, the table of operators, drawings, outputs of a GPU."""
+"""The documentation's tools beside Sphinx: executed blocks, the table of operators, drawings, outputs of a GPU."""

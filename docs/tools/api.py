@@ -12,7 +12,7 @@ from tools import pages
 
 
 def public(module: str) -> list[str]:
-    """Of `__all__`, else all that is neither private nor a module."""
+    """The public names of a module: those of `__all__`, else all that is neither private nor a module."""
     found = importlib.import_module(module)
     names = getattr(found, "__all__", None) or [name for name in vars(found) if not name.startswith("_")]
     shown = (name for name in names if not name.startswith("_"))

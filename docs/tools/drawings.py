@@ -197,7 +197,7 @@ def shared_memory() -> Figure:
 
 
 def lane_of(row: int, column: int) -> int:
-    """Which lane of a warp holds an element of its 16 rows of the accumulator (wgmma m64nNk16)."""
+    """The lane of a warp that holds an element of its 16 rows of the accumulator (wgmma m64nNk16)."""
     return 4 * (row % 8) + column % 8 // 2
 
 

@@ -1,4 +1,4 @@
-"""What the cost model expects of a layer: the page that says whether the library is worth it asks it for two chips."""
+"""The cost model's time of a layer: the page that says whether the library is worth it asks for it on two chips."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def formula_of(function: Any) -> tuple[str, str]:
 
 
 def product_rows(operator: Operator) -> Iterator[str]:
-    """Of a table: the products of the value alone, then those of value and gradient."""
+    """The rows of a table: the products of the value alone, then those of value and gradient."""
     types = list(operator.types.values())
 
     def with_gradient(*arrays: jax.Array) -> Any:
@@ -229,7 +229,7 @@ def row(label: str, equation: Any) -> str:
 
 
 def kept(operator: Operator) -> str:
-    """What the pullback holds that is none of the arguments: shapes, and bytes in all."""
+    """The arrays that the pullback holds beside the arguments: shapes, and bytes in all."""
 
     def residuals(*arrays: jax.Array) -> Any:
         return jax.tree.leaves(jax.vjp(operator.function, *arrays)[1])

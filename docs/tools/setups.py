@@ -1,4 +1,4 @@
-"""What blocks need that a page does not say, for pages that show parts of a program; run before the first block."""
+"""The code that blocks need and a page does not show, where it shows parts of a program; run before the first block."""
 
 SETUPS = {
     "explain": """
