@@ -84,7 +84,7 @@ def _added(
     is_stream: bool = False,
     has_sums: bool = False,
 ) -> Any:
-    """What the lines return, or its first value added to x or to another array, in this dtype."""
+    """The result of the lines, or its first value added to x or to another array, in this dtype."""
     h: Any = norm_value(x) if isinstance(x, DeferredNorm) else array(x)
     made, residual = of(layer, h, *arrays), h.x if adds_x else other
     if residual is None:

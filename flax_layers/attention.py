@@ -258,7 +258,7 @@ class Attention(nnx.Module):
         bias: Any,
         given: Sequence[jax.Array] | None = None,
     ) -> Any:
-        """What is returned of arrays; k and v as they are given."""
+        """The result for arrays; k and v as they are given."""
         if (reason := why_not(self, x)) is None:
             dtype = dtype_of_products([self], x)
             arrays = mask, segment_ids, cache, bias, given
@@ -270,7 +270,7 @@ class Attention(nnx.Module):
         return out if cache is None else (out, cache)
 
     def _linears(self) -> list[Any]:
-        """What stands in the place of Linears."""
+        """The modules that stand in the place of Linears."""
         return [*self._projections(), self.out]
 
     def _in_block(self) -> Attention:
@@ -326,7 +326,7 @@ class Attention(nnx.Module):
         cache: KVCache | None,
         bias: Any = None,
     ) -> tuple[jax.Array, KVCache | None]:
-        """What the values are mixed to, (..., T, H Dh), of heads (..., T, H, Dh); and the longer cache."""
+        """The mixed values (..., T, H Dh) of heads (..., T, H, Dh), and the longer cache."""
         q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
         scaling = None if self.rope_theta is None else self.rope_scaling
         q, scale = with_amplitude(q, self.scale, scaling, self.partial_rotary_factor)
@@ -357,7 +357,7 @@ class Attention(nnx.Module):
         return positions
 
     def _angles(self, shape: tuple[Any, ...], positions: Any, cache: Any = None) -> Angles:
-        """What a block takes for the positions of an input of this shape, arrays or values."""
+        """The angles that a block takes for the positions of an input of this shape, arrays or values."""
         positions = self._positions(shape, positions, cache)
         if self.rope_theta is None:
             return Angles(None, None)
@@ -388,6 +388,6 @@ class Attention(nnx.Module):
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """Where the columns of queries, and those of keys, end in a kernel of all."""
+        """The ends of the columns of queries, and of those of keys, in a kernel of all."""
         queries = self.num_heads * self.head_dim
         return queries, queries + self.num_kv_heads * self.head_dim

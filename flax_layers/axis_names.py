@@ -1,4 +1,4 @@
-"""What the axes of parameters and activations are called: the names that sharding rules speak of.
+"""The names of the axes of parameters and activations, by which sharding rules speak of them.
 
 | name      | size                      | axes of                                                                    |
 |-----------|---------------------------|----------------------------------------------------------------------------|
@@ -16,12 +16,13 @@
 | expert    | E                         | experts' `gate_up` and `down`                                              |
 | fan_in    | H Dh, or F                | `out` and `down`: a second name of the axis that their products sum over   |
 
-An axis may have several names, ("mlp", "fan_in"): the mesh axes that rules give to each of them cut it, in the order of
-the names. FSDP may cut `out` and `down` along either axis. By rows, the part of a device lies in one piece in what is
-gathered; by columns every gather and every sum of a gradient costs transpositions.
+An axis may have several names, ("mlp", "fan_in"): it is sharded over the mesh axes that rules give to each of them, in
+the order of the names. FSDP may shard `out` and `down` along either axis. By rows, the shard of a device is one piece
+of what is gathered; by columns every gather and every sum of a gradient costs transpositions.
 
 MaxText's parameters have the same names: embed, heads, kv_heads, mlp, vocab, norm, layers. Its activations have others,
-`MAXTEXT`: its rules may cut embed by a mesh axis that cuts the batch of activations, without saying which comes first.
+`MAXTEXT`: its rules may shard embed over a mesh axis that shards the batch of activations, without saying which comes
+first.
 """
 
 from __future__ import annotations

@@ -123,11 +123,11 @@ class TransformerBlock(OrderedBlock):
         return self._fed(Stream(self._attended(stream, attention, mlp)), attention, mlp)
 
     def _attended(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        """What leaves the first sub-layer."""
+        """The stream after the first sub-layer."""
         return in_stream(stream.x + self._scaled(attention(self.attention_norm(stream))), ATTENTION_OUTPUT)
 
     def _fed(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        """What leaves the second one."""
+        """The stream after the second sub-layer."""
         return in_stream(stream.x + self._scaled(mlp(self.mlp_norm(stream))), LAYER_OUTPUT)
 
     def _scaled(self, y: Any) -> Any:

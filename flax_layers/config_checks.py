@@ -1,4 +1,4 @@
-"""What configurations refuse, before anything is made of them."""
+"""The checks by which configurations refuse values, before anything is made of them."""
 
 from __future__ import annotations
 

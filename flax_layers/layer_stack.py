@@ -50,7 +50,7 @@ def stack(layers: Sequence[nnx.Module]) -> Any:
 
 
 def _settings(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is fixed in a module, by dotted path: classes, settings, and the shapes of arrays."""
+    """The fixed properties of a module, by dotted path: classes, settings, and the shapes of arrays."""
     yield path, type(module)
     for name, value in vars(module).items():
         below = f"{path}.{name}" if path else name
@@ -134,7 +134,7 @@ def _function_of(graphdef: Any, statistics: bool) -> Callable[[Any, Any, dict[st
 
 
 def _called(layer: Any, stream: Any, statistics: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """What leaves a layer, and its statistics or None."""
+    """The stream after a layer, and the layer's statistics or None."""
     if not statistics:
         return layer(stream, **options), None
     left: tuple[Any, Any] = layer(stream, statistics=True, **options)

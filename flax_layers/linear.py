@@ -122,7 +122,7 @@ class LowRank(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> LowRank | None:
-        """Of an nnx.LoRALinear, or an nnx.LoRA around a Linear, called as such; None of anything else."""
+        """The adapter of an nnx.LoRALinear, or an nnx.LoRA around a Linear, called as such; None of anything else."""
         if isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is nnx.LoRALinear.__call__:
             found, call = cls(layer, layer.lora), nnx.LoRALinear.__call__
         elif isinstance(layer, nnx.LoRA):
@@ -233,7 +233,7 @@ Residual = jax.Array | Stream | Literal[True] | None
 
 
 class Sum(NamedTuple):
-    """What a result is added to.
+    """The residual that a result is added to.
 
     Attributes:
       array: the residual itself.
@@ -249,7 +249,7 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, residual: Residual, x: Any) -> Sum | None:
-        """What `residual=` of a module says, beside its input x.
+        """The residual that `residual=` of a module says, beside its input x.
 
         Args:
           residual: True for what x, a DeferredNorm, normalises; an array or a Stream; None for no residual.

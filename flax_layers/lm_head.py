@@ -189,7 +189,7 @@ class _AdaptedHead(NamedTuple):
         return cls(adapter.kernel, False, adapter)
 
     def options(self) -> dict[str, Any]:
-        """What the operators over a vocabulary take of it."""
+        """The keyword arguments that the operators over a vocabulary take of the head."""
         lora = self.low_rank.lora
         delta = lora.lora_a[...], lora.lora_b[...]
         return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}

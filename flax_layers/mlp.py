@@ -36,7 +36,7 @@ HIDDEN = ("batch", None, "mlp")
 
 @takes_values
 class _FeedForward(nnx.Module):
-    """What the two have in common: down(hidden) [+ residual]."""
+    """The common part of GatedMLP and MLP: down(hidden) [+ residual]."""
 
     down: Any
     dtype: DTypeLike | None
@@ -70,7 +70,7 @@ class _FeedForward(nnx.Module):
         return joined(self.down, apart(hidden, reason), target)
 
     def _linears(self) -> list[Any]:
-        """What stands in the place of Linears."""
+        """The modules that stand in the place of Linears."""
         return [*self._ups(), self.down]
 
     def _of_value(self, x: Any) -> Any:

@@ -19,7 +19,7 @@ from flax_layers.decoding.generate_arguments import NO_TOKEN, check_arguments, c
 
 
 class Decoder(Protocol):
-    """What `generate` wants of a model; `Llama` is one."""
+    """The methods that `generate` needs of a model; `Llama` has them."""
 
     def init_cache(self, batch_size: int, capacity: int) -> Any:
         """An empty cache, any pytree; a ValueError where the model has no such many positions."""
@@ -29,7 +29,7 @@ class Decoder(Protocol):
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
       tokens: (B, max_new_tokens) int32, without the prompt; a row that has ended repeats its end token, -1 where its

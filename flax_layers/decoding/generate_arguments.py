@@ -1,4 +1,4 @@
-"""What `generate` is given, checked, and what it gives."""
+"""The arguments of `generate`, checked, and its results."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _rows_as(x: jax.Array, of_rows: jax.Array) -> jax.Array:
 def decode_layers(
     layers: Iterable[Callable[..., Any]], x: Any, cache: Sequence[KVCache], lengths: jax.Array | None
 ) -> tuple[Any, list[KVCache]]:
-    """What the layers make of each row's last token, a pytree of arrays (B, 1, ...), and the longer caches.
+    """The layers' outputs for each row's last token, a pytree of arrays (B, 1, ...), and the longer caches.
 
     Args:
       layers: each called as layer(x, cache=...) -> (x, cache).

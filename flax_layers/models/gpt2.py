@@ -171,7 +171,7 @@ class GPT2(LanguageModel):
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> jax.Array:
-        """What the head projects."""
+        """The features that the head projects."""
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
         x = run_layers(self.layers, self._embedded(tokens, positions), mask=mask, segment_ids=segment_ids)

@@ -1,4 +1,4 @@
-"""What language models have in common: logits and a loss from the features that the head projects."""
+"""The common part of language models: logits and a loss from the features that the head projects."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ class LanguageModel(nnx.Module):
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> jax.Array | DeferredNorm:
-        """What the head projects."""
+        """The features that the head projects."""
         raise NotImplementedError
 
     def _features_and_statistics(
         self, tokens: jax.Array, token_mask: jax.Array | None, options: dict[str, Any]
     ) -> tuple[Any, RouterStatistics | None]:
-        """What the head projects, and what is counted of routers, stacked along the layers that have one."""
+        """The features that the head projects, and the routers' statistics, stacked along the layers that have one."""
         return self._features(tokens, **options), None
 
     def _auxiliary_loss(self, statistics: RouterStatistics) -> jax.Array:
-        """What the statistics add to the mean loss."""
+        """The loss that the statistics add to the mean loss."""
         raise NotImplementedError
 
     def _embedding(self) -> jax.Array | None:
-        """What a tied head projects with."""
+        """The embedding that a tied head projects with."""
         raise NotImplementedError
 
     def _layers(self) -> Any:

@@ -146,7 +146,7 @@ class Llama(LanguageModel):
         return Stream.of(x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 
     def _projected(self, stream: Any) -> DeferredNorm:
-        """What the head projects of the stream that leaves the last layer; the factor of logits is in the norm."""
+        """The features that the head projects, of the last layer's stream; the factor of logits is in the norm."""
         norm, factor = self.norm(stream), self.config.logits_factor
         if factor == 1:
             return norm
@@ -154,7 +154,7 @@ class Llama(LanguageModel):
         return dataclasses.replace(norm, scale=scale, bias=bias)
 
     def _embedding(self) -> jax.Array | None:
-        """What a tied head projects with."""
+        """The embedding that a tied head projects with."""
         return self.embed.embedding[...] if self.config.tie_word_embeddings else None
 
     def _features(
@@ -164,7 +164,7 @@ class Llama(LanguageModel):
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> DeferredNorm:
-        """What the head projects."""
+        """The features that the head projects."""
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         return self._run(tokens, options)[0]
 

@@ -119,17 +119,17 @@ class LlamaConfig:
 
     @property
     def embedding_factor(self) -> float:
-        """What the token embedding is multiplied by."""
+        """The factor that the token embedding is multiplied by."""
         return self.embedding_multiplier
 
     @property
     def score_scale(self) -> float | None:
-        """What attention's scores are multiplied by; None for 1 / sqrt(head_dim)."""
+        """The factor that attention's scores are multiplied by; None for 1 / sqrt(head_dim)."""
         return self.attention_multiplier
 
     @property
     def logits_factor(self) -> float:
-        """What logits are multiplied by."""
+        """The factor that logits are multiplied by."""
         return 1 / self.logits_scaling
 
     @property

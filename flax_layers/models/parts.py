@@ -12,7 +12,7 @@ _BOTH = ("dtype", "param_dtype", "kernel_init", "fp8", "rngs")
 
 
 def attention_options(config: LlamaConfig, layer: int) -> dict[str, Any]:
-    """What a configuration says of the attention of a layer, by Attention's and LlamaBlock's keywords."""
+    """The options of a layer's attention in a configuration, by Attention's and LlamaBlock's keywords."""
     theta, scaling = config.layer_rotary(layer)
     return {
         "num_kv_heads": config.num_key_value_heads,
