@@ -1,4 +1,4 @@
-"""Which parameters Muon takes, and as which matrices."""
+"""The parameters that Muon takes, and the matrices that it takes them as."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MATRICES = {"experts.gate_up": (4, 3, 1), "experts.down": (3, 2, 1), "kernel": 
 
 
 def muon_dimension_numbers(params: Any) -> Any:
-    """What `optax.contrib.muon` is told of the layers' parameters, which it would misread by their number of axes.
+    """The layers' dimension numbers for `optax.contrib.muon`, which would misread parameters by their number of axes.
 
         optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=muon_dimension_numbers)
 

@@ -76,7 +76,7 @@ def apart(x: jax.Array, reason: Reason) -> jax.Array:
 
 
 class Angles(NamedTuple):
-    """What attention of a value takes for positions: cos and sin, (T, Dh / 2) or with the rows of x.
+    """The angles that attention of a value takes for positions: cos and sin, (T, Dh / 2) or with the rows of x.
 
     They are made outside of the block, so that a scan over layers makes them once. Without a rotary embedding both are
     None.

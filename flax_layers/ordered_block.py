@@ -33,7 +33,7 @@ class OrderedBlock(nnx.Module):
     mlp: GatedMLP | MLP
 
     def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        """What leaves the block; `attention` and `mlp` are called with a norm or with stream.x.
+        """The stream after the block; `attention` and `mlp` are called with a norm or with stream.x.
 
         All are values; or arrays, where the block is not one `coda.block`.
         """

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass and what it computes again: policies for `jax.checkpoint`.
+"""The arrays that a layer keeps for its backward pass, others being recomputed: policies for `jax.checkpoint`.
 
 The products of coda_jax are not dots, so `jax.checkpoint_policies.dots_saveable` and its like keep none of them. The
 policies here go by names, MaxText's, which a pre-norm block gives to these arrays (D model width, F hidden features,

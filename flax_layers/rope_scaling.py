@@ -62,7 +62,7 @@ class RotaryScaling:
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by, each."""
+        """The factor that rotated queries and keys are multiplied by, each."""
         return 1.0
 
 

@@ -201,7 +201,7 @@ def mesh_axes(spec: Iterable[MeshAxes]) -> tuple[str, ...]:
 
 
 def array_sharding(mesh: Any, rules: Rules | None, *axes: Name) -> NamedSharding:
-    """Of an array whose axes have these names, as tokens ("batch", "length")."""
+    """The sharding of an array whose axes have these names, as tokens ("batch", "length")."""
     return NamedSharding(mesh, spec_of(axes, rules or (), mesh=mesh))
 
 
@@ -358,7 +358,7 @@ def _check_stack(
     shape: tuple[int, ...],
     axes: Axes,
 ) -> None:
-    """That layers are stacked along the first axis, as was guessed: all parameters of a module then agree in sizes.
+    """Checks the guess that layers are stacked along the first axis: all parameters of a module then agree in sizes.
 
     Args:
       stacks: a parameter's name, its shape and its sizes, of each module that was seen.

@@ -1,4 +1,4 @@
-"""What Hugging Face's checkpoints hold beside the parameters of a config: heads of tied models, buffers."""
+"""The arrays of Hugging Face's checkpoints beside the parameters of a config: heads of tied models, buffers."""
 
 from __future__ import annotations
 

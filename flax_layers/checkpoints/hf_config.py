@@ -90,7 +90,7 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
 
 
 def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = None) -> dict[str, Any]:
-    """What config.json says of a model with this configuration: what it said where that came from, and our fields.
+    """The config.json of a model with this configuration: the settings of the one it came from, and our fields.
 
     Args:
       config: of the model.
@@ -121,7 +121,7 @@ def _origin(given: Mapping[str, Any], read: Mapping[str, Any], family: Family) -
 
 
 def _own_settings(config: LlamaConfig | GPT2Config, model_type: str | None) -> dict[str, Any]:
-    """What our fields are in config.json."""
+    """The settings of config.json that stand for our fields."""
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)

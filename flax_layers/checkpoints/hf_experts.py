@@ -96,7 +96,7 @@ def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
 
 
 def _names(config: MoEConfig, layer: int) -> tuple[str, str, str, str]:
-    """Of a layer's mixture, and of the kernels of an expert."""
+    """The names of a layer's mixture, and of the kernels of an expert."""
     if is_mixtral(config):
         return f"model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"
     return f"model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj"

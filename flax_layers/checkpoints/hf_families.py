@@ -1,4 +1,4 @@
-"""What is known of the settings in Hugging Face's config.json, for each kind of model that is read."""
+"""The known settings in Hugging Face's config.json, for each kind of model that is read."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _rotary(
     values: Mapping[str, tuple[Any, ...]] | None = None,
     harmless: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Known:
-    """What is known of a family of Llamas that reads these settings beside those of all."""
+    """The known settings of a family of Llamas that reads these beside those of all."""
     names = _LLAMA_NAMES | {*_ROTARY, *read, "layer_types", "auto_map"}
     return Known(names, {**_VALUES, **_ROTARY_VALUES, **(values or {})}, {**HARMLESS, **(harmless or {})})
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are read, and what is said of a folder that lacks them."""
+"""The files of a folder that are read, and the errors of a folder that lacks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def settings_of(path: Path, name: str) -> dict[str, Any]:
-    """What a file of settings says.
+    """The settings in a file of a folder.
 
     Raises:
       FileNotFoundError, NotADirectoryError: no such folder or file.

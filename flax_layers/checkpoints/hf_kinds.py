@@ -1,4 +1,4 @@
-"""Which kinds of Hugging Face's models compute what a configuration says."""
+"""The kinds of Hugging Face's models that compute what a configuration says."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def is_phi3(config: LlamaConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What a field must be for a kind of models.
+    """The rule that a field must obey for a kind of models.
 
     Attributes:
       name: of the field.

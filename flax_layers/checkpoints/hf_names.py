@@ -1,4 +1,4 @@
-"""Where a model's parameters lie in Hugging Face's checkpoints."""
+"""The places of a model's parameters in Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _norms(config: LlamaConfig) -> dict[str, str]:
 
 
 def _order(config: LlamaConfig) -> tuple[int, ...]:
-    """Which column of theirs each of our columns is, in a head of queries or keys; empty if they are the same.
+    """The column of theirs that each of our columns is, in a head of queries or keys; empty if they are the same.
 
     Ours turn columns i and i + Dh / 2. Cohere's are 2 i and 2 i + 1. Where R columns of a head are turned theirs are i
     and i + R / 2, in front of those that are not.

@@ -79,7 +79,7 @@ def _scaling(
 
 
 def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any], original: Any) -> dict[str, Any]:
-    """What follows of settings beside the dictionary, as in transformers."""
+    """The fields that follow from settings beside the dictionary, as in transformers."""
     context = settings.get("max_position_embeddings")
     original = context if original is None else original
     if ORIGINAL not in fields or original is None:
@@ -91,7 +91,7 @@ def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any], or
 
 
 def _rope_dictionary(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What is said of the rotary embedding, and where: transformers 5 has it in one dictionary, older ones in two."""
+    """The name and settings of the rotary embedding: transformers 5 has them in one dictionary, older ones in two."""
     given = {name: settings[name] for name in ROPE if settings.get(name)}
     for name, value in given.items():
         if not isinstance(value, Mapping):
@@ -104,7 +104,7 @@ def _rope_dictionary(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """What is not ignored, in the dictionaries of rotary settings too; of an ignored one rope_theta is left."""
+    """The settings that are not ignored, in rotary dictionaries too; of an ignored dictionary rope_theta is left."""
     # The length is a setting beside these dictionaries too, where it contradicts theirs.
     inside = [name for name in ignore if name != ORIGINAL]
     for name in ROPE:
@@ -118,7 +118,7 @@ def with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore:
 
 
 def own_rope(config: LlamaConfig, model_type: str) -> dict[str, Any]:
-    """What our fields are in a config.json, with the scaling as `rope_scaling`."""
+    """The settings of a config.json that stand for our rotary fields, with the scaling as `rope_scaling`."""
     scaling = config.rope_scaling
     written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling is not None:

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, and which a rotary embedding, in Hugging Face's config.json."""
+"""The layers with a sliding window, and those with a rotary embedding, in Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_windows(settings: Mapping[str, Any], family: Family, layers: int) -> di
 
 
 def own_windows(config: LlamaConfig, model_type: str, family: Family) -> dict[str, Any]:
-    """What our fields are in a config.json of this model_type."""
+    """The settings of a config.json of this model_type that stand for our fields of windows and of rotary layers."""
     written: dict[str, Any] = {}
     if "sliding_window" in family.known.read:
         written["sliding_window"] = config.sliding_window

@@ -61,7 +61,7 @@ class _Stored:
 
 
 def _arrays_in(path: Path) -> Mapping[str, Any]:
-    """What `from_maxtext` takes, of arrays that are not read yet."""
+    """The dictionary that `from_maxtext` takes, of arrays that are not read yet."""
     if not (path / _METADATA).exists():
         raise FileNotFoundError(f"{path} has no {_METADATA}: it must be the folder in which orbax keeps the parameters")
     settings = json.loads((path / _METADATA).read_text())

@@ -1,4 +1,4 @@
-"""What is known of the settings in PEFT's adapter_config.json."""
+"""The known settings in PEFT's adapter_config.json."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _summed_alone(x: jax.Array, i: int | jax.Array) -> jax.Array:
 
 
 def _within(part: Iterable[slice], whole: Index) -> Index:
-    """Where a part is in what it is a part of."""
+    """The place of a part in what it is a part of."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, whole, strict=True))
 
 

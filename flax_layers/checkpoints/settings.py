@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of the settings in a file.
+    """The known settings in a file.
 
     Attributes:
       read: names of those that are read.

@@ -208,7 +208,7 @@ def arrays_of(
 
 
 def types_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator[tuple[Part, np.dtype]]:
-    """What `arrays_of` yields, and the dtype of each; nothing is gathered."""
+    """The parts that `arrays_of` yields, and the dtype of each; nothing is gathered."""
     params = _parameters_in(model, table)
     for entry in as_stored(table, params):
         dtype = at(params, place(params, entry.path)[0]).dtype
@@ -265,7 +265,7 @@ def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
 
 
 def place(params: Any, path: Path) -> tuple[Path, tuple[int, ...]]:
-    """Where the parameter is in the model's state, and its index there, of a layer or an expert where they are stacked.
+    """The parameter's place in the model's state, and its index there, of a layer or an expert where they are stacked.
 
     Args:
       params: nested dictionaries of the parameters. A parameter that is not there has the place of its path.
@@ -293,7 +293,7 @@ def interleaved(size: int) -> tuple[int, ...]:
 
 
 def _cover(axes: tuple[int, ...], wanted: slice) -> tuple[Index, slice]:
-    """What to read of axes that are one axis of ours, and where the wanted part of ours is in it.
+    """The index to read of axes that are one axis of ours, and the place of the wanted part of ours in it.
 
     Args:
       axes: their sizes.
@@ -332,7 +332,7 @@ def _times(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def at(tree: Any, path: Path) -> Any:
-    """What lies there in nested dictionaries."""
+    """The value at a path in nested dictionaries."""
     for key in path:
         tree = tree[key]
     return tree

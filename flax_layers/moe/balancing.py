@@ -12,9 +12,9 @@ from flax_layers.moe.router import Routing
 
 
 class RouterStatistics(NamedTuple):
-    """What is counted of a router, over the tokens that count. Of several layers each has an axis L in front.
+    """The statistics of a router, over the tokens that count. For several layers each has an axis L in front.
 
-    Sums, so that those of shards of a batch may be added up.
+    They are sums, so that those of shards of a batch may be added up.
 
     Attributes:
       counts: (E,) int32, the tokens of each expert.

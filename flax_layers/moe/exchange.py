@@ -44,7 +44,7 @@ class Slices(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What one device sends and receives.
+    """The rows that one device sends and receives.
 
     Attributes:
       sent: slices of its sorted rows, [receiver, expert of the receiver].

@@ -112,15 +112,15 @@ class _Parameter(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the mesh axes do.
+    """The roles of the mesh axes.
 
     Attributes:
       tokens: the entries of x's PartitionSpec but the last one.
       results: those of the result's.
-      scattered: the axis of the result of whose sum each device keeps a part.
-      experts: the mesh axes that cut the experts.
-      idle: those of them that do not cut the tokens.
-      summed: those that cut F, over which results are summed.
+      scattered: the axis of the result of whose sum each device keeps a shard.
+      experts: the mesh axes that shard the experts.
+      idle: those of them that do not shard the tokens.
+      summed: those that shard F, over which results are summed.
       varying: all over which devices have different arrays.
       parameters: of each.
     """
@@ -234,7 +234,7 @@ def _run(
     weights: jax.Array,
     *parameters: jax.Array,
 ) -> Any:
-    """What a device does with its tokens and its part of the parameters."""
+    """The result of a device, from its tokens and its shards of the parameters."""
     x, weights, *given = vary(plan.varying, x, weights, *parameters)
     dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
     whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]

@@ -61,7 +61,7 @@ class Experts(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """What the experts make of rows sorted by expert.
+        """The experts' outputs for rows sorted by expert.
 
         Args:
           rows: (R, D).

@@ -179,7 +179,7 @@ class MoE(nnx.Module):
         return (added, router_statistics(routing, token_mask, dropped)) if statistics else added
 
     def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
-        """What the shared expert adds to x (..., D), of the dtype `wide`."""
+        """The summand of the shared expert for x (..., D), of the dtype `wide`."""
         rows = x if x.ndim > 1 else x[None]
         y: jax.Array = self.shared(rows).astype(wide)
         if self.shared_gate is not None:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight.
+"""The experts that a token goes to, and their weights.
 
     logits = x @ kernel                            float32
     scores = softmax(logits) or sigmoid(logits)
@@ -33,7 +33,7 @@ T = TypeVar("T", bound=nnx.Module | nnx.State)
 
 
 class BalanceBias(nnx.Variable[Any]):
-    """What is added to each expert's score for the choice alone, (E,) float32; no parameter.
+    """The bias that is added to each expert's score for the choice alone, (E,) float32; no parameter.
 
     `update_balance_bias` changes it from counts, outside of the gradient. `nnx.state(model)` has it, and so has a
     checkpoint of that; layers stacked for a scan have (L, E).
@@ -41,7 +41,7 @@ class BalanceBias(nnx.Variable[Any]):
 
 
 class Routing(NamedTuple):
-    """What a router decides about tokens (...).
+    """The decision of a router about tokens (...).
 
     Attributes:
       ids: (..., k) int32, the experts of each token, the best first.
