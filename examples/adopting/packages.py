@@ -18,7 +18,9 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-LAYERS, ROWS, LENGTH, VOCABULARY, WIDTH = 4, 32, 128, 512, 128  # a device has four tokens for each feature
+LAYERS, ROWS, LENGTH, VOCABULARY, WIDTH, HIDDEN = 4, 32, 128, 512, 128, 256  # a device has 4 tokens for each feature
+DEVICES = 8
+WIDEST_SUMS = 4 * ROWS // DEVICES * LENGTH * 2 * HIDDEN  # bytes a device of a layer's widest product, gate and up
 
 
 REMAT_NAMES = ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
@@ -105,7 +107,7 @@ class Tunix(Package):
         self.llama = importlib.import_module("tunix.models.llama3.model")
 
     def make(self, dtype: Any) -> nnx.Module:
-        sizes = {"num_layers": LAYERS, "vocab_size": VOCABULARY, "embed_dim": WIDTH, "hidden_dim": 256}
+        sizes = {"num_layers": LAYERS, "vocab_size": VOCABULARY, "embed_dim": WIDTH, "hidden_dim": HIDDEN}
         heads = {"num_heads": 8, "head_dim": 32, "num_kv_heads": 4, "rope_theta": 500_000, "norm_eps": 1e-5}
         model: nnx.Module = self.llama.Llama3(self.llama.ModelConfig(**sizes, **heads), rngs=nnx.Rngs(0))
         return model
@@ -134,7 +136,7 @@ class MaxText(Package):
         self.config = self.configured(jnp.float32)
 
     def configured(self, dtype: Any) -> Any:
-        sizes = {"base_emb_dim": WIDTH, "base_mlp_dim": 256, "base_num_query_heads": 8, "base_num_kv_heads": 4}
+        sizes = {"base_emb_dim": WIDTH, "base_mlp_dim": HIDDEN, "base_num_query_heads": 8, "base_num_kv_heads": 4}
         sizes |= {"head_dim": 32, "max_target_length": LENGTH, "per_device_batch_size": ROWS // jax.device_count()}
         how = {"run_name": "adopting", "enable_checkpointing": False, "hardware": "cpu", "attention": "dot_product"}
         how |= {"skip_jax_distributed_system": True, "dataset_type": "synthetic", "decoder_block": "llama2"}
