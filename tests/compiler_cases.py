@@ -59,7 +59,7 @@ def child(
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a child printed; one that hangs is killed with all that it started."""
+    """Returns what a child printed; a child that hangs is killed with all that it started."""
     try:
         return process.communicate(timeout=60)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What tests need that a machine may lack. Tests skip without it, unless the run says that it must be there.
+"""The requirements of tests, which a machine may lack. Tests skip without one, unless the run says it must be there.
 
 Environment: ``CODA_JAX_TEST_REQUIRES``, names of `CHECKS` separated by commas: without one of them no test is run, so
 that a run which is meant to cover something does not pass by skipping it.
@@ -37,7 +37,7 @@ RECORD = pathlib.Path(__file__).with_name("kernels.json")
 
 
 def versions() -> dict[str, str]:
-    """Of what makes and prints machine code of a product, beside this library."""
+    """The versions of what makes and prints machine code of a product, beside this library."""
     pinned = {name: importlib.metadata.version(name) for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvdisasm")}
     return pinned | {"jax": ".".join(jax.__version__.split(".")[:2])}
 
@@ -53,7 +53,7 @@ def missing_versions_of_record() -> str | None:
 
 
 def missing_transformers() -> str | None:
-    """Which package of the comparison with Hugging Face transformers is not installed."""
+    """Says which packages of the comparison with Hugging Face transformers are not installed."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
 

@@ -94,7 +94,7 @@ def test_temporaries_may_have_the_sums_of_a_product(run):
 
 @pytest.mark.slow
 def test_tunix_takes_the_diff():
-    """Of the package index; without it there is nothing to test."""
+    """The tunix of the package index takes the diff; without the index there is nothing to test."""
     command = [sys.executable, str(FOLDER / "run.py"), "tunix"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)

@@ -68,7 +68,7 @@ def test_alone(tmp_path, monkeypatch, capsys):
 
 
 def test_report_of_tiles_alone(tmp_path, capsys):
-    """Of a device of which the cost model is true: its choice by energy and delay loses nothing, that by time does."""
+    """The choice by energy and delay loses nothing on a device of which the cost model is true; that by time does."""
     constants = constants_for("NVIDIA H200")
     shapes = [Shape("identity", "NN", 16384, 4096, 4096), Shape("residual_sumsq", "NN", 16384, 2048, 8192)]
     alone, at_one_clock = (times_by(of, shapes=shapes) for of in (constants, H200_BY_TIME))

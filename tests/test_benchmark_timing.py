@@ -53,7 +53,7 @@ def test_rotation():
 
 
 def test_kernels_outside_of_xla():
-    """Those without a module belong to the burst they ran in, even if the clocks are some microseconds apart."""
+    """Kernels without a module belong to the burst they ran in, even if the clocks are some microseconds apart."""
     windows = [(1000.0, 2000.0), (5000.0, 6000.0)]
     spans = {"early": (900, 200), "in": (1200, 100), "late": (1990, 210), "between": (2000, 3000), "next": (5500, 50)}
     kernels = [timing.Kernel(name, "", float(start), float(duration)) for name, (start, duration) in spans.items()]

@@ -123,7 +123,7 @@ def test_optimised_hlo():
 
 
 def test_hlo_of_this_jax():
-    """What the installed jaxlib prints is parsed: the loop's body is there, and the product in it."""
+    """The HLO that the installed jaxlib prints is parsed: the loop's body is there, and the product in it."""
 
     def function(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w)

@@ -246,7 +246,7 @@ def test_experts():
 
 
 def test_streams():
-    """What a block returns with its statistic needs no pass in the next one."""
+    """A stream that a block returns with its statistic needs no pass in the next block."""
     x, p = arguments()
 
     @coda.block
@@ -476,7 +476,7 @@ def test_explain_tells_where_maps_go():
 
 
 def test_epilogues_have_a_limit():
-    """Of a long chain of maps the first are in the epilogue; a pass makes the others."""
+    """The first maps of a long chain are in the epilogue; a pass makes the others."""
 
     @coda.block
     def block(x, w):

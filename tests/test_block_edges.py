@@ -78,7 +78,7 @@ def test_several_axes_of_columns_stay():
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_columns_of_heads_before_a_function(heads):
-    """Of two heads too, whose two axes are as those of gate and up: JAX gives the function's cotangent."""
+    """JAX gives the function's cotangent, also for two heads, whose two axes are as those of gate and up."""
     x, w = random(0, 3, 4, 6), random(1, 6, heads, 8)
 
     def plain(x, w):

@@ -318,7 +318,7 @@ def test_scan_over_stacked_blocks(order):
 
 
 def products(block, remat):
-    """Of a step forward and backward, and how many attentions' products."""
+    """Counts the products of a step, forward and backward, and attention's."""
     graphdef, state = nnx.split(block)
     f = lambda x, state: nnx.merge(graphdef, state)(x)  # noqa: E731
     if remat is not None:

@@ -108,7 +108,7 @@ def write(made):
 
 
 def test_leftovers_of_a_day_go(tmp_path):
-    """Of a killed process; what is younger, of another name, or there alone stays."""
+    """A killed process's leftovers go after a day; a folder that is younger, of another name, or there alone stays."""
     path, hexadecimal = tmp_path / "model", "0" * 31
     fill(path)
     old = [tmp_path / f".model.{hexadecimal}0", path / f".model.{hexadecimal}1", path / f".{hexadecimal}2"]

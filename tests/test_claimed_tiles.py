@@ -481,7 +481,7 @@ GROUPED = {
 
 
 def compiled(folder, *flags):
-    """What g++ says."""
+    """Compiles run.cc and returns what g++ says."""
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-gnu-unique", *flags, "-o", "run.so", "run.cc"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
 

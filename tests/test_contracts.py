@@ -1,4 +1,4 @@
-"""What the kernel asks of a generated Epilogue and Config: a member that is missing or ill-typed is one error."""
+"""The members that the kernel asks of a generated Epilogue and Config: one missing or ill-typed is one error."""
 
 import re
 

@@ -114,7 +114,7 @@ def test_tables_of_16_bits_count_twice(dtype, keeps):
 
 
 def test_instructions_are_counted_for_an_element():
-    """Of a pair of halves or neighbours there are two; of parts those of the one with most."""
+    """A pair of halves or neighbours has two elements; the part with most instructions counts."""
     for name in ("rotary_qkv", "rotary_neighbours"):
         problem = Shape(name, "NN", 256, 1536, 256).problem
         assert element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes)).arithmetic == 4

@@ -144,7 +144,7 @@ class Wrapped(nnx.Module):
 
 @pytest.mark.parametrize("place", ["attention.qkv", "mlp.gate_up", "mlp.down"])
 def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
-    """Where the program is lowered for a GPU, once; elsewhere nothing is said."""
+    """A module in the place of a Linear is reported once where the program is lowered for a GPU, elsewhere never."""
     module = block()
     parent, name = place.split(".")
     base = getattr(getattr(module, parent), name)

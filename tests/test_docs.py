@@ -1,4 +1,4 @@
-"""What builds the documentation: pages as notebooks, docstrings as reStructuredText, the table of operators."""
+"""The builders of the documentation: pages as notebooks, docstrings as reStructuredText, the table of operators."""
 
 import ast
 import csv
@@ -110,7 +110,7 @@ def test_every_training_step_donates_its_state():
 
 @pytest.mark.slow
 def test_the_step_with_adapters_updates_its_state_in_place():
-    """That of the page on fine-tuning, with the frozen base in it."""
+    """The step of the page on fine-tuning updates its state in place, with the frozen base in it."""
     names = {}
     training, *_ = pages.blocks_of((ROOT / "docs" / "finetune.md").read_text())
     exec(training, names)
@@ -170,7 +170,7 @@ def test_the_table_of_operators_has_those_of_the_readme():
 
 
 def test_bytes_and_residuals_of_a_feed_forward_layer():
-    """What the docstring of `coda.mlp` says in words, and what algebra says of its products."""
+    """The table says what the docstring of `coda.mlp` says in words, and what algebra says of its products."""
     (mlp,) = (operator for operator in operators.OPERATORS if operator.name == "gated_mlp")
     assert operators.kept(mlp) == "float32 (M), bfloat16 (M, 2F); 4 M F + 4 M bytes"
     rows = list(operators.product_rows(mlp))

@@ -35,7 +35,7 @@ def _five_passes(acc):
 
 
 def _odd_columns(acc, tile, bias, table, scale):
-    """Of each operand only the second of two neighbouring columns is read."""
+    """Reads only the second of two neighbouring columns of each operand."""
     even, odd = _heads(acc)[..., 0::2], _heads(acc)[..., 1::2]
     of_tile, of_bias = _heads(tile)[..., 1::2], _heads(bias[None, :])[..., 1::2]
     of_table, of_scale = table[:, None, 1::2], scale[None, None, 1::2]

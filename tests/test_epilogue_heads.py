@@ -180,7 +180,7 @@ CASES |= {
     ids=["first", "head", "last", "squeezed"],
 )
 def test_one_column_does_not_meet_all(f):
-    """What is broadcast from a slice of the columns is in no other tile."""
+    """A value that is broadcast from a slice of the columns is in no other tile, and is refused."""
     with pytest.raises(NotTileLocalError, match="combines columns"):
         trace(f, acc_of(24), ())
 

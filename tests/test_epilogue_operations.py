@@ -165,7 +165,7 @@ def _expressions() -> dict[str, Case]:
 
 
 def _derivatives() -> dict[str, Case]:
-    """What jax.vjp of an epilogue yields is an epilogue."""
+    """The cases of derivatives: jax.vjp of an epilogue yields an epilogue."""
 
     def vjp(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda a, ct, *x: jax.vjp(f, a, *x)[1](ct)

@@ -125,7 +125,7 @@ def test_the_period_is_part_of_the_program():
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_gradient_with_leading_axes(residuals):
-    """Of the tables too: sums over the batch and the heads."""
+    """The gradients are those of plain JAX, of the tables too: sums over the batch and the heads."""
     x, w = normal(1, BATCH, ROWS, K), normal(2, K, N) / 4
 
     def fused(x, w, *tables):

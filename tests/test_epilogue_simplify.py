@@ -82,7 +82,7 @@ def _product(tree: Tree, values: Any, seen: list[Any]) -> Any:
 
 
 def test_random_products_keep_their_range():
-    """Where nothing in a product leaves float32's normal range, nothing in its program does."""
+    """Nothing in a product's program leaves float32's normal range if nothing in the product does."""
     rng, fewer, kept = np.random.default_rng(0), 0, 0
     for _ in range(200):
         tree = (_random_tree(rng, int(rng.integers(2, 8))), 0)

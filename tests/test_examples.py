@@ -32,7 +32,10 @@ def test_it_is_short_and_says_how_to_run_it(name):
 
 
 def optional_packages(path):
-    """Those of this program and of the files that it imports; folders of Hugging Face and of PEFT need safetensors."""
+    """The optional packages of this program and of the files that it imports.
+
+    Folders of Hugging Face and of PEFT need safetensors.
+    """
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -107,7 +110,7 @@ def test_new_architecture():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps", "factor"), [("bert", 60, 0.9), ("vit", 40, 0.8)])
 def test_models_that_look_both_ways(name, steps, factor):
-    """Of a layer two norms are left to XLA, forward and backward, and attention; of what joins, vectors of weights."""
+    """XLA has a layer's two norms and attention, forward and backward; its concatenations are of vectors of weights."""
     losses, found = example(name)["main"](steps)
     assert sum(losses[-5:]) < factor * sum(losses[:5])
     assert found.kernels == sum(found.products.values()) > 24 and not found.notes  # all of them, 12 a layer

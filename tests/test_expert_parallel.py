@@ -172,7 +172,7 @@ def test_what_fsdp_moves(by_columns):
 
 
 def test_a_device_has_the_same_features_of_both_parameters():
-    """Where the mesh axes that cut F come in other orders."""
+    """A device has the same hidden features of both if the mesh axes that shard F come in other orders."""
     sizes, rules, tokens = SCHEMES["all"]
     down = ("expert", ("fan_in", "mlp"), "embed")
 
@@ -187,7 +187,10 @@ def test_a_device_has_the_same_features_of_both_parameters():
 
 
 def test_sums_over_the_axis_of_hidden_features():
-    """Of the result in the compute dtype, of as many rows as a device has tokens; sequence parallelism scatters it."""
+    """The result is summed in the compute dtype, with as many rows as a device has tokens.
+
+    Sequence parallelism scatters it.
+    """
     given = arrays(8, 4)
     given = [given[0].astype(jnp.bfloat16), *given[1:]]
     rules = {**BATCH, "expert": "expert", "mlp": "tensor"}

@@ -86,7 +86,7 @@ def of_passes(found):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_one_by_one(order):
-    """What stands between two blocks is told with its lines; a block of that order leaves less, and is told nothing."""
+    """The passes between two blocks are told with their lines; a block of that order leaves less, and no advice."""
     apart, together = explained(OneByOne, order), explained(of_library, order)
     (advice,) = of_passes(apart)
     assert "GatedMLP_0" in advice.about and "in one coda.block" in advice.change
@@ -118,7 +118,7 @@ def test_small_blocks(order):
 
 
 def test_models_of_the_library():
-    """What stands between a layer and the head, and between experts, is the library's own."""
+    """The passes between a layer and the head, and between experts, are the library's own, and no advice is given."""
     dense = layers.LlamaConfig(
         vocab_size=8192,
         hidden_size=D,

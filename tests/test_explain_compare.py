@@ -199,7 +199,7 @@ def test_xlas_figures_where_the_gpu_is_attached(monkeypatch):
 
 
 def test_temporaries():
-    """What is held from one operation to the next, and in whose place a pass writes."""
+    """Temporaries are what is held from one operation to the next; a pass may write in the place of what it reads."""
     n = 256
     size = 4 * n * n
     a = array(n, n, dtype=jnp.float32)

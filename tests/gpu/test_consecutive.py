@@ -78,7 +78,7 @@ def test_products_in_a_row_give_the_bits_of_products_apart(jit):
 
 
 def test_a_missing_wait_shows(monkeypatch):
-    """What the test above would catch."""
+    """The test above would catch a missing wait: without it, some results differ from those of products apart."""
     source_of = kernel._source
 
     def plant(*args, **options):

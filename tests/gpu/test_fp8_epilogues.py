@@ -26,7 +26,7 @@ def check(got, want):
 
 
 def expected(epilogue, a, b, dtype=None):
-    """What the epilogue computes operation by operation; tiles in this dtype."""
+    """Returns what the epilogue computes operation by operation, tiles in this dtype."""
     with jax.default_device(CPU):
         acc = jnp.asarray(np.asarray(a, np.float32) @ np.asarray(b, np.float32))
         outputs = jax.tree.leaves(epilogue(acc))
@@ -54,7 +54,7 @@ def test_results(name):
 
 @pytest.mark.parametrize("shape", [(16, 16), (272, 400), (1040, 784)], ids=str)
 def test_copies_and_the_maximum(shape):
-    """Of tiles at the edge, of a few and of many."""
+    """Copies and the maximum are exact for tiles at the edge, for a few and for many."""
     m, n = shape
     a, b = transposed.random(m, 336), transposed.random(336, n)
 
@@ -87,7 +87,7 @@ def test_batches(axes):
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_gradients(residuals):
-    """Of transposed results of 8 bits, by the kernel and by XLA's form."""
+    """The gradients of transposed results of 8 bits are alike by the kernel and by XLA's form."""
     a, b = transposed.A.astype(jnp.bfloat16), transposed.B.astype(jnp.bfloat16)
 
     def loss(a, b, implementation):

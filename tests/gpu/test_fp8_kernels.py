@@ -112,7 +112,7 @@ def error(a, b, **options):
 
 @pytest.mark.parametrize(("data", "promote"), MEASURED)
 def test_the_error_is_that_of_the_tensor_cores(data, promote):
-    """Of promotion no less either, or it would be done more often than asked for."""
+    """The error is no less than measured either: with less, sums would be promoted more often than asked for."""
     for k, measured in zip(LENGTHS, MEASURED[data, promote], strict=True):
         of_k = error(*random(data, k), config=GemmConfig(split_k=False, promote=promote))
         assert 0.4 * measured < of_k < 1.6 * measured, k

@@ -174,7 +174,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_missing_wait_shows(fault):
-    """What the test above would catch: with one wait gone, the bits differ from the right kernel's."""
+    """The test above would catch a missing wait: with one gone, the bits differ from the right kernel's."""
     a, b, operands = _arguments(fault.program, fault.shape)
 
     def plant(source):
