@@ -1,4 +1,4 @@
-"""What coda.explain says that products cost, what is left to XLA between them, and what is kept for going back."""
+"""The costs of products that coda.explain tells, what is left to XLA between them, and what is kept for going back."""
 
 import collections
 import functools
@@ -86,7 +86,8 @@ def test_a_named_device_has_its_table(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", explained.DEVICES)
 def test_times_of_record(name):
-    """Of epilogues that were measured: most within 6 %; the backward pass of gates and mish take longer than expected.
+    """Most measured epilogues take the expected time within 6 %; the backward pass of gates and mish take longer.
+
     XLA's form takes as long as is said, or longer.
     """
     found = list(explained.epilogues(name))
@@ -116,7 +117,7 @@ def test_the_step_of_record(name):
 
 
 def test_plain_jax():
-    """What XLA has to do between the products of the plain step, four times as much, and what that keeps."""
+    """The passes of the plain step take about the measured time, and what it keeps is most of its temporaries."""
     found = explained.training_step("nvidia_h200", "xla", traced_as="xla")
     assert found.ms == {} and found.passes_ms == pytest.approx(found.measured_passes_ms, rel=0.2)
     assert 0.7 < found.kept_gib / found.temporaries_gib < 1
@@ -237,7 +238,7 @@ def test_what_stands_alone():
 
 
 def test_parts_of_arrays():
-    """Of what is sliced or gathered a pass reads the part, of what is updated in place it writes the update."""
+    """A pass reads the part of what is sliced or gathered, and writes the update of what is updated in place."""
     m, n = 512, 256
 
     def f(x, i, out, w):

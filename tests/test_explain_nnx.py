@@ -40,7 +40,7 @@ def pure_of(*nodes):
 
 
 def told(found):
-    """Of one JAX version and one model: products, passes, what is kept and what is held."""
+    """The products, the passes, what is kept and what is held, alike for one JAX version and one model."""
     return (
         found.products,
         found.other_products,

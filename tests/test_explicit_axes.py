@@ -167,7 +167,7 @@ QUICK = {
     ],
 )
 def test_types(name, plan):
-    """What JAX would refuse it refuses where it is traced."""
+    """JAX traces every model under every plan: all that it would refuse it refuses there."""
     for function in (values, step, of_logprobs, decoded):
         traced(function, name, plan)
 
@@ -207,7 +207,7 @@ def test_values_of_a_batch_that_the_mesh_does_not_divide(kind, plan):
 
 
 def test_each_device_has_the_key_heads_of_its_queries():
-    """Where there are fewer than devices, attention is that of a device's own query heads all the same."""
+    """Attention is that of a device's own query heads, also if key heads are fewer than devices."""
     seen = []
 
     def attention(q, k, v, *, mask, is_causal, local_window_size):

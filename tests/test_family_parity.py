@@ -77,7 +77,7 @@ def test_logits_loss_and_gradients(case):
 
 @each_family
 def test_folders(case, tmp_path):
-    """What transformers saves we load; what we save, transformers loads, as the same kind of model."""
+    """We load what transformers saves, and transformers loads what we save, as the same kind of model."""
     reference = theirs(case)
     tokens = torch.from_numpy(TOKENS)
     want = reference(tokens).logits.detach().numpy()

@@ -169,7 +169,7 @@ def test_nvrtc_is_searched_in_cuda_home(tmp_path, monkeypatch):
 
 
 def test_failed_job_is_tried_again(cache, tmp_path):
-    """What was missing may be there the second time."""
+    """A job that failed is compiled the second time: the file that was missing may be there."""
     missing = tmp_path / "late.cuh"
     text = f'#include "{missing}"\n' + source(3)
     with pytest.raises(RuntimeError, match=r"late\.cuh"):

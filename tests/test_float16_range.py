@@ -22,7 +22,7 @@ def large(x):
 @pytest.mark.parametrize("out_dtype", [F16, F32])
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_products_beyond_the_range(residuals, out_dtype):
-    """What the epilogue brings back has its gradient; acc itself is up to 3e5."""
+    """A value that the epilogue brings back into the range has its gradient; acc itself is up to 3e5."""
     a, b = (100 * normal(i, *shape) for i, shape in enumerate(((40, 64), (64, 48))))
     a, b = a.astype(F16), b.astype(F16)
     scale = jnp.float32(1e-5)

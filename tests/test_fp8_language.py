@@ -90,7 +90,7 @@ def test_results(name):
 
 @pytest.mark.parametrize("name", ["astype", "saturate", "astype e5m2"])
 def test_xla_keeps_the_rounding(name):
-    """Of a value that the epilogue, or the program behind it, reads again in float32."""
+    """XLA keeps the rounding of a value that the epilogue, or the program behind it, reads again in float32."""
     epilogue, expected = VALUES[name]
     want = wide(expected(ACC, wide(X8)))
     inside = jax.jit(
@@ -106,7 +106,7 @@ def test_xla_keeps_the_rounding(name):
 
 
 def test_dtypes_of_results():
-    """What the epilogue makes a float of 8 bits stays one, all else has a's dtype; out_dtype has the last word."""
+    """A result that the epilogue makes a float of 8 bits stays one, all others have a's dtype; out_dtype comes last."""
 
     def epilogue(acc):
         return {"q": coda.saturate(acc, E4M3), "t": acc.astype(E5M2), "h": acc.astype(jnp.float16), "y": acc}

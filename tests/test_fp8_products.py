@@ -260,7 +260,7 @@ def test_explain():
 
 
 def config_of(k, **given):
-    """What explain says of the tile."""
+    """Returns what explain says of the tile, and the promote_blocks of its source."""
     a, b = jax.ShapeDtypeStruct((8192, k), E4M3), jax.ShapeDtypeStruct((2048, k), E4M3)
     config = coda.GemmConfig(**given) if given else None
     (product,) = coda.explain(functools.partial(gemm, config=config), a, b, device=DEVICE, source=True).products

@@ -44,7 +44,7 @@ def test_by_xla(dtype):
 
 @pytest.mark.parametrize("dtype", FP8)
 def test_xla_keeps_it(dtype):
-    """Where the dtype is at once left again."""
+    """XLA keeps the rounding where the dtype is at once left again."""
     x = edges(dtype)
     rounded = jax.jit(lambda x: round_to(x, np.dtype(dtype)).astype(jnp.float32))(x)
     np.testing.assert_array_equal(rounded, expected(x, dtype).astype(np.float32))

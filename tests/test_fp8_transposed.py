@@ -140,7 +140,7 @@ def test_vectors():
 
 
 def test_programs():
-    """What is stored in another order is no other value."""
+    """A result that is stored in another order is no other value."""
 
     def stores(epilogue, shape=(M, N)):
         return trace(epilogue, jax.ShapeDtypeStruct(shape, jnp.float32), ())[0].program.stores
@@ -379,7 +379,7 @@ STEP = st.sampled_from(["scale", "saturate", "astype", "bf16", "T", "order"])
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(st.lists(STEP, max_size=6), st.sampled_from([16, 32, 48]), st.sampled_from([16, 32, 48]))
 def test_any_steps(steps, m, n):
-    """What is not refused is what JAX computes."""
+    """Steps that are not refused give what JAX computes."""
 
     def epilogue(acc):
         y = acc

@@ -138,7 +138,7 @@ def test_several_right_hand_sides():
 
 
 def backward_products(a, ts, parts):
-    """Of the gradients: K is joined in the first, N and a tile of N in the second."""
+    """The products of the gradients: K is joined in the first, N and a tile of N in the second."""
     options = {"implementation": "auto"}
 
     def halved(acc, w):

@@ -290,7 +290,7 @@ def test_fallback_is_said_once(multiply, types, reason):
 
 
 def test_the_fallback_warning_is_at_the_user_s_line(monkeypatch):
-    """Of the call that made the product, wherever it is lowered; of a layer's product that is the layer's call."""
+    """The warning is at the call that made the product, wherever it is lowered; for a layer's, at the layer's call."""
     layer = GatedMLP(64, 40, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
     def multiply(a, b):

@@ -253,7 +253,7 @@ def test_a_turn_takes_about_a_millisecond(tile):
 @pytest.mark.parametrize("program", ["identity", "column_sum", "residual_sumsq"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_claims_have_a_place_in_shared_memory(tile, program, monkeypatch):
-    """Where a block's shared memory ends before them a kernel's blocks have tiles of their own."""
+    """A kernel's blocks have tiles of their own where a block's shared memory ends before the claims."""
     found, _ = kernel_of(program, tile)
     needed = found.call.smem_bytes
     assert "claims = true" in found.call.source

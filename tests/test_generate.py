@@ -241,7 +241,7 @@ def test_logits_that_give_no_token(options, value):
 
 
 def reference_probabilities(logits, top_k, top_p):
-    """Of one row, token by token, in float64."""
+    """The probabilities of one row, token by token, in float64."""
     order = np.argsort(-logits, kind="stable")[:top_k]
     weights = np.exp(logits[order] - logits.max())
     probabilities, kept, total = weights / weights.sum(), [], 0.0
@@ -269,7 +269,7 @@ def test_the_tokens_that_may_be_drawn(top_k, top_p):
 @pytest.mark.parametrize("options", [{}, {"top_k": 20, "top_p": 0.6}], ids=str)
 @pytest.mark.slow
 def test_first_tokens_have_the_model_s_distribution(options):
-    """Of 4000 draws at temperature 2, each token's share is within five standard deviations."""
+    """Each token's share of 4000 draws at temperature 2 is within five standard deviations of its probability."""
     model, count, temperature = llama(num_hidden_layers=1), 4000, 2.0
     logits = np.asarray(model(jnp.asarray(PROMPTS[:1, :2])), np.float64)[0, -1] / temperature
     p = reference_probabilities(logits, options.get("top_k"), options.get("top_p"))
@@ -341,7 +341,10 @@ def test_no_weight_is_cast_in_the_loop():
 
 
 def test_what_is_hoisted():
-    """What reads the invariant and nothing that varies, seen through jit and custom rules; effects stay."""
+    """All that reads the invariant and nothing that varies is hoisted, seen through jit and custom rules.
+
+    Effects stay.
+    """
     ran = []
 
     def step(weights, x):

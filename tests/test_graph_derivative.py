@@ -24,7 +24,7 @@ def swiglu(z):
 
 
 class InJax:
-    """What a case is written in: here plain JAX, so that JAX differentiates it."""
+    """The operations that a case is written in, here in plain JAX, so that JAX differentiates it."""
 
     @staticmethod
     def product(a, b, **options):
@@ -99,7 +99,7 @@ def graph(f, args):
 
 
 def gradients(f, args):
-    """Of the sum of the result's sines, by the graph of the cotangents."""
+    """The gradients of the sum of the result's sines, by the graph of the cotangents."""
     leaves, out = graph(f, args)
     dout = Leaf(out.shape, jnp.float32)
     found = cotangents_of([out], [dout], leaves)

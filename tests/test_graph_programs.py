@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 
 def programs(name):
-    """Of value and gradients of a form: its products in their order, kept MiB a million rows, and XLA's tiles."""
+    """The products of a form's value and gradients in their order, the columns that are kept, and XLA's tiles."""
     x, p = jax.eval_shape(lambda: arguments(jnp.bfloat16, **SIZES))
     tables = {key: p.pop(key) for key in ("cos", "sin")}
     block = in_block(name)

@@ -269,7 +269,7 @@ def segment_sums(x, sizes):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("m", "groups"), [(M, G), (M, M), (M, 1), (M, N)])
 def test_gradients(m, groups, dtype, residuals):
-    """Of tanh(acc + x) s: each group's sum over its rows, in float32, rounded once."""
+    """The gradients of x and s in tanh(acc + x) s are each group's sum over its rows, in float32, rounded once."""
     a, b = random(m, K, seed=8), random(K, N, seed=9)
     x, s = random(groups, N, seed=1, dtype=dtype), random(groups, seed=2, dtype=dtype)
     sizes, weights = sizes_of(m, groups, seed=m), random(m, N, seed=3)

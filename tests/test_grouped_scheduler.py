@@ -266,7 +266,7 @@ def check_rows(library, offsets, m, n, k, *, parts=False, cluster_m=2, clusters=
 
 
 def _check_always(found, m, n, k, cluster_m, clusters, columns):
-    """What holds for any offsets."""
+    """Checks what holds for any offsets."""
     assert np.all(found.agree), "`work` and `claimed` differ"
     assert np.all(found.first_block == 0)
     assert np.all(found.blocks == found.blocks_of)

@@ -1,5 +1,6 @@
-"""What a tile of a product of groups writes, by the kernel's own epilogue on the host: rows of other groups stay as
-they are. And what a k block loses that has rows of two groups.
+"""The stores of a tile of a product of groups, by the kernel's own epilogue on the host: rows of other groups stay.
+
+Also the rows that a k block loses which has rows of two groups.
 """
 
 import dataclasses
@@ -112,7 +113,7 @@ def rows_of_piece(name):
 
 
 def check(library, name, pieces, acc, **options):
-    """That the pieces' own elements are as they should be, and all others as they were."""
+    """Checks that the pieces' own elements are as they should be, and all others as they were."""
     spec, kernel = library.kernels[name]
     found = library.store(name, kernel, pieces, acc, [np.zeros(4, np.int32)], **options)
     stores = spec.program.stores

@@ -1,4 +1,4 @@
-"""What stands in the files of a checkpoint is looked at, and a door that stays shut says why."""
+"""The files of a checkpoint are looked at, and a door that stays shut says why."""
 
 import dataclasses
 import json
@@ -189,7 +189,7 @@ def test_an_index_that_names_other_files_of_the_folder(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_stored_dtypes(dtype, tmp_path):
-    """What is written is read, and what numbers of 8 bits are in float32."""
+    """Parameters are read as they are written, numbers of 8 bits too, in float32."""
     model = model_of(LLAMA, param_dtype="float32" if dtype == "float64" else dtype)
     save_hf_folder(model, tmp_path)
     arrays = to_hf(model, LLAMA)

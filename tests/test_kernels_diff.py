@@ -24,7 +24,7 @@ ROOT = RECORD.parents[1]
 
 
 def run(*arguments):
-    """What Python prints in a process of its own: libcuda.so.1 is a stand-in there."""
+    """Returns what Python prints in a process of its own, in which libcuda.so.1 is a stand-in."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CODA_JAX_TUNED": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -163,7 +163,7 @@ def test_mutations_of_the_library_are_seen(tmp_path, mutation, expected):
 
 
 def digests(made):
-    """Of each product of the small cases: machine code, registers, spills, attributes and launch."""
+    """The digests of each product of the small cases: of machine code, registers, spills, attributes and launch."""
     records, images = made
     code = {}
     found = {}

@@ -74,7 +74,10 @@ def check_whatever_a_map_depends_on_is_seen(host):
 
 
 def check_every_part_of_a_request_for_a_map_is_seen(host):
-    """Of a alone: halves, split_rows, box_columns, box_rows, swizzle_bytes. The words: see the stand-in's map."""
+    """Every part of a's request is seen: halves, split_rows, box_columns, box_rows, swizzle_bytes.
+
+    The stand-in's map says what the words are.
+    """
     addresses = (14 * MIB, 15 * MIB, 16 * MIB, 17 * MIB)
     requests = {
         (1, 0, 64, 128, 128): ([K, 1, M, 1], [64, 1, 128, 1], 3),
@@ -94,7 +97,7 @@ def check_every_part_of_a_request_for_a_map_is_seen(host):
 
 
 def check_every_size_of_a_buffer_is_seen(host):
-    """Of a, (batch, m, k). The result differs with it but for k, in which b does."""
+    """Every size of a, (batch, m, k), is seen. The result differs with it but for k, in which b does."""
     addresses = (18 * MIB, 19 * MIB, 20 * MIB, 21 * MIB)
     shapes = {(2, M, K): 3, (3, M, K): 2, (3, 128, K): 2, (3, 128, 2 * K): 2, (384, 2 * K): 2, (1, 384, 2 * K): 2}
     for a, new in shapes.items():

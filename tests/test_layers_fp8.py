@@ -284,7 +284,7 @@ def test_layers_of_one_product_have_one_recipe():
 
 
 def test_recipes_of_single_layers():
-    """Of one layer of a model of one's own: keywords as each layer takes them."""
+    """One layer of a model of one's own takes a recipe as its keyword: its products' factors are of 8 bits."""
     x = jnp.ones((2, 16, WIDTH))
     rngs = nnx.Rngs(0)
     made = (

@@ -109,7 +109,7 @@ def test_weights_of_the_next_layer_wait_for_what_enters_this_one(remat):
 
 @pytest.mark.parametrize(("rules", "axis"), [(sharding.FSDP, "fsdp"), (sharding.DATA, "data")])
 def test_remat_does_not_pin_weights_that_are_gathered(rules, axis):
-    """What is pinned waits for the cotangent: under FSDP the gather of what is computed again must not."""
+    """Weights are not pinned under FSDP: their gather for what is computed again must not wait for the cotangent."""
     of_several = jax.make_mesh((4,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     found = []
 
@@ -127,7 +127,7 @@ def test_remat_does_not_pin_weights_that_are_gathered(rules, axis):
 
 
 def test_remat_pins_what_is_no_weight():
-    """What enters a layer, and its options: their cotangents have to be there before it is computed again."""
+    """A layer's input and its options are pinned: their cotangents have to be there before it is computed again."""
     graphdef, params = nnx.split(nnx.List(map(Unequal, range(COUNT))))
 
     def run(params, x, shift):

@@ -1,4 +1,4 @@
-"""What the layers are made of: the products they call, what those keep, Streams, shapes, names and errors."""
+"""The structure of layers: the products they call, what those keep, Streams, shapes, names and errors."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ def test_a_llama_is_four_products_a_block_and_the_head():
 
 @pytest.mark.parametrize("layer", [layers.GatedMLP, layers.MLP])
 def test_a_call_reaches_the_primitive_in_few_steps(layer, monkeypatch):
-    """Of the library's own functions, beside JAX's: seventeen calls from the layer to the bind of a product."""
+    """The library's own functions, beside JAX's, make at most 17 calls from the layer to the bind of a product."""
     steps = []
     packages = [str(pathlib.Path(package.__file__).parent) for package in (coda, layers)]
 

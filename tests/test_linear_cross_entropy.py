@@ -276,7 +276,7 @@ def test_exponentials_are_as_exact_as_the_result(size, shift, transpose_w):
 
 
 def test_exponentials_out_of_range_are_made_again():
-    """Of logits of +-300, and of one row alone: bit for bit what the head that keeps logits gives."""
+    """The result for logits of +-300, and for one such row alone, is bit for bit that of the head that keeps logits."""
     x, kernel, labels = of_large_logits(100)
     one_row = (0.01 * x).at[200].multiply(300)
     for given in (x, one_row):

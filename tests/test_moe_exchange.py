@@ -53,7 +53,7 @@ def by_hand(counts, receive_rows):
 
 
 def copied(slices, rows, size):
-    """What numpy copies by the offsets of `slices` from the peers' rows to a buffer of this size, [(peer, row)]."""
+    """Copies the peers' rows in numpy, by the offsets of `slices`, to a buffer of this size, [(peer, row)]."""
     buffer = [None] * size
     for peer, *of_peer in zip(range(len(slices.sizes)), *slices, strict=True):
         for count, offset, peer_offset in zip(*of_peer, strict=True):
@@ -208,7 +208,7 @@ def test_both_ways_of_sending_give_the_same_bits(monkeypatch, routing, receive_r
 
 @pytest.mark.parametrize("receive_rows", [1, 7, 16, 1000])
 def test_a_limited_buffer_drops_and_counts(receive_rows):
-    """What is dropped is as if it had the weight zero, of values and gradients; each device counts its own."""
+    """A row that is dropped is as one of weight zero, in values and gradients; each device counts its own."""
     devices, tokens, k, num_experts = 4, 32, 2, 8
     given = arrays(tokens, k, num_experts)
     ids, mesh = given[1], mesh_of(devices)

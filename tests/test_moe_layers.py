@@ -279,7 +279,7 @@ def test_layers_of_both_kinds():
 
 @pytest.mark.slow
 def test_generation():
-    """What decoding says of each token is what the whole sequence says."""
+    """Decoding says of each token what the whole sequence says."""
     model = layers.Llama(TINY, rngs=nnx.Rngs(0))
     generated = layers.generate(model, TOKENS[:, :5], max_new_tokens=4).tokens
     for i in range(4):
@@ -481,7 +481,7 @@ def test_published_sizes():
 
 
 def test_adapters_of_experts_are_refused_by_name():
-    """Those of attention are put there, also by PEFT's files; none of experts or of a router."""
+    """Attention takes adapters, also from PEFT's files; neither experts nor a router do."""
     model = layers.Llama(dataclasses.replace(TINY, qk_norm=True), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="target 'gate_up': the model has experts, for which there are no adapters"):
         layers.add_lora(model, 2, rngs=nnx.Rngs(0))
