@@ -123,7 +123,7 @@ def test_load_balancing_loss(case, masked):
 
 @pytest.mark.parametrize("case", CASES)
 def test_folders(case, tmp_path):
-    """What transformers saves, in one file or several, we load; what we save, transformers loads."""
+    """We load what transformers saves, in one file or several, and transformers loads what we save."""
     reference = theirs(case)
     tokens = torch.from_numpy(TOKENS)
     want = reference(tokens).logits.detach().numpy()

@@ -74,7 +74,7 @@ def test_gather_and_sum_are_each_other_s_gradient(dtype, k):
 
 
 def test_sums_are_float32():
-    """Of bfloat16 rows 1, 2^-9 and 2^-9 as well: no partial sum is rounded to bfloat16."""
+    """No partial sum is rounded to bfloat16, of bfloat16 rows 1, 2^-9 and 2^-9 either."""
     order = moe.order_by_expert(ids_of(8, 3, 4), 4)
     routed = jnp.tile(jnp.array([1, 2**-9, 2**-9], jnp.bfloat16), 8)
     y = routed[order.rows][:, None] * jnp.ones((1, 3), jnp.bfloat16)
@@ -182,7 +182,7 @@ def test_choice_against_a_loop(scoring, normalized, groups, with_bias):
 
 
 def test_gradient_of_the_weights():
-    """That of a gather of the scores; none goes to the bias."""
+    """The gradient of the weights is that of a gather of the scores; none goes to the bias."""
     logits = jax.random.normal(jax.random.key(0), (11, 6))
     cotangent = jax.random.normal(jax.random.key(1), (11, 2))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside what ours model: it stays with the model, and is written again."""
+"""The contents of a checkpoint that our classes do not model stay with the model, and are written again."""
 
 import copy
 import dataclasses

@@ -117,7 +117,10 @@ def test_a_label_that_the_vocabulary_does_not_have_is_not_ignored(dtype, label):
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_accumulated_microbatches_are_the_batch(adapted):
-    """Of packed rows with 12 and 16 labels, one of which has weight 0.5: sums, divided by the sum of their weights."""
+    """The batch's values are sums of packed rows, divided by the sum of their weights.
+
+    The rows have 12 and 16 labels, one of which has weight 0.5.
+    """
     model, labels = Bigram(64), jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)))
     weights = jnp.ones((2, 16)).at[1, 3].set(0.5)
     if adapted:

@@ -234,7 +234,7 @@ def test_dimensions_that_may_be_cut(epilogue, operand, part_of_a, part_of_b):
 
 
 def test_batches():
-    """Of a, of b, and sharded by their batch."""
+    """Products with a batch of a, or of a and b, are those of one device, also where their batch is sharded."""
     a, b = jnp.stack([A, -A, 2 * A, A + 1]), jnp.stack([B, B + 1, -B, B])
 
     def both(a, b, row):

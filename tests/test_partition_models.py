@@ -120,7 +120,7 @@ def placed_on(mesh, rule, params, name):
 
 
 def cut_by_length(region):
-    """What sequence parallelism asks of the stream of activations between products: it is cut by T, too."""
+    """Shards the stream of activations between products by T, too, as sequence parallelism asks."""
     spec = P("data", "model") if region != "partly manual" else P(None, "model")
 
     def laid(x):
@@ -211,7 +211,7 @@ HEAD = WIDTH * VOCABULARY
 
 
 def summed_gradients(kind, parts=1):
-    """Of all weights over data, each of so many parts."""
+    """The sums of all weights' gradients over data, each of so many parts."""
     return (
         (3 * LAYERS, kind, "f32", "data", QKV // parts),
         (LAYERS, kind, "f32", "data", OUT // parts),

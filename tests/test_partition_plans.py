@@ -1,4 +1,4 @@
-"""What is moved for a product whose arguments and results lie in given ways; by what split products are named."""
+"""The moves for a product whose arguments and results are sharded in given ways; the digests that name products."""
 
 import dataclasses
 import math
@@ -115,7 +115,7 @@ def test_parts_are_whole(shapes, specs, asked, cuts):
 
 
 def test_operands_say_how_columns_lie():
-    """Where neither factors nor results do; and not against them."""
+    """Operands say how columns are sharded where neither factors nor results do, and not against them."""
     spec, shapes = spec_of(lambda a, b, row: coda.gemm(a, b, row, epilogue=jnp.add), (M, K), (K, N), (N,))
     assert planned(spec, shapes, (P("x"), P(), P("y")), (P(),)).over(Dimension.N) == ("y",)
     assert planned(spec, shapes, (P("x"), P(), P("y")), (P("x"),)).over(Dimension.N) == ("y",)
@@ -134,7 +134,7 @@ def rotated(acc):
     ids=str,
 )
 def test_units_are_whole_heads_and_whole_tables(rows, found):
-    """Of several axes of rows the first alone is cut, into parts that each have the table's rows some times."""
+    """The first of several axes of rows alone is sharded; each part has the table's rows a whole number of times."""
 
     def epilogue(acc, table):
         heads = rotated(acc).reshape(acc.shape[0], -1, 8)

@@ -126,7 +126,7 @@ def plain(epilogue, a, b, *operands):
 
 
 def program_of(f, *args):
-    """Of the one product in f."""
+    """The program of the one product in f."""
     (equation,) = (one for one, _ in equations_of(f, *args)[0] if one.primitive in PRIMITIVES)
     return equation.params["spec"].program
 
@@ -161,7 +161,7 @@ def test_what_stays(name):
 
 
 def test_as_many_rows_as_columns():
-    """What an operand is follows from its axis, not from its size."""
+    """The kind of an operand follows from its axis, not from its size."""
     epilogue, *_ = CASES["both axes"]
     args = arrays([(N,), (N, 1)], m=N)
     assert_close(jax.jit(product(epilogue))(*args), plain(epilogue, *args), 1e-5)
@@ -202,7 +202,7 @@ def test_several_axes_of_rows():
 
 
 def test_columns_in_several_arrays():
-    """Of an operand in as many arrays as b nothing is made first: its columns are not one array."""
+    """An operand in as many arrays as b has no prelude: its columns are not one array."""
 
     def epilogue(acc, scale):
         return jnp.split(acc * jnp.exp(scale), [N // 2], axis=1)

@@ -268,7 +268,7 @@ def test_blocks_with_every_option():
 
 
 def test_parameters_are_made_as_asked():
-    """Of ones the products are sums of rows."""
+    """The products are sums of rows where parameters are made of ones."""
     linear = layers.Linear(16, 24, param_dtype=jnp.bfloat16, kernel_init=ONES, rngs=nnx.Rngs(0))
     assert linear.kernel.dtype == jnp.bfloat16
     rows = jnp.sum(X, axis=-1, keepdims=True)

@@ -97,7 +97,7 @@ def described(default):
 
 
 def members(cls):
-    """What a class and those of its bases that are ours have: constructor, methods, attributes."""
+    """The members of a class and of those of its bases that are ours: constructor, methods, attributes."""
     ours, others = ([base for base in cls.__mro__ if is_ours(base) == flag] for flag in (True, False))
     inherited = {name for base in others for name in [*vars(base), *inspect.get_annotations(base)]}
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
@@ -117,7 +117,7 @@ def members(cls):
 
 
 def served(module, name):
-    """What the module's __getattr__ gives, if it warns; None of a name that is there, but public no more."""
+    """Returns what the module's __getattr__ gives, if it warns; None of a name that is there, but public no more."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = getattr(module, name, None)
@@ -147,7 +147,7 @@ def names_of(module, recorded, places):
 
 
 def today(record):
-    """What is public, as it is recorded."""
+    """Returns what is public, as it is recorded."""
     places, found = {}, {}
     for module in sorted({*MODULES, *record}):
         recorded = [name for name in record.get(module, ()) if "." not in name]
@@ -171,7 +171,7 @@ def problems(recorded, now):
 
 
 def additions(recorded, now):
-    """What is not on record of a name."""
+    """Lists what is not on record of a name."""
     if recorded is None:
         return ["the name"]
     return [entry for entry in now if entry not in recorded] if isinstance(now, dict | list) else []

@@ -169,7 +169,10 @@ def test_gradients_of_many(case, m, groups, dtype, residuals):
 @pytest.mark.parametrize("case", ["every kind", "fragile"])
 @pytest.mark.parametrize("sizes", [[7, 0, 9, 1, 12, 6], [20, 0, 0, 0, 0, 20], [0, 40, 0, 0, 0, 0], [0] * 6])
 def test_a_group_offset(case, sizes):
-    """Of six groups b has four, from the first, second or third on: rows in front are in none too."""
+    """The gradients hold where b has four of six groups, from the first, second or third on.
+
+    Rows in front are in none too.
+    """
     for first in (0, 1, 2):
         check_gradients(case, 40, 6, F32, np.array(sizes, np.int32), "preactivation", first=first)
 
@@ -199,7 +202,7 @@ def test_the_derivative_in_the_epilogue(monkeypatch):
 
 
 def test_a_row_in_no_group_stands_for_one_with_its_own_group():
-    """Of a row of one group and an operand of another the epilogue here is not finite."""
+    """The gradients are finite, though the epilogue is not for a row of one group and an operand of another."""
     sizes, first = jnp.asarray([2, 5, 0, 4, 0, 6, 3], jnp.int32), 1
     group = np.array([1, 1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 5, 5, 6, 6, 6, 7, 7])
     a, b = random(0, 22, K), random(1, 5, K, N)  # of the groups 1 to 5
@@ -276,7 +279,7 @@ def test_second_derivatives():
         return jax.jit(jax.grad(norm, range(len(arrays))))(*arrays)
 
     def finite(outputs, group):
-        """Of rows and groups that are there."""
+        """Keeps rows and groups that are there; the others are 0."""
         each = [
             (group >= 0) if x.shape[0] == m else np.bincount(group[group >= 0], minlength=groups) > 0 for x in outputs
         ]

@@ -142,7 +142,7 @@ def test_manual_axes(layout):
 
 @pytest.mark.parametrize("function", [coda.gemm, coda.ragged_gemm])
 def test_a_batch_over_an_explicit_axis(function):
-    """Of groups it is gathered, and the results are sharded by it again. Gradients of it are what JAX expects."""
+    """A batch of groups is gathered, and the results are sharded by it again. Its gradients are what JAX expects."""
     groups = function is coda.ragged_gemm
     a, sizes = random(0, 4, M, K), jnp.asarray([[5, 0, 9, 7], [1, 2, 3, 4], [0] * 4, [24, 0, 0, 0]], jnp.int32)
     b, batched = (B, (0, None, 0)) if groups else (B[0], (0, None))

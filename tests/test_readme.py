@@ -57,7 +57,7 @@ def test_first_screen():
 
 
 def test_few_numbers():
-    """What decides, and no more: in text, tables and code, without names as H100 or GPT-2."""
+    """The README has the numbers that decide, and no more: in text, tables and code, without names as H100 or GPT-2."""
     read = re.sub(r"\]\([^)]*\)", "]", TEXT)
     assert len(re.findall(r"(?<![\w.])(?<!\w-)\d+(?:\.\d+)*(?:e-\d+)?(?!\w)", read)) <= 40
 
@@ -117,7 +117,7 @@ def anchor(heading):
 
 @pytest.mark.skipif(not (ROOT / "AGENTS.md").exists(), reason="the documents are not beside these tests")
 def test_links():
-    """Of README, AGENTS, the report and docs: files and headings exist."""
+    """The links of README, AGENTS, the report and docs lead to files and headings that exist."""
     files = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "REPORT.md", *(ROOT / "docs").rglob("*.md")]
     for file in files:
         text = file.read_text()

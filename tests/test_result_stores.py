@@ -217,7 +217,7 @@ def values(rng, shape, *, has_extremes):
 
 
 def check(library, name, m, n, *, seed=0, blocks=2, has_extremes=False, **options):
-    """That a product's results are those of XLA's form, bit for bit, but for the signs of NaN and of zero maxima."""
+    """Checks that results are those of XLA's form, bit for bit, but for the signs of NaN and of zero maxima."""
     case = CASES[name]
     spec, made = case.kernel(m, n)
     rng = np.random.default_rng(seed)

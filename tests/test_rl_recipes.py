@@ -56,7 +56,10 @@ def trained(model, loss, data, steps, rate=3e-2):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_log_probabilities_of_a_model(tied):
-    """Those of its logits, with an adapted head, packed sequences and candidates; within segments by default."""
+    """The log-probabilities are those of the model's logits, with an adapted head, packed sequences and candidates.
+
+    They are within segments by default.
+    """
     model = layers.Llama(dataclasses.replace(CONFIG, tie_word_embeddings=tied), rngs=nnx.Rngs(0))
     layers.add_lora(model, 8, targets=["head"], rngs=nnx.Rngs(2))
     model.head.lora_b[...] = jnp.asarray(0.3 * RNG.standard_normal((8, VOCABULARY)), jnp.float32)

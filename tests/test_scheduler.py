@@ -1,5 +1,6 @@
-"""What the kernel's clusters work on, by cuda/scheduler.cuh itself on the host: every k block of every tile once; and
-split-K's sums, by cuda/partial_tiles_sm90.cuh, block after block.
+"""The work of the kernel's clusters, by cuda/scheduler.cuh itself on the host: every k block of every tile once.
+
+Also split-K's sums, by cuda/partial_tiles_sm90.cuh, block after block.
 """
 
 import ctypes

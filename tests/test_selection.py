@@ -1,4 +1,4 @@
-"""Which tests a run chooses: samples and slices together see every test."""
+"""The tests that a run chooses: samples and slices together see every test."""
 
 from types import SimpleNamespace
 

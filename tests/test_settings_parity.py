@@ -150,7 +150,7 @@ def our_logits(config, arrays):
 
 
 def attempted(function, *args):
-    """What it returns, or None where it raises."""
+    """Returns what the function returns, or None where it raises."""
     try:
         return function(*args)
     except Exception:  # whatever the library raises
@@ -177,7 +177,7 @@ def base(request):
 
 
 def fault(base, name, changed):
-    """What is wrong: settings that change logits on one side alone, or to others."""
+    """Says what is wrong: settings that change logits on one side alone, or to others."""
     settings, state, arrays, want, ours = base
     settings = {**settings, **changed}
     theirs = attempted(logits_of, settings, state)

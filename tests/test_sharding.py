@@ -196,7 +196,7 @@ def test_names_of_one_s_own():
 
 
 def test_a_kernel_whose_rows_are_not_divided_is_cut_by_columns():
-    """Of 12 hidden features two parts are cut, not four of two mesh axes; of those that neither axis can, an error."""
+    """A kernel's 12 rows are sharded by one mesh axis, not by both, which do not divide them; 13 rows are an error."""
     narrow = dataclasses.replace(LLAMA, intermediate_size=12)
     model = nnx.eval_shape(lambda: layers.Llama(narrow, separate_qkv=True, rngs=nnx.Rngs(0)))
     specs = by_path(sharding.parameter_specs(model, sharding.FSDP_TENSOR, mesh=mesh_of(fsdp=4, tensor=2)))

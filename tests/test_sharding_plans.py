@@ -141,7 +141,7 @@ def test_collectives_of_a_layer(plan):
 
 @pytest.mark.slow
 def test_without_rules_xla_is_misled(capfd):
-    """What the rules are for: the same parameters, without constraints on activations."""
+    """XLA is misled by the same parameters without constraints on activations, which is what the rules are for."""
     compiled, *_ = planned("llama", "fsdp and tensor", 2, rules=None)
     assert "all-to-all" in matrices(compiled)
     if jax.__version_info__ >= (0, 12):  # XLA of 0.10.2 says nothing

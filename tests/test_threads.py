@@ -60,7 +60,7 @@ def products(scale):
 
 @pytest.mark.slow
 def test_products_are_those_of_one_thread():
-    """Of equal and of different functions."""
+    """The products of several threads, of equal and of different functions, are those of one thread."""
     want = [products(scale) for scale in range(4)]
     for i, (values, text) in enumerate(at_one_time(*[functools.partial(products, i % 4) for i in range(THREADS)])):
         assert text == want[i % 4][1]

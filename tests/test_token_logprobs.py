@@ -263,7 +263,7 @@ def test_kernels():
 
 
 def test_frozen_weights_cost_no_product():
-    """Where only the delta is trained the product of w's gradient is gone from what is compiled."""
+    """The product of w's gradient is gone from what is compiled where only the delta is trained."""
     args = arguments(F32, 24, lead=(256,), width=16)
 
     def value(a, b, w):

@@ -83,7 +83,7 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_on_one_device(on_one_device, t
 
 
 def bytes_a_device(tree):
-    """Of each device."""
+    """The bytes of a tree on each device."""
     total = dict.fromkeys(DEVICES, 0)
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:

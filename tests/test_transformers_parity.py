@@ -100,7 +100,7 @@ def test_logits_loss_and_gradients(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("llama_bias_tied", "gpt2_gelu")])
 def test_folders(case, tmp_path):
-    """What transformers saves, in one file or several, we load; what we save, transformers loads."""
+    """We load what transformers saves, in one file or several, and transformers loads what we save."""
     reference = theirs(case)
     tokens = torch.from_numpy(TOKENS)
     want = reference(tokens).logits.detach().numpy()

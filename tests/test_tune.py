@@ -66,7 +66,7 @@ def test_gains_within_noise_are_none(table):
 
 @needs_nvrtc
 def test_a_tile_of_less_power_may_take_longer(table):
-    """Of two tiles, the one that takes less energy times time."""
+    """The tile of two that takes less energy times time is chosen, though it may take longer."""
     types = [jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2
     by_gain = {
         gain: tune.tune_with(fastest((128, 128), gain=gain), DEVICE, product, *types).products[0].config.tile.size

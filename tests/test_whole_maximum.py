@@ -77,7 +77,7 @@ def test_the_tile_does_not_meet_it():
 
 
 def test_reduction():
-    """What is said of it beside the axis."""
+    """The program says of the reduction that it is a maximum along all axes."""
     epilogue, _ = trace(lambda acc: jnp.max(acc), jax.ShapeDtypeStruct((M, N), jnp.float32), ())
     (reduction,) = epilogue.program.reductions
     assert reduction.op is ReductionOp.MAX and "max along all full: v0" in str(epilogue.program)

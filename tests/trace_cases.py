@@ -1,4 +1,4 @@
-"""What the tests of tracing share."""
+"""The types, values and comparison that the tests of tracing share."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What tests of coda.tune and of its tables share: a table of the test's own, invented times, what must hold."""
+"""The helpers of tests of coda.tune and of its tables: a table of the test's own, invented times, what must hold."""
 
 import json
 import re
