@@ -394,6 +394,6 @@ def _implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
 
 
 def _widest_head() -> int:
-    """Of cuDNN's attention, as JAX has it."""
+    """The widest head of cuDNN's attention, as JAX has it."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
     return 256 if float(capability) >= 9.0 else 128

@@ -78,6 +78,24 @@ def test_a_kind_of_operand_is_named_in_its_own_file_alone():
     assert matched == {}
 
 
+def without_subjects(source):
+    """First lines of docstrings that do not start with a subject."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    texts = (ast.get_docstring(node) or "" for node in nodes)
+    words = ("Of", "That", "Those", "What", "Where", "Which")
+    return [text.splitlines()[0] for text in texts if text.split(" ")[0] in words]
+
+
+def test_docstrings_start_with_their_subjects():
+    folders = "coda_jax", "flax_layers", "benchmarks", "docs", "examples", "tests"
+    assert {path: found for path in files(*folders) if (found := without_subjects(path.read_text()))} == {}
+
+
+def test_a_docstring_without_a_subject_is_found():
+    assert without_subjects('"""Modules."""\n\n\ndef f():\n    """Of a module.\n\n    More."""\n') == ["Of a module."]
+
+
 def test_no_file_is_long():
     lines = {str(path): len(path.read_text().splitlines()) for path in files("coda_jax", "flax_layers")}
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}

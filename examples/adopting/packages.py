@@ -55,7 +55,7 @@ def standing_in(names: Collection[str]) -> Iterator[None]:
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Of each token but the first, given those before."""
+    """The mean cross-entropy of each token but the first, given those before."""
     logp = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
 
@@ -65,7 +65,7 @@ def tokens() -> np.ndarray:
 
 
 class Package:
-    """What is common.
+    """The methods that packages have in common.
 
     Attributes:
       requirements: of pip, the package itself first.
