@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
 from flax_layers import capped_products
+from flax_layers.config_checks import check_implementation
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import segment_runs
 from flax_layers.remat import CONTEXT, named
@@ -85,8 +86,7 @@ def attend(
     """
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
-    if soft_cap is not None and implementation == "cudnn":
-        raise ValueError(f"{soft_cap=}: cuDNN's attention by JAX has none; implementation must be None or 'xla'")
+    check_implementation(implementation, soft_cap)
     seen_by = _checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if cache is not None:

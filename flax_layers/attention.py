@@ -19,7 +19,7 @@ from flax_layers import on_values
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
-from flax_layers.config_checks import check_positive_argument
+from flax_layers.config_checks import check_implementation, check_positive_argument
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import (
     Linear,
@@ -141,6 +141,7 @@ class Attention(nnx.Module):
         for name, value in (("scale", scale), ("soft_cap", soft_cap)):
             if value is not None:
                 check_positive_argument(name, value)
+        check_implementation(implementation, soft_cap)
         separate_qkv = separate_qkv or qk_norm == "width"
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_qkv:

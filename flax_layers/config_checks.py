@@ -92,6 +92,21 @@ def check_positive_argument(name: str, value: Any) -> None:
         raise ValueError(refusal)
 
 
+def check_implementation(implementation: Any, soft_cap: float | None) -> None:
+    """Checks an attention's implementation: None, "xla", "cudnn" or a function.
+
+    Raises:
+      ValueError: it is none of these, or "cudnn" beside a soft_cap.
+    """
+    if not (implementation in (None, "xla", "cudnn") or callable(implementation)):
+        raise ValueError(f"{implementation=} must be None, 'xla', 'cudnn' or a function")
+    if soft_cap is not None and implementation == "cudnn":
+        raise ValueError(
+            f"{soft_cap=}: cuDNN's attention by JAX has none; implementation must be None, 'xla' or a function that "
+            "takes soft_cap="
+        )
+
+
 def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
     """Checks that layers can be stacked.
 

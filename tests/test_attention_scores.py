@@ -92,8 +92,11 @@ def test_a_layer_of_scale_cap_and_bias():
 def test_what_attention_refuses():
     with pytest.raises(ValueError, match=r"bias has shape \(3, 13, 13\)"):
         attend(Q, K, V, bias=BIAS[:3])
-    with pytest.raises(ValueError, match="cuDNN's attention by JAX has none"):
-        attend(Q, K, V, soft_cap=2.0, implementation="cudnn")
+    for make in (lambda **of: attend(Q, K, V, **of), lambda **of: layers.Attention(D, H, **of, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="cuDNN's attention by JAX has none"):
+            make(soft_cap=2.0, implementation="cudnn")
+        with pytest.raises(ValueError, match="implementation='flash' must be None, 'xla', 'cudnn' or a function"):
+            make(soft_cap=2.0, implementation="flash")
     layer = layers.CrossAttention(D, H, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"context \(1, 5, 24\) beside x \(2, 13, 24\)"):
         layer(normal(0, B, T, D), normal(1, 1, 5, D))

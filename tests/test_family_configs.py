@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_layers as layers
+from flax_layers.checkpoints import config_from_hf, config_to_hf
 from flax_layers.layer_stack import stack
 from flax_layers.models import model_class
 from flax_layers.rope_scaling import RotaryScaling, rotary_angles, turned_columns, with_amplitude
@@ -428,3 +429,24 @@ def test_layers_that_differ_are_not_stacked():
     )
     with pytest.raises(ValueError, match=r"the class is LlamaBlock in layer 0, TransformerBlock in layer 1$"):
         stack([block(), experts])
+
+
+def test_windows_without_a_size_are_refused():
+    with pytest.raises(ValueError, match=r"sliding_window=None beside layer_types=\('sliding_attention',\)"):
+        layers.LlamaConfig(num_hidden_layers=1, layer_types=["sliding_attention"])
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_by_their_names():
+    with pytest.raises(ValueError, match="hidden_size=64 must be a multiple of num_attention_heads=5"):
+        layers.LlamaConfig(hidden_size=64, num_attention_heads=5)
+
+
+def test_a_gemma_3_has_no_cap_of_scores():
+    """transformers stores one and reads none."""
+    settings = {"model_type": "gemma3_text", "sliding_window": 8, "layer_types": ["sliding_attention"] * 26}
+    assert config_from_hf(settings | {"attn_logit_softcapping": None}).attn_logit_softcapping is None
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50\.0"):
+        config_from_hf(settings | {"attn_logit_softcapping": 50.0})
+    options = {"num_hidden_layers": 1, "qk_norm": True, "rope_local_base_freq": 1e4}
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=50\.0 must be None"):
+        config_to_hf(layers.GemmaConfig(**options, attn_logit_softcapping=50.0))

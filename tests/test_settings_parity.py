@@ -57,6 +57,8 @@ OTHER = {
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu",
     "query_pre_attn_scalar": 3,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 1.5,
     "layer_norm_eps": 0.3,
     "no_rope_layer_interval": 1,
     "no_rope_layers": [0, 1],

@@ -115,7 +115,7 @@ _GEMMA = {
     "max_position_embeddings": 8192,
     "sliding_window": 4096,
 }
-_GEMMA_SETTINGS = ("attention_bias", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA_SETTINGS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping", "sliding_window")
 _LISTED = {"layers are listed, or a pattern": ("use_sliding_window", "max_window_layers")}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"use_bidirectional_attention": (False,)}
 _ALONE: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
@@ -260,7 +260,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": Family(
         GemmaConfig,
-        _rotary(*_GEMMA_SETTINGS, "sliding_window", values=_CAUSAL, harmless=_LISTED),
+        _rotary(*_GEMMA_SETTINGS, "attn_logit_softcapping", values=_CAUSAL, harmless=_LISTED),
         {**_GEMMA, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         names={"hidden_activation": "hidden_act"},
         windows="pattern",
@@ -270,8 +270,8 @@ FAMILIES: Mapping[str, Family] = {
         GemmaConfig,
         _rotary(
             *_GEMMA_SETTINGS,
-            *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
-            values=_CAUSAL,
+            *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+            values={**_CAUSAL, "attn_logit_softcapping": (None,)},  # transformers keeps a number and reads none
             harmless=_LISTED,
         ),
         {

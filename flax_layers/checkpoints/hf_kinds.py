@@ -11,7 +11,7 @@ from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
-from flax_layers.models.llama_config import OF_OTHERS, SLIDING, LlamaConfig, check_is_plain
+from flax_layers.models.llama_config import OF_OTHERS, LlamaConfig, check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
 from flax_layers.models.origin import settings_in
@@ -29,8 +29,6 @@ def model_types(config: LlamaConfig) -> list[str]:
     """
     if config.rope_theta is None:
         raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
-    if config.sliding_window is None and SLIDING in (config.layer_types or ()):
-        raise ValueError(f"sliding_window=None beside layer_types={config.layer_types} has no place in a config.json")
     if isinstance(config, MoEConfig):
         return _of_experts(config)
     kinds = next(kinds for cls, kinds in _KINDS.items() if isinstance(config, cls))
@@ -121,7 +119,7 @@ _KINDS: Mapping[type, Mapping[str, Sequence[_Rule]]] = {
         ],
         "gemma2": [*_is(sandwich_norms=True, qk_norm=False, rope_local_base_freq=None), *_NO_EXTRAS],
         "gemma3_text": [
-            *_is(sandwich_norms=True, qk_norm=True),
+            *_is(sandwich_norms=True, qk_norm=True, attn_logit_softcapping=None),
             _Rule("rope_local_base_freq", "a number", lambda config: config.rope_local_base_freq is not None),
             *_NO_EXTRAS,
         ],

@@ -69,6 +69,11 @@ class LlamaConfig:
         check_counts(self, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         check_counts(self, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
         check_counts(self, "num_hidden_layers", least=0)
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={self.num_attention_heads} where head_dim is None"
+            )
         check_not_negative(self, "rms_norm_eps", "initializer_range")
         check_flags(self, "attention_bias", "attention_out_bias", "qk_norm", "tie_word_embeddings")
         check_activation(self, "hidden_act")
@@ -88,6 +93,11 @@ class LlamaConfig:
                 "config_from_hf makes one of Hugging Face's dictionary."
             )
         self._check_of_layers("layer_types", LAYER_TYPES)
+        if self.sliding_window is None and SLIDING in (self.layer_types or ()):
+            raise ValueError(
+                f"{type(self).__name__}: sliding_window=None beside layer_types={self.layer_types!r}; it must be how "
+                f"many tokens a token of a layer of {SLIDING!r} sees"
+            )
         self._check_of_layers("no_rope_layers", (0, 1))
         if self.no_rope_layers is not None and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", None)
