@@ -271,8 +271,8 @@ FAMILIES: Mapping[str, Family] = {
         _rotary(
             *_GEMMA_SETTINGS,
             *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
-            values={**_CAUSAL, "attn_logit_softcapping": (None,)},  # transformers keeps a number and reads none
-            harmless=_LISTED,
+            values=_CAUSAL,
+            harmless={**_LISTED, "transformers caps no scores": ("attn_logit_softcapping",)},
         ),
         {
             **_GEMMA,
