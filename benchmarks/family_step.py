@@ -21,8 +21,8 @@ from flax import nnx
 
 from benchmarks import plain_families, results, timing
 from benchmarks.alone import device_counter, executed
-from benchmarks.train_step import Measured, Step, compare_steps, compile_steps, report, use_whole_gpu
-from benchmarks.variants import Variant
+from benchmarks.train_step import Step, check, compile_steps, report, run_interleaved, use_whole_gpu
+from benchmarks.variants import UNROLLED, Variant
 from flax_layers import GemmaConfig, LlamaConfig
 from flax_layers.models import model_class
 
@@ -92,12 +92,7 @@ MODELS = {
         length=8192,
     ),
 }
-VARIANTS = {
-    "coda": Variant(fused=True),
-    "coda_recompute": Variant(fused=True, remat="save_attention"),
-    "xla": Variant(fused=False),
-    "xla_remat": Variant(fused=False, remat="full"),
-}
+DTYPES = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 
 
 def tiny(model: Model) -> Model:
@@ -109,31 +104,39 @@ def tiny(model: Model) -> Model:
     return Model(dataclasses.replace(config, **sizes, **heads, sliding_window=window), batch=2, length=24)
 
 
-def steps(model: Model, names: Sequence[str]) -> Iterator[Step]:
+class Parameters:
+    """The same parameters in the form that each variant takes, which share their arrays."""
+
+    def __init__(self, config: LlamaConfig):
+        # The generator that XLA compiles in no time.
+        rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+        self.state = nnx.state(model_class(config)(config, **DTYPES, rngs=rngs), nnx.Param)
+
+    def of(self, variant: Variant) -> Any:
+        return self.state if variant.fused else nnx.to_pure_dict(self.state)
+
+    def plain_gradient(self, variant: Variant, gradient: Any) -> Any:
+        """A variant's gradient under the names of the plain model."""
+        return nnx.to_pure_dict(gradient) if variant.fused else gradient
+
+
+def steps(model: Model, parameters: Parameters, names: Sequence[str]) -> Iterator[Step]:
     """The variants, jitted, on the same parameters, in bfloat16."""
-    config, dtypes = model.config, {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    build = model_class(config)
-    # The generator that XLA compiles in no time.
-    made = build(config, **dtypes, rngs=nnx.Rngs(jax.random.key(0, impl="rbg")))
-    tokens = jax.random.randint(jax.random.key(1), (model.batch, model.length), 0, config.vocab_size)
+    tokens = jax.random.randint(jax.random.key(1), (model.batch, model.length), 0, model.config.vocab_size)
     labels = jnp.roll(tokens, -1, axis=1)
-    params = nnx.to_pure_dict(nnx.state(made, nnx.Param))
     for name in names:
-        variant = VARIANTS[name]
-        function = fused(build, config, variant, dtypes) if variant.fused else plain(config, variant)
+        variant = UNROLLED[name]
+        function = fused(model.config, variant) if variant.fused else plain(model.config, variant)
         function.__name__ = name  # timing.executions tells variants apart by it
-        yield Step(name, variant, jax.jit(jax.value_and_grad(function)), (params, tokens, labels))
+        yield Step(name, variant, jax.jit(jax.value_and_grad(function)), (parameters.of(variant), tokens, labels))
 
 
-def fused(build: Callable[..., Any], config: LlamaConfig, variant: Variant, dtypes: Any) -> Callable[..., jax.Array]:
-    graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: build(config, remat=variant.remat, **dtypes, rngs=nnx.Rngs(0))), nnx.Param
-    )
+def fused(config: LlamaConfig, variant: Variant) -> Callable[..., jax.Array]:
+    make = lambda: model_class(config)(config, remat=variant.remat, **DTYPES, rngs=nnx.Rngs(0))  # noqa: E731
+    graphdef, _, others = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        of_params = jax.tree.map(lambda x: x, state)  # a copy, in which they are put
-        nnx.replace_by_pure_dict(of_params, params)
-        return nnx.merge(graphdef, of_params).loss(tokens, labels)
+        return nnx.merge(graphdef, params, others).loss(tokens, labels)
 
     return loss
 
@@ -148,7 +151,7 @@ def plain(config: LlamaConfig, variant: Variant) -> Callable[..., jax.Array]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = results.parser("benchmarks.family_step", __doc__)
     parser.add_argument("--model", default="gemma2_2b", choices=[*MODELS])
-    parser.add_argument("--variants", nargs="+", default=[*VARIANTS], choices=[*VARIANTS])
+    parser.add_argument("--variants", nargs="+", default=[*UNROLLED], choices=[*UNROLLED])
     parser.add_argument("--repeats", type=int, default=4, help="measured executions of each variant (default 4)")
     parser.add_argument("--alone", type=float, default=0.0, help="seconds in which each variant also runs by itself")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
@@ -173,13 +176,10 @@ def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | 
         "param_dtype": "bfloat16",
     }
     print(f"value and gradient of the loss, {about}   [{timing.clock()}]", flush=True)
-    measured = compile_steps(steps(model, options.variants))
-    compare_steps(measured, loss_rtol=3e-3, gradient_rtol=0.1)
-    good: list[Measured] = [one for one in measured if not one.failure]
-    if good:
-        interleaved = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
-        for one in good:
-            one.executions = interleaved[one.name][1:]  # the first round warms the chip
+    parameters = Parameters(model.config)
+    measured = compile_steps(steps(model, parameters, options.variants))
+    check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
+    good = run_interleaved(measured, options.repeats)
     if options.alone:
         for one in good:
             one.alone = executed(one.call, counter or device_counter(), options.alone)

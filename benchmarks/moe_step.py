@@ -21,8 +21,8 @@ from flax import nnx
 
 import coda_jax as coda
 from benchmarks import plain_moe, results, timing
-from benchmarks.train_step import Step, check, compile_steps, report, use_whole_gpu
-from benchmarks.variants import Variant
+from benchmarks.train_step import Step, check, compile_steps, report, run_interleaved, use_whole_gpu
+from benchmarks.variants import UNROLLED, Variant
 from flax_layers import Llama, MoEConfig
 
 TINY = MoEConfig(
@@ -36,15 +36,11 @@ TINY = MoEConfig(
     num_experts_per_tok=2,
     moe_intermediate_size=32,
 )
-VARIANTS = {
-    "coda": Variant(fused=True),
-    "coda_recompute": Variant(fused=True, remat="save_attention"),
-    "xla": Variant(fused=False),
-    "xla_remat": Variant(fused=False, remat="full"),
+VARIANTS = UNROLLED | {
     # Not among the defaults: ragged_dot by cuDNN, which XLA takes for it if it is asked to.
     "xla_cudnn": Variant(fused=False, compiler_options={"xla_gpu_experimental_use_ragged_dot_fusion": True}),
 }
-DEFAULTS = list(VARIANTS)[:4]
+DEFAULTS = list(UNROLLED)
 # The eighth and the ninth of 128 probabilities are often as close as two roundings: some tokens have another expert.
 LOSS_RTOL, GRADIENT_RTOL = 5e-3, 0.3
 
@@ -125,10 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     measured = compile_steps(steps())
     check(measured, parameters, loss_rtol=LOSS_RTOL, gradient_rtol=GRADIENT_RTOL)
-    if good := [one for one in measured if not one.failure]:
-        executed = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
-        for one in good:
-            one.executions = executed[one.name][1:]  # the first round warms the chip
+    run_interleaved(measured, options.repeats)
     rows = report(measured, about, tokens.size)
     for name in [name for name in options.variants if VARIANTS[name].fused][:1]:
         variant = VARIANTS[name]

@@ -45,6 +45,7 @@ class Section(NamedTuple):
     picture: str = ""  # suffix of one that is shown below
 
 
+FAMILIES = {"gemma2_2b": "Gemma 2 2B", "gemma3_1b": "Gemma 3 1B", "qwen2_1_5b": "Qwen2.5 1.5B"}
 SECTIONS = [
     Section("Training step", "_train_step", "make bench-train_step", report_tables.training_step),
     Section("Training step, float32 parameters", "_train_step_float32",
@@ -63,7 +64,7 @@ SECTIONS = [
     *(
         Section(f"Training step of a {title}", f"_family_{name}",
                 f'make bench-family_step ARGS="--model {name} --alone 2"', report_tables.training_step)
-        for name, title in (("gemma2_2b", "Gemma 2 2B"), ("gemma3_1b", "Gemma 3 1B"), ("qwen2_1_5b", "Qwen2.5 1.5B"))
+        for name, title in FAMILIES.items()
     ),
     Section("Training step on several GPUs", "_sharded_step",
             'make bench-sharded_step ARGS="--variants coda,coda_recompute,coda_scan_recompute,xla,xla_scan_remat '

@@ -216,13 +216,12 @@ def check(measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: fl
     """Runs every variant once and compares with the first plain one, or the first; notes losses and failures."""
     for is_packed in (False, True):
         if alike := [one for one in measured if one.variant.packed == is_packed]:
-            compare_steps(alike, parameters, loss_rtol=loss_rtol, gradient_rtol=gradient_rtol)
+            _check_alike(alike, parameters, loss_rtol=loss_rtol, gradient_rtol=gradient_rtol)
 
 
-def compare_steps(
-    measured: Sequence[Measured], parameters: Parameters | None = None, *, loss_rtol: float, gradient_rtol: float
+def _check_alike(
+    measured: Sequence[Measured], parameters: Parameters, *, loss_rtol: float, gradient_rtol: float
 ) -> None:
-    """Compares variants of the same loss; without parameters their gradients have the same form."""
     plain = (one for one in measured if not one.variant.fused and one.variant.fp8 is None and not one.failure)
     reference = next(plain, measured[0])
     expected: tuple[float, Any] | None = None
@@ -230,16 +229,14 @@ def compare_steps(
         if one.failure:
             continue
         try:
-            if parameters is not None:
-                settle(one, parameters)
+            settle(one, parameters)
             loss, gradient = jax.block_until_ready(one.call())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             one.failure = "out of memory"
             continue
-        if parameters is not None:
-            gradient = parameters.plain_gradient(one.variant, gradient)
+        gradient = parameters.plain_gradient(one.variant, gradient)
         one.loss = float(loss)
         if expected is None:
             expected = one.loss, gradient
@@ -249,6 +246,16 @@ def compare_steps(
         elif not one.distance <= (gradient_rtol if one.variant.fp8 is None else FP8_GRADIENT_RTOL):
             one.failure = f"wrong: gradients differ by {one.distance:.3f} from those of {reference.name}"
         del gradient
+
+
+def run_interleaved(measured: Sequence[Measured], repeats: int) -> list[Measured]:
+    """Runs the variants that did not fail, interleaved, notes `repeats` executions of each, and returns them."""
+    good = [one for one in measured if not one.failure]
+    if good:
+        interleaved = timing.executions({one.name: one.call for one in good}, rounds=repeats + 1)
+        for one in good:
+            one.executions = interleaved[one.name][1:]  # the first round warms the chip
+    return good
 
 
 def report(measured: Sequence[Measured], about: Mapping[str, Any], tokens: int) -> list[dict[str, Any]]:
@@ -348,12 +355,9 @@ def main(arguments: Sequence[str] | None = None, counter: Callable[[], float] | 
     measured = compile_all(options.variants, parameters, tokens, labels)
     # Two roundings to bfloat16 that differ everywhere make gradients of 16 layers differ by a few percent.
     check(measured, parameters, loss_rtol=3e-3, gradient_rtol=0.1)
-    good = [one for one in measured if not one.failure]
+    good = run_interleaved(measured, options.repeats)
     if good:
-        interleaved = timing.executions({one.name: one.call for one in good}, rounds=options.repeats + 1)
         print(f"[{timing.clock()}]")
-        for one in good:
-            one.executions = interleaved[one.name][1:]  # the first round warms the chip
     if options.alone:
         for one in good:
             one.alone = executed(one.call, counter or device_counter(), options.alone)

@@ -84,6 +84,10 @@ VARIANTS = {
     "coda_scan_slices": Variant(fused=True, scan=True, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": True}),
 }
 DEFAULTS = list(VARIANTS)[:7]
+# The variants of models that are no Llamas.
+UNROLLED = {name: VARIANTS[name] for name in ("coda", "coda_recompute", "xla")} | {
+    "xla_remat": Variant(fused=False, remat="full")
+}
 
 
 @dataclasses.dataclass(frozen=True)

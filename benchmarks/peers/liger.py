@@ -17,5 +17,5 @@ def load_losses() -> list[LossPeer]:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as error:
         raise Absent("liger-kernel is not installed") from error
-    prepare = prepare_loss(lambda x, w, labels: liger_fused_linear_cross_entropy(x, w, labels))
+    prepare = prepare_loss(liger_fused_linear_cross_entropy)
     return [LossPeer("liger", f"liger-kernel {version('liger-kernel')}", prepare, torch.cuda.synchronize)]

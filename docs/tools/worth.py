@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 
 from benchmarks.markdown import table
-from benchmarks.report import SECTIONS
+from benchmarks.report import FAMILIES, SECTIONS
 from benchmarks.report_tables import EPILOGUE_LABELS, VARIANTS
 from tools import pages
 from tools.expected import layer_ms
@@ -13,7 +13,6 @@ from tools.expected import layer_ms
 RESULTS = pages.ROOT / "benchmarks" / "results"
 CHIPS = ("nvidia_h200", "nvidia_h100_80gb_hbm3")
 COMMANDS = {section.suffix: section.command for section in SECTIONS}  # by the suffix of a file
-FAMILIES = {"gemma2_2b": "Gemma 2 2B", "gemma3_1b": "Gemma 3 1B", "qwen2_1_5b": "Qwen2.5 1.5B"}
 SIZES = {"Llama-3-1B": (2048, 8192, 32, 8, 64), "Llama-3-8B": (4096, 14336, 32, 8, 128)}
 
 
