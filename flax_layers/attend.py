@@ -318,17 +318,14 @@ def _on_automatic_parts(
 
     XLA would gather the heads, for a batch of products has rows and heads in one axis.
     """
-    specs = [
-        activation_spec(x.shape, "batch", None, name, None)
-        for x, name in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
-    ]
+    of_q, of_k = (activation_spec(x.shape, "batch", None, name, None) for x, name in ((q, "heads"), (k, "kv_heads")))
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    of_q, of_k, _ = specs
     if of_q is None or of_k is None or not automatic.intersection(mesh_axes(of_q)) or of_q != of_k:
         return function(q, k, v, segment_ids)
     rows = None if segment_ids is None else PartitionSpec(of_q[0], None)
-    return jax.shard_map(function, in_specs=(*specs, rows), out_specs=of_q, axis_names=automatic)(q, k, v, segment_ids)
+    specs = (of_q, of_k, of_k, rows)
+    return jax.shard_map(function, in_specs=specs, out_specs=of_q, axis_names=automatic)(q, k, v, segment_ids)
 
 
 def _dot_product_attention(
