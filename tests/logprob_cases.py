@@ -29,6 +29,14 @@ def arguments(dtype, vocabulary, *, candidates=False, transpose_w=False, lead=(T
     return [*arrays, temperature, jnp.asarray(labels, jnp.int32), mask]
 
 
+def of_logits(size, tokens=300, width=40, vocabulary=136, *, offsets=0.0):
+    """x, w, bfloat16, and labels of normal logits of this size around each token's offset."""
+    x, w = np.array(normal(0, tokens, width)), size * np.array(normal(1, width, vocabulary)) / (width - 1) ** 0.5
+    x[:, 0], w[0] = offsets, 1
+    labels = np.random.default_rng(2).integers(0, vocabulary, tokens)
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), jnp.asarray(labels)
+
+
 def logprobs(x, scale, w, a, b, temperature, labels, mask, *, has_norm=True, **options):
     """(log-probabilities, entropies) of coda.token_logprobs, in the smallest chunks; what is None is left out."""
     h = coda.rms_norm(x, scale, epsilon=EPS) if has_norm else x

@@ -162,6 +162,24 @@ def test_log_probabilities_over_a_cut_vocabulary(candidates, kind):
     assert set(found) == {"all-reduce"}
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_entropies_of_sums_over_a_cut_vocabulary(is_lost, kind):
+    """Sums are finished over the devices; where one has too large ones, all that have its tokens make theirs again."""
+    x, w = (x.astype(jnp.bfloat16) for x in (HIDDEN, HEAD))
+    x = x.at[5, 3].multiply(50) if is_lost else x
+    mask = jnp.asarray(RNG.random(LABELS.shape) < 0.4).at[5, 3].set(True)
+
+    def found(x, w, labels, mask):
+        options = {"entropy": True, "mask": mask, "chunk_bytes": 1}
+        return coda.token_logprobs(x, w, labels, temperature=4.0, **options)
+
+    got, parts, moved = run(found, (x, w, LABELS, mask), [P("data"), P(None, "model"), P("data"), P("data")], kind)
+    assert_close(got, jax.jit(found)(x, w, LABELS, mask), rtol=1e-4)
+    assert {shape for name, _, shape in parts if name == "loss_entropy"} == {(WIDTH, VOCABULARY // 2)}
+    assert set(moved) == {"all-reduce"}
+
+
 ROWS = [P(), P("data"), P(None, "data"), P(None, None, "data"), P("data", "model"), P("data", None, "model")]
 KERNELS = [P(), P("model"), P(None, "model"), P("data", "model"), P(("data", "model"))]
 

@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import AxisType
 
 import coda_jax as coda
+from coda_jax.operators.entropy_head import EntropyHead
 from coda_jax.operators.loss_head import LossHead
 from tests.gemm_cases import assert_close, jit
-from tests.logprob_cases import RANK, arguments, compare, logprobs, plain
+from tests.logprob_cases import RANK, arguments, compare, logprobs, of_logits, plain
 from tests.nvrtc import kernels, needs_nvrtc
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -62,17 +63,78 @@ def test_one_number_for_the_temperature():
     assert half.dtype == BF16
 
 
-def test_large_and_peaked_logits():
-    """The entropy of a token that is all but certain is small, though its logits are rounded."""
-    x, w = jnp.ones((4, 8), BF16), jnp.zeros((8, 131), BF16).at[:, 5].set(3)
+@pytest.mark.parametrize("dtype, rtol, atol", [(F32, 1e-3, 0), (BF16, 0, 3e-6), (F16, 0, 3e-6)])
+def test_large_and_peaked_logits(dtype, rtol, atol):
+    """The entropy of a token that is all but certain is small; for 16-bit products as float32 is beside its logit."""
+    x, w = jnp.ones((4, 8), dtype), jnp.zeros((8, 131), dtype).at[:, 5].set(3)
     labels = jnp.asarray([5, 5, 5, 7])
     got, entropy = coda.token_logprobs(x, w, labels, entropy=True)
     logp = jax.nn.log_softmax(jnp.zeros(131).at[5].set(24.0))
     np.testing.assert_allclose(got, logp[labels], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(entropy, -jnp.sum(jnp.exp(logp) * logp), rtol=1e-3)
-    far = coda.token_logprobs(x, jnp.full((8, 131), -30, BF16), labels, entropy=True)
+    np.testing.assert_allclose(entropy, -jnp.sum(jnp.exp(logp) * logp), rtol=rtol, atol=atol)
+    assert (entropy >= 0).all()
+    far = coda.token_logprobs(x, jnp.full((8, 131), -30, dtype), labels, entropy=True)
     np.testing.assert_allclose(far[0], -np.log(131), rtol=1e-4)
     np.testing.assert_allclose(far[1], np.log(131), rtol=1e-4)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+@pytest.mark.parametrize("size, offsets", [(0.1, 0.0), (3, 0.0), (3, 300.0), (3, -300.0), (2, np.linspace(-8, 8, 300))])
+def test_entropies_of_sums_are_as_right_as_float32(size, offsets, temperature, soft_cap, monkeypatch):
+    """From numbers around the labels' logits and from all logits; sums in range are not made again."""
+    x, w, labels = of_logits(size, offsets=offsets)
+    ran = counted(monkeypatch)
+    options = {"temperature": temperature, "soft_cap": soft_cap, "chunk_bytes": 1}
+    got = jax.block_until_ready(jax.jit(lambda *a: coda.token_logprobs(*a, entropy=True, **options))(x, w, labels))
+    jax.effects_barrier()
+    assert ran == ["loss_entropy"] * 3
+    z = np.float64(x) @ np.float64(w)
+    y = (z if soft_cap is None else soft_cap * np.tanh(z / soft_cap)) / temperature
+    logp = y - np.logaddexp.reduce(y, axis=1, keepdims=True)
+    want = logp[np.arange(300), labels], -np.sum(np.exp(logp) * logp, axis=1)
+    # An accumulator is right to 2^-20 of its largest term, and so is a difference of logits.
+    largest = max(np.abs(z).max(), np.abs(np.float64(x[:, 0])).max()) / temperature
+    for one, exact in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, exact, rtol=1e-5, atol=largest * 2.0**-20)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+@pytest.mark.parametrize("lost", [90.0, -50.0, 1e4, -1e4, 1e30])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_sums_out_of_range_are_made_again(lost, is_masked, temperature, monkeypatch):
+    """One such token: all statistics are bit for bit those of the head that reads logits."""
+    offsets = np.zeros(300)
+    offsets[201] = lost
+    x, w, labels = of_logits(1, offsets=offsets)
+    mask = jnp.arange(300) % 3 < 1 if is_masked else None
+
+    def run():
+        options = {"mask": mask, "chunk_bytes": 1} | ({} if temperature is None else {"temperature": temperature})
+        return jax.jit(lambda *a: coda.token_logprobs(*a, entropy=True, **options))(x, w, labels)
+
+    ran = counted(monkeypatch)
+    got = jax.block_until_ready(run())
+    jax.effects_barrier()
+    count = 1 if is_masked else 3
+    assert ran == ["loss_entropy"] * count + ["loss_sums"] * count
+    monkeypatch.setattr(EntropyHead, "of", lambda head, _: head)
+    np.testing.assert_array_equal(got, run())
+
+
+def test_tokens_that_are_masked_or_no_numbers_are_not_made_again(monkeypatch):
+    """A masked token may hold anything; NaN stays NaN by either way."""
+    x, w, labels = of_logits(1)
+    ran = counted(monkeypatch)
+    mask = jnp.arange(300) % 2 == 1
+    spoilt = jnp.where(mask[:, None], x, 1e30)
+    both = jax.jit(lambda x: coda.token_logprobs(x, w, labels, entropy=True, mask=mask))
+    np.testing.assert_array_equal(both(spoilt), both(x))
+    hot = jnp.ones(300).at[7].set(0.0).at[9].set(jnp.nan)
+    found = jax.jit(lambda x: coda.token_logprobs(x.at[5].set(jnp.nan), w, labels, entropy=True, temperature=hot))(x)
+    assert np.isnan(found).sum(axis=1).tolist() == [3, 3] and np.isnan(found)[:, [5, 7, 9]].all()
+    jax.effects_barrier()
+    assert set(ran) == {"loss_entropy"}
 
 
 @pytest.mark.slow
@@ -251,7 +313,7 @@ def test_products():
 
 @needs_nvrtc
 def test_kernels():
-    """A rank that is a multiple of 8 reaches the kernel: x A and logits; logits, dx, dw and db; dx of x A."""
+    """A rank that is a multiple of 8 reaches the kernel: x A and logits, for lost sums too; and to go back."""
     args = arguments(BF16, 24, lead=(256,), width=8)
 
     def value(x, w, b, temperature):
@@ -259,7 +321,9 @@ def test_kernels():
         return sum(y.sum() for y in logprobs(*given, chunk_bytes=None))
 
     assert RANK % 8 == 0
-    assert kernels(jax.grad(value, (0, 1, 2, 3)), args[X], args[W], args[B], args[TEMPERATURE]) == 2 + 4 + 1
+    assert (
+        kernels(jax.grad(value, (0, 1, 2, 3)), args[X], args[W], args[B], args[TEMPERATURE]) == 3 + 4 + 1
+    )  # logits, dx, dw and db; dx of x A
 
 
 def test_frozen_weights_cost_no_product():

@@ -31,13 +31,13 @@ from coda_jax.epilogue import ReductionOp
 from coda_jax.jaxprs.walk import unexpected
 from coda_jax.lowering.on_devices import across
 from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
+from coda_jax.operators.logit_shift import LEAST, near_logits
 from coda_jax.operators.loss_head import LossHead
 from coda_jax.operators.token_chunks import Chunk, over_chunks
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
-LEAST, MOST = 2.0**-60, 2.0**126  # of a row's sum of exponentials
+MOST = 2.0**126  # of a row's sum of exponentials
 _MOST_BYTES = 13 << 28  # of a chunk's exponentials and dW, where nothing else is asked for
-_SAMPLE = 128  # rows whose targets say where the logits are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,11 @@ class ExponentialHead(LossHead):
         *coefficients: jax.Array,
     ) -> Any:
         w, columns = self._joined(kernel), self._of_part(labels)
-        shift = self._near_logits(tokens, w, columns)
+        shift = near_logits(self, tokens, w, columns)
 
         def step(state: Any, chunk: Chunk) -> Any:
             (values, is_lost), dtokens, dkernel = state
-            formed, given = self._formed(tokens, chunk), chunk.of(columns)
+            formed, given = self.formed(tokens, chunk), chunk.of(columns)
             found, e, is_row_lost = self._exponentials(formed, w, given, shift)
             made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
             cotangents, *dcoefficients = pullback(chunk.of(weights))
@@ -132,18 +132,3 @@ class ExponentialHead(LossHead):
         is_finite = total <= MOST  # of this part of W: false of NaN
         total, target = (across(ReductionOp.SUM, x, self.axes) for x in (total, target))
         return Statistics(shift + jnp.log(total), target), e, ~(is_finite & (total >= LEAST))
-
-    def _near_logits(self, tokens: Tokens, w: jax.Array, labels: jax.Array) -> jax.Array:
-        """The mean of the first tokens' targets, in a trained model a little below their log-sum-exps."""
-        rows = Chunk(0, min(_SAMPLE, labels.shape[0]))
-        formed, given = self._formed(tokens, rows), rows.of(labels)
-        h = jnp.concatenate(formed, axis=1)
-        inside = (given >= 0) & (given < self.vocabulary)
-        picked = jnp.take(w, jnp.where(inside, given, 0), axis=0 if self.transpose_w else 1)
-        equation = "mk,mk->m" if self.transpose_w else "mk,km->m"
-        targets = jnp.einsum(equation, h.astype(jnp.float32), picked.astype(jnp.float32))
-        total, count = (
-            across(ReductionOp.SUM, jnp.sum(x), self.axes) for x in (jnp.where(inside, targets, 0.0), inside)
-        )
-        shift = total / jnp.maximum(count, 1)
-        return lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0.0))

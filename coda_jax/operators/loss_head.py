@@ -90,7 +90,7 @@ class LossHead:
         w, labels = self._joined(kernel), self._of_part(labels)
 
         def step(found: Statistics, chunk: Chunk) -> Statistics:
-            of_chunk, _ = self._sums(self._formed(tokens, chunk), w, chunk.of(labels), self._curve(tokens, chunk))
+            of_chunk, _ = self._sums(self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk))
             return jax.tree.map(chunk.put, found, of_chunk)
 
         size = self._chunk(labels.shape[0], self._logits_dtype(labels))
@@ -114,7 +114,7 @@ class LossHead:
 
         def step(state: tuple[Any, Tokens, Kernel], chunk: Chunk) -> tuple[Any, Tokens, Kernel]:
             values, dtokens, dkernel = state
-            formed, given, curve = self._formed(tokens, chunk), chunk.of(labels), self._curve(tokens, chunk)
+            formed, given, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
             found, z = self._sums(formed, w, given, curve, keep=True)
             made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
             cotangents, *dcoefficients = pullback(chunk.of(weights))
@@ -150,7 +150,7 @@ class LossHead:
         w, labels = self._joined(kernel), self._of_part(labels)
 
         def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
-            formed, given, curve = self._formed(tokens, chunk), chunk.of(labels), self._curve(tokens, chunk)
+            formed, given, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
             of_chunk, asked = jax.tree.map(chunk.of, found), jax.tree.map(chunk.of_kept, cotangents)
 
             def loss_cotangent(acc: jax.Array, labels: Any, scale: Any, *others: Any) -> list[jax.Array]:
@@ -181,7 +181,7 @@ class LossHead:
 
     # ---- of a chunk
 
-    def _formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
+    def formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
         """The arrays that are projected: h, and u beside a low-rank delta."""
         h: Hidden
         if isinstance(tokens.h, DeferredNorm):
@@ -192,7 +192,7 @@ class LossHead:
         formed = [self.normalize(h).astype(self.dtype)]
         return formed if tokens.inner is None else [*formed, chunk.of(tokens.inner).astype(self.dtype)]
 
-    def _curve(self, tokens: Tokens, chunk: Chunk) -> LogitCurve:
+    def curve(self, tokens: Tokens, chunk: Chunk) -> LogitCurve:
         scale, cap = (None if x is None else chunk.of(x)[:, None] for x in (tokens.scale, tokens.cap))
         return LogitCurve(scale, self.soft_cap if cap is None else cap)
 
@@ -201,8 +201,8 @@ class LossHead:
     ) -> tuple[Statistics, jax.Array]:
         """The statistics, and with `keep` the product in its `_logits_dtype`.
 
-        The entropy and more labels than one are read from the product, which is kept for them: no sum that an epilogue
-        takes over a tile gives sum_v exp(y - lse) y, whose weights need the log-sum-exp of all tiles.
+        The entropy and more labels than one are read from the product, which is kept for them: an epilogue's sum over
+        a tile does not know the log-sum-exp of all tiles that sum_v exp(y - lse) y needs. `EntropyHead` guesses it.
         """
         is_one = labels.ndim == 1
         keep = keep or self._reads_logits(labels)

@@ -5,9 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests import expert_cases, loss_cases
+import coda_jax as coda
+from coda_jax.operators.entropy_head import EntropyHead
+from tests import expert_cases, logprob_cases, loss_cases
 from tests.chain_cases import compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments
 from tests.test_norm_chains import CHAINS
 
@@ -65,6 +68,46 @@ def test_linear_cross_entropy(options, tokens, width, vocabulary, dtype):
     transposed = options.get("transpose_w", False)
     args = loss_cases.arguments(dtype, (tokens,), width, vocabulary, transposed)
     loss_cases.compare(functools.partial(loss_cases.loss, implementation="cuda", **options), args, **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("vocabulary", [131, 5000])
+@pytest.mark.parametrize(
+    "left_out, options",
+    [
+        (("low rank", "temperature", "mask"), {}),
+        (("low rank",), {"soft_cap": 3.0, "transpose_w": True}),
+        ((), {"soft_cap": 5.0, "candidates": True}),
+    ],
+    ids=["one label", "soft cap, temperature, mask", "everything, candidates"],
+)
+def test_token_logprobs(left_out, options, vocabulary, dtype):
+    options = dict(options)
+    candidates, transpose_w = options.pop("candidates", False), options.get("transpose_w", False)
+    args = logprob_cases.arguments(dtype, vocabulary, candidates=candidates, transpose_w=transpose_w)
+    names = ("x", "scale", "w", "low rank", "low rank", "temperature", "labels", "mask")
+    args = [None if name in left_out else x for name, x in zip(names, args, strict=True)]
+    chain = functools.partial(logprob_cases.logprobs, implementation="cuda", **options)
+    logprob_cases.compare(chain, functools.partial(logprob_cases.plain, **options), args)
+
+
+@pytest.mark.parametrize("lost", [None, 90.0, -50.0, 1e30])
+def test_entropies_of_sums(lost):
+    """Twenty runs are the same bits; where one token's sums leave their range, those of the head that reads logits."""
+    x, w, labels = logprob_cases.of_logits(1, 1160, 520, 5000)
+    x = x if lost is None else x.at[1000, 0].set(lost)
+
+    def run():
+        found = jax.jit(lambda *a: coda.token_logprobs(*a, entropy=True, implementation="cuda"))
+        return [np.asarray(found(x, w, labels)) for _ in range(20)]
+
+    got = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EntropyHead, "of", lambda head, _: head)
+        want = run()[0]
+    for one in got:
+        np.testing.assert_array_equal(one, got[0] if lost is None else want)
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("parameters", [jnp.bfloat16, jnp.float32])
