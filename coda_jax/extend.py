@@ -9,7 +9,7 @@ from coda_jax.jaxprs.hoist import hoist as hoist
 from coda_jax.operators.deferred_norm import scaled_weight as scaled_weight
 from coda_jax.operators.feed_forward import add_residual as add_residual
 from coda_jax.operators.feed_forward import add_residual_sumsq as add_residual_sumsq
-from coda_jax.operators.head_arguments import int32_labels as int32_labels
+from coda_jax.operators.head.arguments import int32_labels as int32_labels
 from coda_jax.operators.pytree import register as register_pytree
 from coda_jax.operators.qkv_projection import Head as Head
 from coda_jax.operators.qkv_projection import heads_apart as heads_apart

@@ -6,12 +6,12 @@ from flax_layers import sharding as sharding
 from flax_layers.activation import ACTIVATIONS
 from flax_layers.attention import Attention, rotary, rotary_angles
 from flax_layers.axis_metadata import name_parameters
-from flax_layers.block import LlamaBlock, TransformerBlock
+from flax_layers.block import TransformerBlock
 from flax_layers.block_orders import NormBeforeSumBlock, ParallelBlock, PostNormBlock, SandwichNormBlock
 from flax_layers.cross_attention import CrossAttention
 from flax_layers.decoding import Decoder, Generated, KVCache, generate
 from flax_layers.embed import Embed
-from flax_layers.linear import Linear, project
+from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
 from flax_layers.lora import add_lora, merge_lora, remove_lora
 from flax_layers.mlp import MLP, GatedMLP
@@ -23,6 +23,7 @@ from flax_layers.models import (
     GemmaConfig,
     GPT2Config,
     Llama,
+    LlamaBlock,
     LlamaConfig,
     MoEConfig,
     Olmo2,
@@ -32,6 +33,7 @@ from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_l
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.packing import segment_positions
+from flax_layers.project import project
 from flax_layers.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,

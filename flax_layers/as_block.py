@@ -54,7 +54,7 @@ def called(layer: nnx.Module, lines: Callable[..., Any], x: Any, residual: Any, 
       layer: the module.
       lines: as of `in_block`; they return values, or beside a residual one, or a pair of it and of what stays beside.
       x: an array (..., D), a Stream, or a norm that is not applied yet.
-      residual: a `flax_layers.linear.Sum`, or None.
+      residual: a `flax_layers.residual.Sum`, or None.
       arrays: trees of arrays.
       dtype: of the products.
     """

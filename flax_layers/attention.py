@@ -16,25 +16,17 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from coda_jax.extend import explicit_cuts, in_heads, in_whole_heads
 from flax_layers import on_values
+from flax_layers.adapters import LowRank, have_kernels, joined, mapped
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import check_implementation, check_positive_argument
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.linear import (
-    Linear,
-    LowRank,
-    Residual,
-    Sum,
-    default_kernel_init,
-    have_kernels,
-    is_linear,
-    joined,
-    mapped,
-)
+from flax_layers.linear import Linear, default_kernel_init, is_linear
 from flax_layers.norm import RMSNorm
 from flax_layers.on_values import Angles, apart, dtype_of_products, takes_values, why_not, why_not_linears
 from flax_layers.remat import QKV, named
+from flax_layers.residual import Residual, Sum
 from flax_layers.rope_scaling import RotaryScaling, check_rotary, with_amplitude
 from flax_layers.rope_scaling import rotary_angles as rotary_angles
 from flax_layers.sharding import activation_spec, constrain

@@ -5,24 +5,16 @@ from __future__ import annotations
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.typing import DTypeLike
 
-import coda_jax as coda
 from coda_jax import Stream
-from flax_layers.activation import Activation
-from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.linear import default_kernel_init
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.moe.moe import MoE
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.on_values import in_stream, why_not, why_not_one_dtype
 from flax_layers.ordered_block import Layer, OrderedBlock, entering, leaving
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT, named
-from flax_layers.rope_scaling import RotaryScaling
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
 
@@ -132,85 +124,3 @@ class TransformerBlock(OrderedBlock):
 
     def _scaled(self, y: Any) -> Any:
         return y if self.residual_multiplier == 1 else y * self.residual_multiplier
-
-
-class LlamaBlock(TransformerBlock):
-    """The block of Llama and its kin: RMSNorms, attention with rotary embedding, a gated MLP or what takes its place.
-
-    Args:
-      in_features: D.
-      hidden_features: F of the gated feed-forward layer.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; default num_heads.
-      head_dim: default D / num_heads.
-      rope_theta, rope_scaling, partial_rotary_factor, qk_norm, use_bias, use_out_bias, separate_qkv, sliding_window,
-        scale: as in Attention.
-      residual_multiplier: as in TransformerBlock.
-      attention_implementation: Attention's implementation.
-      activation, separate_gate_up: of GatedMLP.
-      mlp: what takes the place of the gated MLP, as a `MoE`; called as in TransformerBlock.
-      epsilon: of all norms.
-      dtype: compute dtype; default the promotion of input and kernels.
-      param_dtype: storage dtype of the parameters.
-      kernel_init: initialiser of the kernels.
-      fp8: a `coda.fp8.Recipe` by which attention and the gated MLP train in 8 bits; default in the compute dtype.
-      rngs: source of keys.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        rope_theta: float | None = 10000.0,
-        rope_scaling: RotaryScaling | None = None,
-        partial_rotary_factor: float = 1.0,
-        qk_norm: bool = False,
-        use_bias: bool = False,
-        use_out_bias: bool | None = None,
-        separate_qkv: bool = False,
-        separate_gate_up: bool = False,
-        activation: str | Activation = "silu",
-        sliding_window: int | None = None,
-        scale: float | None = None,
-        residual_multiplier: float = 1.0,
-        attention_implementation: Implementation | None = None,
-        epsilon: float = 1e-6,
-        mlp: Any = None,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        kernel_init: nnx.Initializer = default_kernel_init,
-        fp8: coda.fp8.Recipe | None = None,
-        rngs: nnx.Rngs,
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init, "rngs": rngs}
-        options["fp8"] = fp8
-        super().__init__(
-            RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
-            Attention(
-                in_features,
-                num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                rope_theta=rope_theta,
-                rope_scaling=rope_scaling,
-                partial_rotary_factor=partial_rotary_factor,
-                qk_norm=qk_norm,
-                epsilon=epsilon,
-                use_bias=use_bias,
-                use_out_bias=use_out_bias,
-                separate_qkv=separate_qkv,
-                sliding_window=sliding_window,
-                scale=scale,
-                implementation=attention_implementation,
-                **options,
-            ),
-            RMSNorm(in_features, epsilon=epsilon, param_dtype=param_dtype, rngs=rngs),
-            GatedMLP(in_features, hidden_features, activation=activation, separate_gate_up=separate_gate_up, **options)
-            if mlp is None
-            else mlp,
-            residual_multiplier=residual_multiplier,
-        )

@@ -13,12 +13,14 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers import on_values
+from flax_layers.adapters import mapped
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.axis_metadata import name_parameters
-from flax_layers.linear import Linear, Residual, Sum, default_kernel_init, mapped
+from flax_layers.linear import Linear, default_kernel_init
 from flax_layers.on_values import Angles, dtype_of_products, takes_values, why_not_linears
+from flax_layers.residual import Residual, Sum
 
 
 @takes_values

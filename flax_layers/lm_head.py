@@ -11,8 +11,10 @@ from jax.typing import DTypeLike
 
 from coda_jax import DeferredNorm, Stream, linear_cross_entropy, token_logprobs
 from coda_jax.extend import array
+from flax_layers.adapters import LowRank
 from flax_layers.axis_metadata import parameter
-from flax_layers.linear import LowRank, default_kernel_init, project
+from flax_layers.linear import default_kernel_init
+from flax_layers.project import project
 from flax_layers.sharding import constrain
 
 

@@ -16,19 +16,13 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import halves_apart, placed_alike
 from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
+from flax_layers.adapters import joined, mapped
 from flax_layers.as_block import called
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
-from flax_layers.linear import (
-    Linear,
-    Residual,
-    Sum,
-    default_kernel_init,
-    is_linear,
-    joined,
-    mapped,
-)
+from flax_layers.linear import Linear, default_kernel_init, is_linear
 from flax_layers.on_values import apart, dtype_of_products, takes_values, why_not, why_not_linears
+from flax_layers.residual import Residual, Sum
 from flax_layers.sharding import constrain
 
 HIDDEN = ("batch", None, "mlp")

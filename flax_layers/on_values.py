@@ -18,8 +18,9 @@ from flax import nnx
 
 import coda_jax as coda
 from coda_jax.extend import Head, array, heads_apart, heads_turned, in_heads, noted
+from flax_layers.adapters import have_kernels, mapped
 from flax_layers.fp8 import History
-from flax_layers.linear import Linear, have_kernels, is_linear, mapped, mapped_together, product
+from flax_layers.linear import Linear, is_linear, mapped_together, product
 from flax_layers.remat import QKV, named
 from flax_layers.sharding import STREAM, activation_spec, constrain
 

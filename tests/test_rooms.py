@@ -1,4 +1,4 @@
-"""The rooms of the house: imports only go down, and no file, function or tangle of branches is too large to read."""
+"""The rooms of the house: imports only go down, and no function or tangle of branches is too large to read."""
 
 import ast
 import pathlib
@@ -10,7 +10,7 @@ from coda_jax.epilogue import operand, operand_kinds
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # From the ground up; each imports those below it.
 FLOORS = ("jaxprs", "epilogue", "tiles", "primitives", "lowering", "graph", "operators", "tools")
-MOST_LINES, MOST_FUNCTION_LINES, MOST_COMPLEXITY = 400, 100, 25
+MOST_FUNCTION_LINES, MOST_COMPLEXITY = 100, 25
 
 
 def files(*folders):
@@ -94,11 +94,6 @@ def test_docstrings_start_with_their_subjects():
 
 def test_a_docstring_without_a_subject_is_found():
     assert without_subjects('"""Modules."""\n\n\ndef f():\n    """Of a module.\n\n    More."""\n') == ["Of a module."]
-
-
-def test_no_file_is_long():
-    lines = {str(path): len(path.read_text().splitlines()) for path in files("coda_jax", "flax_layers")}
-    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
 def functions(room):

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType
 
 import coda_jax as coda
-from coda_jax.operators.entropy_head import EntropyHead
-from coda_jax.operators.loss_head import LossHead
+from coda_jax.operators.head.entropy_head import EntropyHead
+from coda_jax.operators.head.loss_head import LossHead
 from tests.gemm_cases import assert_close, jit
 from tests.logprob_cases import RANK, arguments, compare, logprobs, of_logits, plain
 from tests.nvrtc import kernels, needs_nvrtc

@@ -13,6 +13,7 @@ from coda_jax.graph.author import Value
 from coda_jax.graph.lines import by_xla, fused, product
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.parts import parts_of
+from coda_jax.operators.rotary import check_tables, rotary
 from coda_jax.operators.run import norm_value, run_operator
 from coda_jax.primitives.columns import axes_of_heads, in_heads
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
@@ -20,45 +21,6 @@ from coda_jax.primitives.mesh_types import axes_of_dimension, without_axes
 from coda_jax.tiles.choose import takes_heads
 
 NAMES = ("query_proj", "key_proj", "value_proj")  # MaxText's
-
-
-def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (x[i], x[i + Dh/2]) of every head: [a, b] -> [a cos - b sin, b cos + a sin].
-
-    The convention of Hugging Face's Llama. Computed in float32, rounded once.
-
-    Args:
-      x: (..., T, H, Dh).
-      cos, sin: (..., T, Dh / 2) float32.
-
-    Raises:
-      TypeError: an array that is not bfloat16, float16 or float32.
-      ValueError: tables of another shape, as those that have each angle twice, or an odd Dh.
-    """
-    check_floats("rotary", x=x, cos=cos, sin=sin)
-    if x.ndim < 2 or x.shape[-1] % 2:
-        raise ValueError(f"rotary: x has shape {x.shape}; it must be (..., T, H, Dh), whose Dh is even")
-    _check_tables("rotary", x.shape[:-2], x.shape[-1], cos, sin)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = (jnp.expand_dims(y[..., None, :], range(x.ndim - y.ndim - 1)) for y in (cos, sin))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _check_tables(operator: str, rows: tuple[Any, ...], head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
-    """Raises ValueError where tables do not have an angle for each pair of a head, of these rows (..., T)."""
-    half = head_dim // 2
-    for name, table in (("cos", cos), ("sin", sin)):
-        try:
-            lead = jnp.broadcast_shapes(rows, table.shape[:-1])
-        except ValueError:
-            lead = None
-        if table.ndim == 0 or table.shape[-1] != half or lead is None:
-            is_doubled = table.ndim > 0 and table.shape[-1] == head_dim
-            raise ValueError(
-                f"{operator}: {name} has shape {table.shape}; beside rows {rows} and heads of {head_dim} it must be "
-                f"(T, {half}) or (..., T, {half}), an angle for each pair"
-                + (f". A table of Hugging Face's has each twice: give {name}[..., :{half}]" if is_doubled else "")
-            )
 
 
 def _unit_heads(z: jax.Array, epsilon: float) -> jax.Array:
@@ -303,7 +265,7 @@ def qkv_projection(
                 f"qkv_projection: {name} has shape {array.shape}; with heads of {head_dim} it must be {(head_dim,)}"
             )
     scales = tuple(without_axes(x, 0, axes_of_dimension(x, 0)) for x in scales)  # every head reads all of them
-    _check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
+    check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
     weights = tuple(in_whole_heads(weights, head_dim))
     rows = norm.shape[:-1]
     arguments = [norm, weights, tuple(_of_rows(table, rows) for table in (cos, sin)), scales]

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.operators.exponential_head import ExponentialHead
-from coda_jax.operators.head_arrays import Kernel, Tokens
-from coda_jax.operators.loss_head import LossHead
-from coda_jax.operators.token_chunks import chunk_size, columns_of
+from coda_jax.operators.head.arrays import Kernel, Tokens
+from coda_jax.operators.head.chunks import chunk_size, columns_of
+from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.tools.plan_steps import Sizes
 
 if TYPE_CHECKING:

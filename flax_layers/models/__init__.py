@@ -3,7 +3,7 @@
 from flax_layers.models.cohere import Cohere, CohereConfig
 from flax_layers.models.gemma import Gemma, GemmaConfig
 from flax_layers.models.gpt2 import GPT2, GPT2Config, gpt2_block
-from flax_layers.models.llama import Llama, LlamaConfig
+from flax_layers.models.llama import Llama, LlamaBlock, LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2, Olmo2Config
 
@@ -28,6 +28,7 @@ __all__ = [
     "Gemma",
     "GemmaConfig",
     "Llama",
+    "LlamaBlock",
     "LlamaConfig",
     "MoEConfig",
     "Olmo2",

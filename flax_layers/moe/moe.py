@@ -14,13 +14,14 @@ from coda_jax.extend import array
 from flax_layers.activation import Activation
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import is_number
-from flax_layers.linear import Linear, Residual, Sum, default_kernel_init
+from flax_layers.linear import Linear, default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.moe.balancing import RouterStatistics, router_statistics
 from flax_layers.moe.expert_parallel import expert_parallel
 from flax_layers.moe.experts import Experts
 from flax_layers.moe.router import Router, Scoring
 from flax_layers.on_values import is_value
+from flax_layers.residual import Residual, Sum
 
 
 class MoE(nnx.Module):

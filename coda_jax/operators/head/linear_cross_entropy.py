@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.operators.exponential_head import ExponentialHead
-from coda_jax.operators.head_arguments import (
+from coda_jax.operators.head.arguments import (
     LowRank,
     array_of,
     check_head,
@@ -19,8 +18,9 @@ from coda_jax.operators.head_arguments import (
     head_arguments,
     known_labels,
 )
-from coda_jax.operators.head_arrays import Statistics
-from coda_jax.operators.loss_statistics import statistics, weighted_sum
+from coda_jax.operators.head.arrays import Statistics
+from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.statistics import statistics, weighted_sum
 from coda_jax.primitives.dtypes import check_floats
 
 _NAME = "linear_cross_entropy"

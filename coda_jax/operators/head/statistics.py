@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
-from coda_jax.operators.exponential_head import ExponentialHead
-from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
-from coda_jax.operators.loss_head import LossHead
+from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
+from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
 from coda_jax.primitives.reverse_mode import differentiable

@@ -11,8 +11,7 @@ import numpy as np
 
 from coda_jax.epilogue.dtypes import BOOL
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.operators.entropy_head import EntropyHead
-from coda_jax.operators.head_arguments import (
+from coda_jax.operators.head.arguments import (
     LowRank,
     array_of,
     check_head,
@@ -20,7 +19,8 @@ from coda_jax.operators.head_arguments import (
     head_arguments,
     known_labels,
 )
-from coda_jax.operators.loss_statistics import statistics
+from coda_jax.operators.head.entropy_head import EntropyHead
+from coda_jax.operators.head.statistics import statistics
 from coda_jax.primitives.dtypes import check_dtype
 
 _NAME = "token_logprobs"

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays
-from coda_jax.operators.head_arrays import Kernel, Tokens
-from coda_jax.operators.head_rows import Rows
-from coda_jax.operators.loss_head import LossHead
+from coda_jax.operators.head.arrays import Kernel, Tokens
+from coda_jax.operators.head.chunks import columns_of
+from coda_jax.operators.head.loss_head import LossHead
+from coda_jax.operators.head.rows import Rows
 from coda_jax.operators.multiply import multiply
 from coda_jax.operators.projection import norm_projection
-from coda_jax.operators.token_chunks import columns_of
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
 
 LowRank = tuple[jax.Array, jax.Array]  # A (D, r), B (r, V)

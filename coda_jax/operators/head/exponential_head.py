@@ -30,10 +30,10 @@ from jax import lax
 from coda_jax.epilogue import ReductionOp
 from coda_jax.jaxprs.walk import unexpected
 from coda_jax.lowering.on_devices import across
-from coda_jax.operators.head_arrays import Kernel, Statistics, Tokens
-from coda_jax.operators.logit_shift import LEAST, near_logits
-from coda_jax.operators.loss_head import LossHead
-from coda_jax.operators.token_chunks import Chunk, over_chunks
+from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
+from coda_jax.operators.head.chunks import Chunk, over_chunks
+from coda_jax.operators.head.logit_shift import LEAST, near_logits
+from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 MOST = 2.0**126  # of a row's sum of exponentials

@@ -33,10 +33,10 @@ from jax import lax
 from coda_jax.epilogue import ReductionOp, logsumexp
 from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.operators.head_arrays import Hidden, Kernel, Statistics, Tokens
-from coda_jax.operators.logit_curve import LogitCurve
+from coda_jax.operators.head.arrays import Hidden, Kernel, Statistics, Tokens
+from coda_jax.operators.head.chunks import Chunk, chunk_size, columns_of, over_chunks
+from coda_jax.operators.head.logit_curve import LogitCurve
 from coda_jax.operators.multiply import accumulate, multiply, scale_rows
-from coda_jax.operators.token_chunks import Chunk, chunk_size, columns_of, over_chunks
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 

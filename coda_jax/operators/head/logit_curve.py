@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from coda_jax.operators.head_arrays import Statistics
+from coda_jax.operators.head.arrays import Statistics
 
 
 class LogitCurve(NamedTuple):

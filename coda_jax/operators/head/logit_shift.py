@@ -8,9 +8,9 @@ from jax import lax
 
 from coda_jax.epilogue import ReductionOp
 from coda_jax.lowering.on_devices import across
-from coda_jax.operators.head_arrays import Tokens
-from coda_jax.operators.loss_head import LossHead
-from coda_jax.operators.token_chunks import Chunk
+from coda_jax.operators.head.arrays import Tokens
+from coda_jax.operators.head.chunks import Chunk
+from coda_jax.operators.head.loss_head import LossHead
 
 LEAST = 2.0**-60  # of a row's sum of exponentials: what float32 flushes to 0 is below 2^-49 of it, for 2^17 columns
 _SAMPLE = 128  # rows whose targets say where the logits are
