@@ -1,7 +1,7 @@
-"""Products as float32 accumulators, by XLA: of two matrices, and of groups of rows with a matrix each.
+"""Products by XLA as float32 accumulators: of two matrices, and of groups of rows with one matrix each.
 
-Rows are sorted by group, and `offsets` (G + 1,) are where the groups begin and the last one ends; see groups.py in
-`epilogue/`.
+Rows are sorted by group. `offsets` (G + 1,) holds the first row of each group and the end of the last one; see
+`epilogue/groups.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def accumulate(
 ) -> jax.Array:
     """a @ b, (M, N) float32, from two matrices converted to their common dtype.
 
-    An explicit mesh axis that cuts m in a and n in b, as that of FSDP does, cuts m: b is gathered.
+    An explicit mesh axis that shards m in a and n in b, as FSDP's does, shards m of the product: b is gathered.
 
     Args:
-      in_8_bits: XLA shall multiply factors of 8 bits as they are, by what a Hopper GPU has for them. The precision
-        keeps cuBLAS from summing more than `UNPROMOTED_K` of k in the tensor cores alone.
+      in_8_bits: whether XLA multiplies factors of 8 bits as they are, by a Hopper GPU's instructions for them. The
+        precision keeps cuBLAS from summing more than `UNPROMOTED_K` of k in the tensor cores alone.
     """
     dtypes, precision = [compute_dtype(a, b)] * 2, None
     if in_8_bits and is_of_8_bits(a.dtype):
@@ -50,8 +50,8 @@ def accumulate(
         precision = lax.Precision.HIGHEST if a.shape[0 if transpose_a else 1] > UNPROMOTED_K else None
     contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
     if out_sharding is None:
-        taken = axes_of_dimension(a, 1 if transpose_a else 0)
-        b = without_axes(b.astype(dtypes[1]), 0 if transpose_b else 1, taken)
+        m_mesh_axes = axes_of_dimension(a, 1 if transpose_a else 0)
+        b = without_axes(b.astype(dtypes[1]), 0 if transpose_b else 1, m_mesh_axes)
     return lax.dot_general(
         _converted(a, dtypes[0]),
         _converted(b, dtypes[1]),
@@ -63,31 +63,33 @@ def accumulate(
 
 
 def _converted(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in this dtype; XLA, which may drop what rounded it to 8 bits where it is widened, rounds once more."""
+    """x in this dtype. XLA may drop the rounding of an x of 8 bits that is widened, so it is rounded once more."""
     return (stored(x.astype(jnp.float32), x.dtype) if is_of_8_bits(x.dtype) and x.dtype != dtype else x).astype(dtype)
 
 
 def accumulate_groups(
     a: jax.Array, b: jax.Array, offsets: jax.Array, *, ragged: Dimension, transpose_b: bool, out_sharding: Any
 ) -> jax.Array:
-    """`accumulate` of groups; of ragged M rows in none have any values, of ragged K they go into nothing.
+    """`accumulate` for groups. Rows in no group have any values in the result if M is ragged, and add nothing if K is.
 
     Args:
-      a, b: of ragged M (M, K) and (G, K, N), or (G, N, K) with transpose_b; of ragged K (K, M) and (K, N).
+      a, b: if M is ragged (M, K) and (G, K, N), or (G, N, K) with transpose_b; if K is ragged (K, M) and (K, N).
       out_sharding: of the product of one group.
 
     Returns:
-      (M, N) of ragged M, (G, M, N) of ragged K; float32.
+      (M, N) if M is ragged, (G, M, N) if K is; float32.
     """
-    groups, of_k, dtype = RowGroups.of(offsets, a.shape[0]), ragged is Dimension.K, compute_dtype(a, b)
+    groups, ragged_k, dtype = RowGroups.of(offsets, a.shape[0]), ragged is Dimension.K, compute_dtype(a, b)
     if (sharding := explicit_sharding(a)) is not None:
-        of_one = functools.partial(accumulate, transpose_a=of_k, transpose_b=transpose_b, out_sharding=out_sharding)
-        (dense,) = types_of(lambda a, b: of_one(a, b if of_k else b[0]), a, b)
+        one_group = functools.partial(
+            accumulate, transpose_a=ragged_k, transpose_b=transpose_b, out_sharding=out_sharding
+        )
+        (dense,) = types_of(lambda a, b: one_group(a, b if ragged_k else b[0]), a, b)
         cuts = mesh_axes_of(dense.sharding.spec, 2)
-        sharding = NamedSharding(sharding.mesh, partition_spec([(), *cuts] if of_k else cuts))
-    # The rows before the first group may be its: they are zeros, or their results are no group's.
+        sharding = NamedSharding(sharding.mesh, partition_spec([(), *cuts] if ragged_k else cuts))
+    # The first group may have the rows before it too: they are masked to zeros, or their results belong to no group.
     sizes = jnp.diff(offsets.at[0].set(0))
-    contraction = ((0,), (0,)) if of_k else ((1,), (2 if transpose_b else 1,))
+    contraction = ((0,), (0,)) if ragged_k else ((1,), (2 if transpose_b else 1,))
 
     def product(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
         return lax.ragged_dot_general(
@@ -97,14 +99,14 @@ def accumulate_groups(
             lax.RaggedDotDimensionNumbers(
                 dot_dimension_numbers=(contraction, _NO_BATCH),
                 lhs_ragged_dimensions=[0],
-                rhs_group_dimensions=[] if of_k else [0],
+                rhs_group_dimensions=[] if ragged_k else [0],
             ),
             preferred_element_type=jnp.float32,
         )
 
-    # As JAX expands it, no explicit axis may cut its arguments.
+    # In JAX's expansion of it no explicit axis may shard the arguments.
     run = product
     if sharding is not None:
         run = jax.sharding.auto_axes(product, axes=explicit_axes(sharding.mesh), out_sharding=sharding)
     a, b = a.astype(dtype), b.astype(dtype)
-    return run(groups.masked(a), groups.masked(b), sizes) if of_k else run(a, b, sizes)
+    return run(groups.masked(a), groups.masked(b), sizes) if ragged_k else run(a, b, sizes)

@@ -41,7 +41,7 @@ class ProductAxis(NamedTuple):
 
 
 BATCH = ProductAxis(Dimension.BATCH)
-# For each axis of an array; None: of no dimension, and never sharded. All pieces of a matrix have the same.
+# The product's axis for each axis of an array; None for one that is never sharded. Pieces of a matrix have the same.
 ProductAxes = tuple[ProductAxis | None, ...]
 
 
@@ -49,7 +49,7 @@ class MatrixAxis(NamedTuple):
     """The axes of an array that are one axis of its matrix.
 
     Attributes:
-      dimension: M, N, K or the groups; None for what is never sharded.
+      dimension: M, N, K or the groups; None for an axis that is never sharded.
       rank: how many axes of the array.
       piece: which piece of a concatenated dimension.
     """
@@ -66,7 +66,7 @@ UNSHARDED = MatrixAxis(None)
 
 
 class FactorSizes(NamedTuple):
-    """The axes of M and N as a product's factors have them; of N those of one half, where halves are apart.
+    """The sizes of the axes of M and N in a product's factors; of one half of N, where halves are apart.
 
     Attributes:
       m, n: sizes.
@@ -94,19 +94,19 @@ def as_matrix(x: Any, axes: MatrixAxes, *, has_batch: bool = False) -> Any:
 
 
 def _has_row(shape: Sequence[Any], axes: MatrixAxes, count: int) -> bool:
-    """True if a vector of so many axes has one for its row in front of them: (1, N) of (N,)."""
+    """True if a vector of `count` axes has an axis of size 1 in front of them, for its row: (1, N) for (N,)."""
     return len(axes) == 1 and len(shape) == 1 + count and same_size(shape[0], 1)
 
 
 def flat_rows(x: jax.Array, rows: Sequence[Any]) -> jax.Array:
-    """An operand as the epilogue has it, with one axis for the rows; these are all its axes, if it has them."""
+    """An operand as the epilogue reads it, with one axis for the rows; `rows` are the sizes of all axes of the rows."""
     if x.ndim <= max(len(rows), 1 + (len(rows) == 1)) or not same_shape(x.shape[: len(rows)], rows):
         return x
     return as_matrix(x, (MatrixAxis(Dimension.M, len(rows)), MatrixAxis(Dimension.N, x.ndim - len(rows))))
 
 
 def concatenated(arrays: Sequence[jax.Array], pieces: Pieces, flags: Sequence[bool] | None = None) -> jax.Array:
-    """The matrix or vector that these are pieces of, or an array whose last axes are the matrix's.
+    """The matrix or vector that is concatenated from these pieces, or an array whose last axes are the matrix's.
 
     Args:
       flags: which have a batch axis.
@@ -141,7 +141,7 @@ def as_array(x: jax.Array, axes: MatrixAxes, sizes: FactorSizes, *, has_batch: b
         own, mesh_axes = (sizes.m, sizes.m_mesh_axes) if is_m else (sizes.n, sizes.n_mesh_axes)
         halves = count - len(own)
         shape += [*[2] * halves, *own]
-        new += [*[()] * halves, *(tuple(name for name in of_axis if name in names) for of_axis in mesh_axes)]
+        new += [*[()] * halves, *(tuple(name for name in axis_names if name in names) for axis_names in mesh_axes)]
     return reshaped(x, tuple(shape), cuts=new)
 
 

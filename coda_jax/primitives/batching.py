@@ -1,4 +1,4 @@
-"""vmap of the primitive: a batch of rows is more rows; else one leading batch axis, with a flag for each argument."""
+"""vmap of the primitive: a batch of rows becomes more rows; else a leading batch axis, and a flag for each argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coda_jax.primitives.spec import GemmSpec
 def _batch(
     arguments: Sequence[jax.Array], dims: Sequence[int | None], *, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """Adds a batch axis, or merges it with the one already there, repeating what lacks one of the two."""
+    """Adds a batch axis, or merges it with the one already there, repeating arguments that lack one of the two."""
     mapped = [dim is not None for dim in dims]
     if spec.ragged is not None:
         return _one_by_one(arguments, dims, spec), [0] * len(spec.out_dtypes)
@@ -30,8 +30,8 @@ def _batch(
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arguments, dims, strict=True)]
     more_rows = _as_rows(moved, mapped, spec)
     if more_rows is not None:
-        rows, of_rows = more_rows
-        return bind(*rows, spec=of_rows), [0] * len(spec.out_dtypes)
+        row_arguments, row_spec = more_rows
+        return bind(*row_arguments, spec=row_spec), [0] * len(spec.out_dtypes)
     if not any(spec.batched):
         return bind(*moved, spec=_batched(spec, mapped)), [0] * len(spec.out_dtypes)
 
@@ -46,7 +46,7 @@ def _batch(
 
 
 def _one_by_one(arguments: Sequence[jax.Array], dims: Sequence[int | None], spec: GemmSpec) -> list[jax.Array]:
-    """A batch of products of groups, one after the other: each has groups of its own, and so a kernel.
+    """A batch of products of groups, one after the other: each has its own groups, and so its own kernel.
 
     Over explicit mesh axes that shard the batch it is gathered, and the results are sharded by them again.
     """
@@ -58,10 +58,10 @@ def _one_by_one(arguments: Sequence[jax.Array], dims: Sequence[int | None], spec
         return bind(*(x if dim is None else next(rest) for x, dim in zip(arguments, dims, strict=True)), spec=spec)
 
     results: list[jax.Array] = jax.lax.map(one, [without_axes(x, 0, axes_of_dimension(x, 0)) for x in batch])
-    return [_with_cut_batch(x, cuts) for x in results] if cuts else results
+    return [_with_sharded_batch(x, cuts) for x in results] if cuts else results
 
 
-def _with_cut_batch(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
+def _with_sharded_batch(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
     """x, whose first axis is sharded by these explicit mesh axes, and no other is."""
     others = [tuple(name for name in names if name not in cuts) for names in explicit_cuts(x)[1:]]
     return placed(x, NamedSharding(jax.typeof(x).sharding.mesh, partition_spec([cuts, *others])))
@@ -70,33 +70,33 @@ def _with_cut_batch(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
 def _as_rows(
     arguments: Sequence[jax.Array], mapped: Sequence[bool], spec: GemmSpec
 ) -> tuple[list[jax.Array], GemmSpec] | None:
-    """The arguments and the product of a batch of a with one b as one product of all rows; None where it is not one."""
+    """The arguments and the spec of one product that computes a batch of a with one b; None where none does."""
     program, matrices = spec.program, spec.matrices
     flags = iter(mapped)
-    of_a, of_b, *of_operands = (
+    a_flags, b_flags, *operand_flags = (
         [next(flags) for _ in pieces] for pieces in (matrices.a, matrices.b, *matrices.operands)
     )
-    if not all(of_a) or any(of_b) or not _has_rows_alone(spec) or explicit_cuts(arguments[0])[0]:
+    if not all(a_flags) or any(b_flags) or not _has_rows_alone(spec) or explicit_cuts(arguments[0])[0]:
         return None
     size, *rows = arguments[0].shape[: 1 + spec.axes.m]
     is_row = same_size(math.prod(rows), 1)
-    operands, made, rest = [], list(arguments[: 1 + len(of_b)]), iter(arguments[1 + len(of_b) :])
-    for operand, has_batch, pieces in zip(program.operands, of_operands, matrices.operands, strict=True):
-        of_rows = operand.kind.more_rows(operand, has_batch=all(has_batch), is_row=is_row)
+    operands, row_arguments, rest = [], list(arguments[: 1 + len(b_flags)]), iter(arguments[1 + len(b_flags) :])
+    for operand, has_batch, pieces in zip(program.operands, operand_flags, matrices.operands, strict=True):
+        row_operand = operand.kind.more_rows(operand, has_batch=all(has_batch), is_row=is_row)
         arrays = [next(rest) for _ in pieces]
-        if of_rows is None or any(has_batch) != all(has_batch):
+        if row_operand is None or any(has_batch) != all(has_batch):
             return None
-        if of_rows.kind is not operand.kind:  # beside one row it has none of its own
+        if row_operand.kind is not operand.kind:  # an operand beside one row has no axis of rows
             axes = sum(axis.rank for axis in pieces[0])
             arrays = [x.reshape(size, *rows, *(x.shape[x.ndim - axes :] if axes else (1,))) for x in arrays]
-        operands.append(of_rows)
-        made += arrays
-    axes_of_rows = spec.axes._replace(m=spec.axes.m + 1)
-    return made, spec.replace(program=dataclasses.replace(program, operands=tuple(operands)), axes=axes_of_rows)
+        operands.append(row_operand)
+        row_arguments += arrays
+    row_axes = spec.axes._replace(m=spec.axes.m + 1)
+    return row_arguments, spec.replace(program=dataclasses.replace(program, operands=tuple(operands)), axes=row_axes)
 
 
 def _has_rows_alone(spec: GemmSpec) -> bool:
-    """True if each row of a gives its results by itself, whatever its number and whatever rows are beside it."""
+    """True if the results of a row of a depend neither on its number nor on other rows."""
     program, finishing = spec.program, spec.program.finishing
     if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(spec.matrices.a) > 1:
         return False
@@ -117,7 +117,7 @@ def _merge(x: jax.Array, new: Any, old: Any, is_mapped: bool, has_old: bool) -> 
 
 
 def _batched(spec: GemmSpec, batched: Sequence[bool]) -> GemmSpec:
-    # An operand that all products of the batch share cannot take the place of a result of each.
+    # An operand that all products of the batch share cannot be overwritten by a result of each.
     _, _, flags = spec.split(batched)
     aliases = tuple((operand, output) for operand, output in spec.input_output_aliases if flags[operand])
     return spec.replace(batched=tuple(batched), input_output_aliases=aliases)

@@ -34,7 +34,7 @@ def as_operand(function: str, index: int, x: Any) -> jax.Array:
 
 
 def check_options(function: str, residuals: str, implementation: str, config: Any) -> None:
-    """Raises where one of these is none of those allowed."""
+    """Raises if one of these options is not allowed."""
     _check_choice(function, "residuals", residuals, ("preactivation", "recompute"))
     check_implementation(function, implementation)
     if config is not None and not isinstance(config, GemmConfig):
@@ -46,7 +46,7 @@ def check_implementation(function: str, implementation: str) -> None:
 
 
 def check_epilogue(function: str, epilogue: Any, operands: Sequence[Any]) -> None:
-    """Raises where it is no function, or operands have none."""
+    """Raises if the epilogue is no function, or operands are given without one."""
     if epilogue is not None and not callable(epilogue):
         raise TypeError(
             f"{function}: epilogue is {type(epilogue).__name__}; it must be a function of (acc, *operands) or None"
@@ -58,7 +58,7 @@ def check_epilogue(function: str, epilogue: Any, operands: Sequence[Any]) -> Non
 
 
 def check_out_sharding(function: str, spec: Any, shape: tuple[Any, ...]) -> None:
-    """Raises where it is no sharding of a product of this shape."""
+    """Raises if `spec` is no sharding of a product of this shape."""
     if spec is None:
         return
     if not isinstance(spec, jax.P):
@@ -78,9 +78,9 @@ def _check_choice(function: str, name: str, value: str, allowed: Sequence[str]) 
 
 
 def tile_dtypes(function: str, traced: Epilogue, out_dtype: Any, default: np.dtype, one_row: bool) -> list[np.dtype]:
-    """One dtype for each flat output: of tiles that asked for, else the default; of all else the epilogue's.
+    """One dtype for each flat output: a tile has the one asked for, else the default; others have the epilogue's.
 
-    So it is of tiles that the epilogue itself converts to a float of 8 bits, where no dtype is asked for.
+    Tiles that the epilogue converts to a float of 8 bits have the epilogue's dtype too, where none is asked for.
     """
 
     def is_none(x: Any) -> bool:
@@ -89,10 +89,10 @@ def tile_dtypes(function: str, traced: Epilogue, out_dtype: Any, default: np.dty
     unset = object()  # in the place of None, which is a tree without leaves
     try:
         template = jax.tree.unflatten(traced.out_tree, list(traced.out_avals))
-        given_tree = jax.tree.map(lambda x: unset if x is None else x, out_dtype, is_leaf=is_none)
-        asked = jax.tree.leaves(jax.tree.broadcast(given_tree, template))
+        asked_tree = jax.tree.map(lambda x: unset if x is None else x, out_dtype, is_leaf=is_none)
+        asked = jax.tree.leaves(jax.tree.broadcast(asked_tree, template))
     except ValueError as error:
-        dtypes_given, returned = len(jax.tree.leaves(given_tree)), len(traced.out_avals)
+        dtypes_given, returned = len(jax.tree.leaves(asked_tree)), len(traced.out_avals)
         counts = f": {dtypes_given} dtypes for {returned} outputs" if dtypes_given != returned else f": {error}"
         raise ValueError(
             f"{function}: out_dtype = {out_dtype} does not fit what epilogue '{traced.name}' returns, "
@@ -105,18 +105,18 @@ def tile_dtypes(function: str, traced: Epilogue, out_dtype: Any, default: np.dty
         tiles |= {i for i in traced.program.unreduced if len(shape := traced.out_avals[i].shape) == 2 and shape[1] != 1}
     dtypes = []
     for i, (dtype, aval) in enumerate(zip(asked, traced.out_avals, strict=True)):
-        given = None if dtype is unset else _as_dtype(function, dtype)
+        chosen = None if dtype is unset else _as_dtype(function, dtype)
         if i not in tiles:
-            if given is not None and not one_for_all and given != aval.dtype:
+            if chosen is not None and not one_for_all and chosen != aval.dtype:
                 raise TypeError(
-                    f"{function}: out_dtype of output {i} of epilogue '{traced.name}' is {given}; what is "
+                    f"{function}: out_dtype of output {i} of epilogue '{traced.name}' is {chosen}; what is "
                     f"not a tile keeps the epilogue's dtype, {aval.dtype}"
                 )
             dtypes.append(aval.dtype)
-        elif given is not None and given.name not in RESULTS:
-            raise TypeError(f"{function}: out_dtype of output {i} is {given}; a tile is {listed(RESULTS)}")
+        elif chosen is not None and chosen.name not in RESULTS:
+            raise TypeError(f"{function}: out_dtype of output {i} is {chosen}; a tile is {listed(RESULTS)}")
         else:
-            dtypes.append(given or (aval.dtype if is_of_8_bits(aval.dtype) else default))
+            dtypes.append(chosen or (aval.dtype if is_of_8_bits(aval.dtype) else default))
     return dtypes
 
 

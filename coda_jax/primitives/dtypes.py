@@ -1,7 +1,7 @@
-"""The dtypes that operators take, and those in which a product is computed, kept and summed.
+"""The dtypes that operators accept, and those in which a product is computed, kept and summed.
 
-Operators take the floats of `epilogue/dtypes.py`. float64, where jax_enable_x64 lets it be, is refused: it would be
-rounded unseen. `coda.gemm` takes factors of 8 bits too, both of them or none: no promotion makes one.
+Operators accept the floats of `epilogue/dtypes.py`. float64, where jax_enable_x64 permits it, is refused: it would be
+rounded silently. `coda.gemm` also accepts factors of 8 bits, if both have 8 bits: nothing is promoted to 8 bits.
 
 A product has three more dtypes than its arrays. Both factors are multiplied in `compute_dtype`, into a float32
 accumulator. Where the accumulator is kept for a backward pass, or goes through memory, it has `kept_dtype`. Where k is
@@ -33,7 +33,7 @@ def check_dtype(operator: str, name: str, x: Any, allowed: Sequence[str] = FLOAT
 
 
 def check_factors(operator: str, **factors: Any) -> None:
-    """Raises TypeError where factors, by their names, are none of a product: b may be several, b[0] and so on."""
+    """Raises TypeError for named factors that cannot be multiplied; b may be several: b[0], b[1] and so on."""
     for name, x in factors.items():
         check_dtype(operator, name, x, (*FLOATS, *FLOATS_OF_8_BITS))
     dtypes = {name: np.dtype(x.dtype) for name, x in factors.items()}
@@ -44,14 +44,14 @@ def check_factors(operator: str, **factors: Any) -> None:
             f"{operator}: {narrow[0]} has dtype {dtypes[narrow[0]]} and {others[0]} {dtypes[others[0]]}; a factor of 8 "
             f"bits is multiplied by one of 8 bits. Convert one of them: {narrow[0]}.astype(jnp.bfloat16) is exact"
         )
-    of_b = {name: dtype for name, dtype in dtypes.items() if name in narrow and name != "a"}
-    if len(set(of_b.values())) > 1:
-        named = ", ".join(f"{name} {dtype}" for name, dtype in of_b.items())
+    b_dtypes = {name: dtype for name, dtype in dtypes.items() if name in narrow and name != "a"}
+    if len(set(b_dtypes.values())) > 1:
+        named = ", ".join(f"{name} {dtype}" for name, dtype in b_dtypes.items())
         raise TypeError(f"{operator}: several factors have dtypes {named}; of 8 bits they must have one dtype")
 
 
 def check_gradient(product: str, name: str, factor: Any) -> None:
-    """Raises TypeError where a factor has 8 bits: its cotangent would have, too."""
+    """Raises TypeError for a factor of 8 bits: its cotangent would have 8 bits too."""
     if is_of_8_bits(factor.dtype):
         raise TypeError(
             f"{product}: {name} is {np.dtype(factor.dtype).name}, which has no gradient: that would have 8 bits too. "
@@ -61,14 +61,14 @@ def check_gradient(product: str, name: str, factor: Any) -> None:
 
 
 def check_floats(operator: str, **arrays: Any) -> None:
-    """`check_dtype` of floating arrays by their names; None is no array."""
+    """`check_dtype` for named floating arrays; None is skipped."""
     for name, x in arrays.items():
         if x is not None:
             check_dtype(operator, name, x)
 
 
 def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
-    """The dtype of an operator's products: that asked for, else the promotion of the factors."""
+    """The dtype of an operator's products: the one asked for, else the promotion of the factors."""
     chosen = np.dtype(dtype or jnp.result_type(*factors))
     if chosen.name not in FLOATS:
         raise TypeError(f"{operator}: dtype = {chosen}; it must be {listed(FLOATS)}")
@@ -76,22 +76,22 @@ def resolve_dtype(operator: str, dtype: Any, *factors: jax.Array) -> np.dtype:
 
 
 def compute_dtype(a: Any, b: Any) -> np.dtype:
-    """The dtype that both factors are converted to before they are multiplied; factors of 8 bits have its values."""
+    """The dtype that both factors are converted to before they are multiplied; of 8 bits, bfloat16 has all values."""
     if is_of_8_bits(a.dtype):
         return np.dtype(jnp.bfloat16)
     return np.dtype(jnp.promote_types(a.dtype, b.dtype))
 
 
 def result_dtype(a: Any) -> np.dtype:
-    """The dtype of a product's tiles where none is asked for: a's, but of factors of 8 bits bfloat16."""
+    """The dtype of a product's tiles where none is asked for: a's, or bfloat16 for factors of 8 bits."""
     return np.dtype(jnp.bfloat16 if is_of_8_bits(a.dtype) else a.dtype)
 
 
 def kept_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which the accumulator of a product in `dtype` is kept: float16 would overflow at 65504.
 
-    bfloat16 has float32's range. In float16's place it would lose three bits, and a product computed again takes
-    longer than the two bytes more.
+    bfloat16 has float32's range and is kept. In float16's place it would lose three bits, and computing the product
+    again takes longer than storing two more bytes.
     """
     return np.dtype(np.float32 if has_narrow_range(dtype) else dtype)
 
@@ -99,15 +99,15 @@ def kept_dtype(dtype: np.dtype) -> np.dtype:
 def wire_dtype(spec: GemmSpec, dtype: np.dtype) -> np.dtype:
     """The dtype in which products are summed over devices, as Megatron does: bfloat16 where all results are.
 
-    float32 where a result is, as a gradient of float32 parameters; where the product has no tiles; and for float16,
-    which a partial sum may overflow though the sum does not.
+    It is float32 where a result is, as a gradient of float32 parameters; where the product has no tiles; and in the
+    place of float16, which a partial sum may overflow though the sum does not.
     """
     is_of_results = spec.store_dtypes and all(x == dtype for x in spec.store_dtypes)
     return np.dtype(dtype if is_of_results and not has_narrow_range(dtype) else np.float32)
 
 
 def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
-    """x; of a pair of arrays one, whose halves this axis tells apart, as two (K, N / 2) become (K, 2, N / 2).
+    """x as one array: a pair is stacked along this axis, as two (K, N / 2) become (K, 2, N / 2).
 
     Args:
       function, name: the operator and its argument, for messages.
@@ -115,9 +115,9 @@ def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
       axis: of the result.
     """
     if not isinstance(x, tuple | list):
-        return x  # what else it may be, its caller looks at
-    check_floats(function, **{f"{name}[{i}]": part for i, part in enumerate(x)})
-    shapes = [np.shape(part) for part in x]
+        return x  # the caller checks what it is
+    check_floats(function, **{f"{name}[{i}]": half for i, half in enumerate(x)})
+    shapes = [np.shape(half) for half in x]
     if len(x) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != axis + 1:
         kind = "matrices" if axis == 1 else f"arrays of {axis + 1} axes"
         raise ValueError(

@@ -1,7 +1,7 @@
 """Messages that a function gives when it is lowered for a GPU, for instance why a layer is not one block.
 
 A note is an identity on an array, so that it travels with the program: through jit, grad, vmap and remat, to
-`coda.explain` and to the lowering. There it is warned of once, at the user's line; elsewhere it is nothing. In strict
+`coda.explain` and to the lowering, which warns once, at the user's line; on other platforms it does nothing. In strict
 mode a note, and a product that takes its XLA form, is an error.
 
 Environment, read when this module is imported:
@@ -40,16 +40,16 @@ def _strict_by_default() -> bool:
     return setting == "1"
 
 
-_strict = jax.make_user_context(_strict_by_default())  # a part of the keys of JAX's caches of traces and programs
+_strict = jax.make_user_context(_strict_by_default())  # in the keys of JAX's caches of traces and programs
 
 
 @contextlib.contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
     """In this context, in this thread, what would be a `FallbackWarning` raises a `FallbackError`, each time.
 
-    It counts where a program is lowered for a GPU: at the first call of a jitted function, or `.lower()` of what was
-    traced. JAX's caches know it: a function that was jitted outside is traced and lowered again inside. A program that
-    was compiled ahead of time, or exported, outside is past it, and implementation="xla" is no fallback.
+    It applies when a program is lowered for a GPU: at the first call of a jitted function, or by `.lower()` of a
+    traced one. A function that was jitted outside is traced and lowered again inside. A program that was compiled
+    ahead of time, or exported, outside is not affected, and implementation="xla" is no fallback.
 
     Args:
       enabled: False permits fallbacks again, inside a strict context or under ``CODA_JAX_STRICT=1``.
@@ -71,7 +71,7 @@ _reporting = threading.Lock()
 
 
 def noted(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Array:
-    """x; lowered for a GPU, it warns once that `operator` does what `reason` says.
+    """x unchanged; where it is lowered for a GPU, a warning, once, that `operator` does what `reason` says.
 
     Args:
       remedy: what a user could change, for `coda.explain`'s advice.
@@ -84,7 +84,7 @@ def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> Non
     """A FallbackWarning at the user's line, unless there has been one for this reason.
 
     Raises:
-      FallbackError: strict; whether there has been one or not.
+      FallbackError: in strict mode, each time.
     """
     if strict:
         raise FallbackError(f"{site.file}:{site.line}: {message} (strict mode: coda.strict, CODA_JAX_STRICT)")
@@ -96,7 +96,7 @@ def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> Non
 
 
 def _run(x: Any, *, message: str, site: CallSite, **_: Any) -> Any:
-    """Outside jit. What is there already has a device."""
+    """The note outside jit, where x is on a device already."""
     if isinstance(x, jax.Array) and any(device.platform == "gpu" for device in x.devices()):
         warn_once(message, message, site, strict=is_strict())
     return x

@@ -27,7 +27,8 @@ Options = TypeVar("Options", bound=CallOptions)
 def spec_of_sum(a: jax.Array, b: jax.Array, *operands: jax.Array, transpose_b: bool = False) -> PartitionSpec | None:
     """The sharding of a @ b where explicit mesh axes shard K in both: rows as those of a, columns as those of b.
 
-    None where they do not, so that the factors say it, and where an operand is a tile, as which it is sharded.
+    None where they do not, since the factors' types determine it then, and where an operand is a tile, whose sharding
+    the product has.
     """
     rows, columns = Factor.of(a, 1, k_first=False), Factor.of(b, 1, k_first=not transpose_b)
     has_tile = any(x.ndim == a.ndim and x.shape[-1] != 1 for x in operands)
@@ -40,13 +41,13 @@ def spec_of_sum(a: jax.Array, b: jax.Array, *operands: jax.Array, transpose_b: b
 
 
 class Factor(NamedTuple):
-    """A factor's axes that are rows or columns of the product, which stand side by side, and its axes of K.
+    """A factor's axes that are rows or columns of the product, which are adjacent, and its axes of K.
 
     Attributes:
-      first: the first axis of the former.
-      sizes: of these.
-      mesh_axes: for each of these, the explicit mesh axes that shard it.
-      k_mesh_axes: for each axis of K.
+      first: the first of the rows' or columns' axes.
+      sizes: their sizes.
+      mesh_axes: for each of them, the explicit mesh axes that shard it.
+      k_mesh_axes: the same for each axis of K.
     """
 
     first: int
@@ -65,14 +66,14 @@ class Factor(NamedTuple):
 def laid_out(
     arrays: Sequence[Sequence[jax.Array]], along: Sequence[int], options: Options, by_group: Collection[int] = ()
 ) -> tuple[list[list[jax.Array]], Options]:
-    """The arrays of a product resharded to where they meet, and the options with the product's own sharding.
+    """The arrays of a product, resharded to match each other, and the options with the product's own sharding.
 
-    * Of several arrays in one place all are sharded as the first that is.
+    * The pieces of one array are all sharded as the first that is sharded.
     * Row vectors are gathered over the mesh axes of the product's rows, as b is.
     * Arrays by group are too, and over all mesh axes of their groups.
-    * Tiles are sharded as the product, where the options say how.
+    * Tiles are sharded as the product, where the options give its sharding.
     * Where mesh axes shard K in both factors, which leaves it open, the product is sharded as its first tile.
-    * Else b's columns are sharded as that tile's: b is gathered over mesh axes that keep parameters apart, as FSDP's.
+    * Else b's columns are sharded as that tile's: b is gathered over mesh axes that shard parameters, as FSDP's.
 
     Args:
       arrays: a, b and the operands, each one array or several.
@@ -86,9 +87,9 @@ def laid_out(
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
     row_axes = frozenset(name for names in rows.mesh_axes for name in names)
-    by_shape = [i for i in range(len(operands)) if i not in by_group]  # those that may be tiles
+    by_shape = [i for i in range(len(operands)) if i not in by_group]  # operands that may be tiles
     for i, pieces in enumerate(operands):
-        gathered = _whole_vector if i in by_shape else _with_all_groups
+        gathered = _vector_beside_rows if i in by_shape else _with_all_groups
         operands[i] = [gathered(x, row_axes) for x in pieces]
     if options.out_sharding is not None:
         sizes = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
@@ -106,7 +107,7 @@ def laid_out(
     return [a, b, *operands], options
 
 
-def _whole_vector(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
+def _vector_beside_rows(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
     return without_axes(x, x.ndim - 1, row_axes) if is_vector and row_axes else x
 
@@ -123,20 +124,20 @@ def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> ja
 def _first_tile(
     operands: Sequence[Sequence[jax.Array]], rows: Factor, columns: Factor, options: CallOptions
 ) -> jax.Array | None:
-    """The first operand of the product's shape, or of twice its columns where these are a half that is apart."""
+    """The first operand with the product's shape, or where halves are apart that of both: (*M, 2, *N)."""
     shapes = [(*rows.sizes, *columns.sizes), *([(*rows.sizes, 2, *columns.sizes)] if options.halves else [])]
     tiles = (pieces[0] for pieces in operands if len(pieces) == 1)
     return next((x for x in tiles if any(same_shape(x.shape, shape) for shape in shapes)), None)
 
 
 def _with_columns(
-    b: jax.Array, columns: Factor, wanted: Sequence[tuple[str, ...]], row_axes: frozenset[str]
+    b: jax.Array, columns: Factor, column_axes: Sequence[tuple[str, ...]], row_axes: frozenset[str]
 ) -> jax.Array:
-    """b with its columns sharded so, unless they are but for mesh axes of the rows: over these it is gathered."""
-    if [tuple(axis for axis in axes if axis not in row_axes) for axes in columns.mesh_axes] == [*wanted]:
+    """b with its columns sharded over `column_axes`; unchanged where the rows' mesh axes are the only difference."""
+    if [tuple(axis for axis in axes if axis not in row_axes) for axes in columns.mesh_axes] == [*column_axes]:
         return b
-    taken = {axis for axes in wanted for axis in axes}
+    taken = {axis for axes in column_axes for axis in axes}
     mesh_axes = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K
-    mesh_axes[columns.first : columns.first + len(wanted)] = wanted
+    mesh_axes[columns.first : columns.first + len(column_axes)] = column_axes
     sharding = explicit_sharding(b)
     return placed(b, NamedSharding(sharding.mesh, partition_spec(mesh_axes)))

@@ -1,6 +1,6 @@
-"""The geometry of one product: how its arrays make matrices, and which axes of theirs are which of the product's.
+"""The geometry of one product: how its arrays make matrices, and which axes of an array are which of the product's.
 
-`Matrices` is made once from a `GemmSpec`, which keeps it as `spec.matrices`. axes.py has what it says of one array.
+`Matrices` is made once from a `GemmSpec`, which keeps it as `spec.matrices`. axes.py has its terms for one array.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 
 
 class ArrayAxes(NamedTuple):
-    """The axes that the dimensions of a product are in its arrays.
+    """How many axes each dimension of a product has in its arrays.
 
     Attributes:
-      m, n, k: how many axes; n those of the columns of one half, where halves are apart.
+      m, n, k: the numbers of axes; n that of the columns of one half, where halves are apart.
       halves: arrays with all columns of an epilogue that works on halves have the halves apart, (..., 2, N / 2).
-      joined: the dimension, N or K, that is several arrays; None if none is. Every array with it is as many pieces.
-      pieces: how many.
+      joined: the dimension, N or K, that is several arrays; None if none is. Every array with that dimension is given
+        as the same number of pieces.
+      pieces: that number.
     """
 
     m: int = 1
@@ -57,7 +58,7 @@ class ArrayAxes(NamedTuple):
         """From the numbers of the factors' axes; halves stay apart only for an epilogue that works on halves of N."""
         halves = halves and program.halves.count == 2 and not program.halves.head
         columns = b_rank - k_axes
-        return cls(a_rank - k_axes, columns - (halves and program.halves.of_acc == 2), k_axes, halves)
+        return cls(a_rank - k_axes, columns - (halves and program.halves.acc_halves == 2), k_axes, halves)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,11 +85,11 @@ class Matrices:
         program = spec.program
         m, n = MatrixAxis(Dimension.M, spec.axes.m), _columns(spec, program.halves.acc)
         k = MatrixAxis(Dimension.K, spec.axes.k)
-        each = (MatrixAxis(Dimension.GROUP),) * (spec.ragged is Dimension.M)  # group has a matrix of b
+        groups = (MatrixAxis(Dimension.GROUP),) * (spec.ragged is Dimension.M)  # each has its own matrix of b
         return cls(
             spec,
             a=_pieces((k, m) if spec.transpose_a else (m, k), spec),
-            b=_pieces((*each, n, k) if spec.transpose_b else (*each, k, n), spec),
+            b=_pieces((*groups, n, k) if spec.transpose_b else (*groups, k, n), spec),
             operands=[_pieces(_operand_axes(spec, operand), spec) for operand in program.operands],
             acc=_pieces((*_groups_of_results(spec), m, n), spec),
             stores=[_store_pieces(spec, store) for store in program.stores],
@@ -145,9 +146,9 @@ class Matrices:
         return [self._product_axes(axes) for axes in self.acc]
 
     def _product_axes(self, axes: MatrixAxes) -> ProductAxes:
-        """The product's axis for each axis of an array. An axis of two halves is none."""
-        of = self.spec.axes
-        own = {Dimension.M: of.m, Dimension.N: of.n, Dimension.K: of.k, Dimension.GROUP: 1}
+        """The product's axis for each axis of an array; None for the axis of two halves."""
+        ranks = self.spec.axes
+        own = {Dimension.M: ranks.m, Dimension.N: ranks.n, Dimension.K: ranks.k, Dimension.GROUP: 1}
         product_axes: ProductAxes = ()
         for dimension, count, _ in axes:
             if dimension is None:
@@ -174,11 +175,11 @@ class Matrices:
         return _flattened(arguments, self.spec.batched, [self.a, self.b, *self.operands])
 
     def flatten_operands(self, operands: Sequence[Any]) -> list[Any]:
-        """The operands alone, of the arguments behind the factors."""
+        """The operands alone, the arguments after the factors, as matrices and vectors."""
         return _flattened(operands, self.spec.batched[self.num_factors :], self.operands)
 
     def flatten_some(self, operands: Sequence[Any], is_there: Sequence[bool]) -> list[Any]:
-        """Some of the operands, without a batch axis."""
+        """Some of the operands, without a batch axis, as matrices and vectors."""
         pieces = list(itertools.compress(self.operands, is_there))
         return _flattened(operands, [False] * len(operands), pieces)
 
@@ -188,7 +189,7 @@ class Matrices:
         return acc
 
     def flat_types(self, types: Sequence[Any]) -> list[Any]:
-        """Types of `flatten`, without shardings."""
+        """The types of what `flatten` returns, without shardings."""
         plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
         if self.spec.axes == ArrayAxes():
             return plain
@@ -205,9 +206,9 @@ class Matrices:
                 sizes[dimension, piece] = x.shape[first : first + count], mesh_axes[first : first + count]
                 first += count
         (m, m_mesh_axes), (n, n_mesh_axes) = sizes[Dimension.M, 0], sizes[Dimension.N, 0]
-        of = self.spec.axes
-        pieces = tuple(sizes[of.joined, i][0][0] for i in range(of.pieces)) if of.joined else ()
-        return FactorSizes(m, n[-of.n :], m_mesh_axes, n_mesh_axes[-of.n :], pieces)
+        ranks = self.spec.axes
+        pieces = tuple(sizes[ranks.joined, i][0][0] for i in range(ranks.pieces)) if ranks.joined else ()
+        return FactorSizes(m, n[-ranks.n :], m_mesh_axes, n_mesh_axes[-ranks.n :], pieces)
 
     def acc_sizes(self, accs: Sequence[Any], *, has_batch: bool) -> FactorSizes:
         """The sizes of acc's axes, on one device."""
@@ -215,7 +216,7 @@ class Matrices:
         return FactorSizes(m, n, ((),) * len(m), ((),) * len(n), tuple(x.shape[-1] for x in accs))
 
     def unflatten_results(self, results: Sequence[jax.Array], sizes: FactorSizes) -> list[jax.Array]:
-        """The arrays of stores and reductions, with the axes that go with these sizes."""
+        """The arrays of stores and reductions, with axes of these sizes."""
         has_batch = any(self.spec.batched)
         each = zip(results, [*self.stores, *self.reductions], strict=True)
         return [piece for x, pieces in each for piece in as_pieces(x, pieces, sizes, has_batch=has_batch)]
@@ -237,18 +238,18 @@ class Matrices:
     # --- f's flat outputs ---
 
     def unflatten_outputs(self, outputs: Sequence[jax.Array], arguments: Sequence[Any]) -> list[jax.Array]:
-        """f's outputs: tiles with the axes that go with these arguments', all others with those of the rows."""
+        """f's outputs: tiles with the axes of these arguments' M and N, others with those of M."""
         has_batch, sizes = any(self.spec.batched), self.factor_sizes(arguments)
         each = zip(outputs, self._output_axes([x.ndim - has_batch for x in outputs]), strict=True)
         return [as_array(x, axes, sizes, has_batch=has_batch) for x, axes in each]
 
     def flatten_outputs(self, outputs: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
-        """Arrays, or None, like the outputs of a product without a batch, as f gives them, with so many axes."""
+        """Arrays or None, like a product's outputs without a batch, as f's outputs, which have `ranks` axes."""
         each = zip(outputs, self._output_axes(ranks), strict=True)
         return [None if x is None else as_matrix(x, axes) for x, axes in each]
 
     def _output_axes(self, ranks: Sequence[int]) -> list[MatrixAxes]:
-        """Axes of each of f's flat outputs, which have these numbers of axes where f makes them."""
+        """Axes of each of f's flat outputs, which have these numbers of axes where f returns them."""
         program = self.spec.program
         tiles = {store.output: pieces[0] for store, pieces in zip(program.stores, self.stores, strict=True)}
         rows = MatrixAxis(Dimension.M, self.spec.axes.m)
@@ -264,7 +265,7 @@ def _columns(spec: GemmSpec, width: Width) -> MatrixAxis:
 
 
 def _groups_of_results(spec: GemmSpec) -> MatrixAxes:
-    """The axis in front of a result of which each group has its own."""
+    """The leading axis of results that each group has for itself."""
     return (MatrixAxis(Dimension.GROUP),) if spec.ragged is Dimension.K else ()
 
 
@@ -297,13 +298,13 @@ def _pieces(axes: MatrixAxes, spec: GemmSpec) -> Pieces:
 
 
 def _aligned(axes: ProductAxes, has_batch: bool, rank: int) -> ProductAxes:
-    """For an array of this rank: axes in front of `axes` are never sharded, those that it lacks are left out."""
+    """`axes` for an array of this rank: further leading axes are never sharded, missing ones are left out."""
     matrix = rank - has_batch
     return (BATCH,) * has_batch + (((None,) * matrix + axes)[-matrix:] if matrix else ())
 
 
 def _flattened(arrays: Sequence[Any], batched: Sequence[bool], matrices: Sequence[Pieces]) -> list[Any]:
-    """The matrices and vectors of which these arrays are the pieces."""
+    """The matrices and vectors that these pieces make."""
     rest, flat = iter(zip(arrays, batched, strict=True)), []
     for pieces in matrices:
         each = [next(rest) for _ in pieces]

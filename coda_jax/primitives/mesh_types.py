@@ -29,9 +29,9 @@ def vary(axes: frozenset[str], *arrays: Any) -> list[Any]:
 
 
 def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
-    """The mesh axes, of more than one device, over which XLA may partition what has types of these shardings.
+    """The mesh axes of more than one device over which XLA may partition arrays of these shardings.
 
-    Of explicit axes those that a type names; automatic ones all.
+    These are the explicit axes that a sharding names, and all automatic ones.
     """
     names: dict[str, None] = {}
     for sharding in shardings:
@@ -44,11 +44,11 @@ def partitioned_axes(*shardings: Any) -> tuple[str, ...]:
 
 
 def may_be_automatic(*arrays: Any) -> bool:
-    """True if XLA may partition what has these arrays' types: a mesh axis is automatic, or no mesh is known."""
+    """True if XLA may partition arrays of these types: a mesh axis is automatic, or no mesh is known."""
     meshes = [mesh for x in arrays if not (mesh := jax.typeof(x).sharding.mesh).empty]
     context = jax.sharding.get_abstract_mesh()
     if not context.empty and get_concrete_mesh().empty:
-        return False  # no devices: the program is lowered for a mesh that is elsewhere
+        return False  # no devices: the program is lowered for a mesh of another machine
     return any(mesh.empty or _automatic(mesh) for mesh in meshes or [context])
 
 
@@ -57,7 +57,7 @@ def _automatic(mesh: Any) -> bool:
 
 
 def automatic_axes(*shardings: Any) -> tuple[str, ...]:
-    """The automatic mesh axes, of more than one device, of these shardings."""
+    """The automatic mesh axes of more than one device of these shardings."""
     names: dict[str, None] = {}
     for mesh in (sharding.mesh for sharding in shardings):
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -125,59 +125,59 @@ def cutting_evenly(axes: Sequence[str], mesh_sizes: Mapping[str, int], *sizes: A
     """The mesh axes that together divide all of these sizes evenly, the major one first."""
     fit: MeshAxes = ()
     for axis in axes:
-        parts = math.prod(mesh_sizes[name] for name in (*fit, axis))
-        if all(isinstance(size, int) and size % parts == 0 for size in sizes):
+        shards = math.prod(mesh_sizes[name] for name in (*fit, axis))
+        if all(isinstance(size, int) and size % shards == 0 for size in sizes):
             fit = (*fit, axis)
     return fit
 
 
 def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
-    """Arrays that are to be concatenated along a dimension, or stacked where it is None, sharded as the first that is.
+    """The arrays, all sharded as the first that is sharded: to be concatenated along `dimension`, or stacked if None.
 
-    That is over explicit mesh axes, of whose types JAX wants this. Mesh axes that do not divide each array evenly along
-    the dimension shard none there.
+    JAX asks this of explicit mesh axes, and only these count. Mesh axes that do not divide each array evenly along the
+    dimension shard none of them there.
     """
     mesh_axes = [explicit_cuts(x) for x in arrays]
     if all(names == mesh_axes[0] for names in mesh_axes):
         return list(arrays)
     first = next(i for i, names in enumerate(mesh_axes) if any(names))
-    mesh, wanted = jax.typeof(arrays[first]).sharding.mesh, [*mesh_axes[first]]
+    mesh, target = jax.typeof(arrays[first]).sharding.mesh, [*mesh_axes[first]]
     if dimension is not None:
-        wanted[dimension] = cutting_evenly(wanted[dimension], mesh.shape, *(x.shape[dimension] for x in arrays))
-    sharding = jax.sharding.NamedSharding(mesh, partition_spec(wanted))
+        target[dimension] = cutting_evenly(target[dimension], mesh.shape, *(x.shape[dimension] for x in arrays))
+    sharding = jax.sharding.NamedSharding(mesh, partition_spec(target))
     return [placed(x, sharding) for x in arrays]
 
 
 def placed(x: Any, sharding: Any) -> Any:
-    """x resharded so; as it is where it is sharded so, where it is None, or where there is no sharding."""
+    """x resharded to `sharding`; x itself where it has this sharding, and where either is None."""
     if x is None or sharding is None or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
 def constrained(x: jax.Array, spec: Any) -> jax.Array:
-    """x, sharded over the mesh in use by a PartitionSpec: asked of XLA on automatic axes, resharded on explicit ones.
+    """x, sharded over the mesh in use by a PartitionSpec: constrained on automatic axes, resharded on explicit ones.
 
-    Manual axes are passed over. Without a mesh, and for None, it is x as it is.
+    Manual axes are ignored. Without a mesh, or for None, x is returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if spec is None or mesh.empty:
         return x
     x = placed(x, sharding_over_explicit(spec))
     if AxisType.Auto in mesh.axis_types:
-        x = jax.lax.with_sharding_constraint(x, _of_kind(spec, mesh, AxisType.Auto))
+        x = jax.lax.with_sharding_constraint(x, _spec_over(spec, mesh, AxisType.Auto))
     return x
 
 
 def sharding_over_explicit(spec: Any) -> Any:
-    """The sharding that a PartitionSpec is over the explicit axes of the mesh in use; None where there are none."""
+    """The sharding of a PartitionSpec over the explicit axes of the mesh in use; None where there are none."""
     mesh = jax.sharding.get_abstract_mesh()
     if spec is None or not explicit_axes(mesh):
         return None
-    return jax.sharding.NamedSharding(mesh, _of_kind(spec, mesh, AxisType.Explicit))
+    return jax.sharding.NamedSharding(mesh, _spec_over(spec, mesh, AxisType.Explicit))
 
 
-def _of_kind(spec: Any, mesh: Any, kind: AxisType) -> Any:
+def _spec_over(spec: Any, mesh: Any, kind: AxisType) -> Any:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     each = mesh_axes_of(spec, len(spec))
     return partition_spec([tuple(name for name in names if kinds.get(name) is kind) for names in each])
@@ -190,7 +190,7 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def merged_sharding(sharding: Any, counts: Sequence[int]) -> Any:
-    """Over explicit mesh axes, where so many axes of an array are merged to one each."""
+    """The sharding of an array whose axes are merged: each entry of `counts` is the number of axes that become one."""
     each = iter(mesh_axes_of(sharding.spec, sum(counts)))
     merged = [tuple(itertools.chain(*itertools.islice(each, count))) for count in counts]
     return jax.sharding.NamedSharding(sharding.mesh, partition_spec(merged))
@@ -202,7 +202,7 @@ def reshaped(
     merged: Sequence[int] = (),
     cuts: Sequence[MeshAxes] = (),
 ) -> jax.Array:
-    """x.reshape(shape); sharded over explicit mesh axes as `cuts` says, or as so many merged axes were together."""
+    """x.reshape(shape), sharded over explicit mesh axes as `cuts` says, or by `merged_sharding` of `merged`."""
     sharding = explicit_sharding(x)
     if sharding is None:
         return jax.lax.reshape(x, shape)

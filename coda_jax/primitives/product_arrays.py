@@ -1,4 +1,4 @@
-"""The arrays that a product is given, as the primitive has them."""
+"""From the arrays that a product is given to the arguments of its primitive."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def as_parts(x: Parts) -> list[jax.Array]:
 
 def concatenated_axes(arrays: Sequence[Sequence[jax.Array]], options: CallOptions) -> tuple[int, ...]:
     """The axis along which the pieces of a, of b and of each operand are concatenated."""
-    of_n = len(arrays[0]) == 1  # else they are pieces of K
-    of_b = -1 if options.transpose_b != of_n else num_group_axes(options)
-    return (0 if options.transpose_a else -1, of_b, *[-1] * (len(arrays) - 2))
+    is_n_joined = len(arrays[0]) == 1  # else of K
+    b_axis = -1 if options.transpose_b != is_n_joined else num_group_axes(options)
+    return (0 if options.transpose_a else -1, b_axis, *[-1] * (len(arrays) - 2))
 
 
 def are_halves(arrays: Sequence[jax.Array], program: Program) -> bool:
     """True if two arrays are the halves of N that the epilogue works on."""
     same = len(arrays) == 2 and same_shape(arrays[0].shape, arrays[1].shape)
-    return same and program.halves.of_n == 2
+    return same and program.halves.n_halves == 2
 
 
 def with_joined_halves(outputs: Sequence[jax.Array], row_axes: int, program: Program) -> list[jax.Array]:
@@ -68,31 +68,31 @@ def with_joined_halves(outputs: Sequence[jax.Array], row_axes: int, program: Pro
 def placed_tiles(
     outputs: Sequence[jax.Array], program: Program, shape: Sequence[Any], row_axes: int, sharding: Any
 ) -> list[jax.Array]:
-    """Outputs resharded as the product (*M, *N), which has this sharding, where they have its shape, or the other.
+    """Outputs resharded as the product, (*M, *N) with this sharding, where they have its shape or the transposed one.
 
     Args:
       row_axes: how many axes M is.
     """
     transposed = {store.output for store in program.stores if store.transposed}
     names = mesh_axes_of(sharding.spec, len(shape))
-    other = NamedSharding(sharding.mesh, partition_spec([*names[row_axes:], *names[:row_axes]]))
-    moved = (*shape[row_axes:], *shape[:row_axes])
+    transposed_sharding = NamedSharding(sharding.mesh, partition_spec([*names[row_axes:], *names[:row_axes]]))
+    transposed_shape = (*shape[row_axes:], *shape[:row_axes])
 
     def in_place(i: int, x: jax.Array) -> jax.Array:
         if i in transposed:
-            return placed(x, other) if same_shape(x.shape, moved) else x
+            return placed(x, transposed_sharding) if same_shape(x.shape, transposed_shape) else x
         return placed(x, sharding) if same_shape(x.shape, shape) else x
 
     return [in_place(i, x) for i, x in enumerate(outputs)]
 
 
 def row_sizes(a: jax.Array, options: CallOptions) -> tuple[Any, ...]:
-    """The sizes of M."""
+    """The sizes of M's axes."""
     return a.shape[options.k_axes :] if options.transpose_a else a.shape[: a.ndim - options.k_axes]
 
 
 def primitive_arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[Any], spec: GemmSpec) -> list[jax.Array]:
-    """The primitive's arguments, with the axes that go with the factors'."""
+    """The primitive's arguments; operands have axes that match the factors'."""
     arguments = [x for pieces in arrays[:2] for x in pieces]
     sizes = spec.matrices.factor_sizes(arguments)
     for operand, pieces in zip(arrays[2:], spec.matrices.operands, strict=True):
@@ -108,11 +108,11 @@ def primitive_arguments(arrays: Sequence[Sequence[jax.Array]], rows: Sequence[An
 
 
 def check_halves(epilogue: Epilogue, b: jax.Array, options: CallOptions) -> None:
-    """Raises where columns are several axes, and the epilogue works on halves of them that none of these is."""
+    """Raises if the columns are several axes and the epilogue works on halves that are not one of these axes."""
     shape = b.shape[num_group_axes(options) :]
     columns = shape[: len(shape) - options.k_axes] if options.transpose_b else shape[options.k_axes :]
     halves = epilogue.program.halves
-    if halves.count == 1 or len(columns) == 1 or (options.halves and halves.of_n == 2):
+    if halves.count == 1 or len(columns) == 1 or (options.halves and halves.n_halves == 2):
         return
     raise ValueError(
         f"{options.function}: b has columns {columns}, and epilogue '{epilogue.name}' works on "
@@ -122,7 +122,7 @@ def check_halves(epilogue: Epilogue, b: jax.Array, options: CallOptions) -> None
 
 
 def check_order_of_rows(epilogue: Epilogue, options: CallOptions) -> None:
-    """Raises where the rows of groups are to be in contraction order: rows of several groups would be mixed."""
+    """Raises if rows of groups are to be stored in contraction order, which would mix rows of several groups."""
     ordered = [store.output for store in epilogue.program.stores if store.transposed and store.contraction_order]
     if ordered and options.ragged is Dimension.M:
         raise NotTileLocalError(
@@ -132,7 +132,7 @@ def check_order_of_rows(epilogue: Epilogue, options: CallOptions) -> None:
 
 
 def flat_product(a: jax.Array, b: jax.Array, options: CallOptions) -> jax.Array:
-    """acc (M, N); of groups that of the first, of all rows."""
+    """acc (M, N); of groups, all rows times the first group's matrix."""
     b = b[0] if options.ragged is Dimension.M else b
     options = dataclasses.replace(options, ragged=None)
     (m, n), k = product_axes(a, b, options), MatrixAxis(Dimension.K, options.k_axes)
@@ -157,7 +157,7 @@ def num_product_axes(a: jax.Array, b: jax.Array, options: CallOptions) -> tuple[
 
 
 def num_group_axes(options: CallOptions) -> int:
-    """How many axes in front of b's matrix the groups are."""
+    """How many axes of groups are in front of b's matrix."""
     return int(options.ragged is Dimension.M)
 
 
@@ -170,8 +170,8 @@ def flat_sharding(a: jax.Array, b: jax.Array, options: CallOptions) -> Any:
 def with_whole_groups(arrays: Sequence[Sequence[jax.Array]], options: CallOptions) -> list[list[jax.Array]]:
     """The arrays of a product of groups, gathered over explicit mesh axes that shard its rows or its groups."""
     (first, *_), *_ = arrays
-    of_k = options.ragged is Dimension.K
-    shape = first.shape[: options.k_axes] if of_k else row_sizes(first, options)
+    ragged_k = options.ragged is Dimension.K
+    shape = first.shape[: options.k_axes] if ragged_k else row_sizes(first, options)
 
     def gathered(x: jax.Array, count: int) -> jax.Array:
         for axis in range(count):
@@ -185,6 +185,6 @@ def with_whole_groups(arrays: Sequence[Sequence[jax.Array]], options: CallOption
     a, b, *operands = arrays
     return [
         [gathered(x, len(shape)) for x in a],
-        [gathered(x, len(shape) if of_k else 1) for x in b],
+        [gathered(x, len(shape) if ragged_k else 1) for x in b],
         *([rows_gathered(x) for x in pieces] for pieces in operands),
     ]

@@ -31,7 +31,7 @@ class Pullback:
       floating_outputs: which flat outputs have a cotangent that is not zeros; `reads_cotangent` says which of these it
         reads.
       row_axes: for each flat output the axes that the rows index.
-      moved: of the flat outputs, by number, those that are tiles whose elements are stored in another order.
+      reordered: by the number of the flat output, tiles whose elements are stored in another order.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Pullback:
     floating_outputs: tuple[int, ...]
     reads_cotangent: tuple[bool, ...]
     row_axes: tuple[tuple[int, ...], ...]
-    moved: Mapping[int, TileStore]
+    reordered: Mapping[int, TileStore]
 
     @classmethod
     def of(
@@ -65,8 +65,8 @@ class Pullback:
 
         def pull(acc: jax.Array, arguments: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
             def function(acc: jax.Array, *varied: jax.Array) -> list[jax.Array]:
-                given = dict(zip(floating, varied, strict=True))
-                outputs = epilogue.call(acc, *(given.get(i, x) for i, x in enumerate(arguments)))
+                varied_by_index = dict(zip(floating, varied, strict=True))
+                outputs = epilogue.call(acc, *(varied_by_index.get(i, x) for i, x in enumerate(arguments)))
                 return [outputs[i] for i in floating_outputs]
 
             _, vjp = jax.vjp(function, acc, *(arguments[i] for i in floating))
@@ -90,12 +90,12 @@ class Pullback:
 
     @property
     def is_uniform(self) -> bool:
-        """True if all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can."""
+        """True if all arrays vary over the same manual mesh axes; else it sums over axes, which no epilogue can do."""
         return len({aval.manual_axis_type.varying for aval in self.jaxpr.in_avals}) <= 1
 
-    def needed(self, whole: Pullback, arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arguments that it reads, of those that the derivative with all cotangents reads."""
-        each = zip(arguments, (needs for needs, kept in zip(self.needs, whole.needs, strict=True) if kept), strict=True)
+    def needed(self, full: Pullback, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arguments that it reads, from those that `full`, the derivative with all cotangents, reads."""
+        each = zip(arguments, (needs for needs, kept in zip(self.needs, full.needs, strict=True) if kept), strict=True)
         return [x for x, needs in each if needs]
 
     def __call__(
@@ -108,11 +108,11 @@ class Pullback:
     def _run(
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        given = [*arguments, *cotangents]
+        inputs = [*arguments, *cotangents]
         if self.needs_acc:
             assert acc is not None
-            given = [acc, *given]
-        typed = (x.astype(aval.dtype) for x, aval in zip(given, self.jaxpr.in_avals, strict=True))
+            inputs = [acc, *inputs]
+        typed = (x.astype(aval.dtype) for x, aval in zip(inputs, self.jaxpr.in_avals, strict=True))
         return jex_core.jaxpr_as_fun(self.jaxpr)(*typed)
 
     def restored(self, cotangents: Sequence[jax.Array]) -> list[jax.Array | None]:
@@ -121,7 +121,7 @@ class Pullback:
         return [next(rest).astype(dtype) if _is_floating(dtype) else None for dtype in self.dtypes]
 
     def as_operands(self, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-        """The cotangents that are read, in shapes that broadcast against acc: (M,) becomes (M, 1), (N, M) the other."""
+        """The cotangents that are read, in shapes that broadcast against acc: (M,) as (M, 1), (N, M) as (M, N)."""
         chosen = ((i, cotangents[i]) for i in self._read)
         return [x[:, None] if self._is_column(i, x) else self._in_order_of_acc(i, x) for i, x in chosen]
 
@@ -131,14 +131,14 @@ class Pullback:
         return [i for i, reads in zip(self.floating_outputs, self.reads_cotangent, strict=True) if reads]
 
     def _in_order_of_acc(self, output: int, x: jax.Array) -> jax.Array:
-        store = self.moved.get(output)
+        store = self.reordered.get(output)
         if store is not None and store.contraction_order:
             x = contraction_order_p.bind(x, axis=1, back=True)
         return x.T if store is not None and store.transposed else x
 
     def _in_order_of_output(self, output: int, x: jax.Array, shape: Sequence[Any]) -> jax.Array:
-        """Undoes `as_operands`."""
-        store = self.moved.get(output)
+        """Undoes `as_operands` for one output."""
+        store = self.reordered.get(output)
         if store is None:
             return x.reshape(shape)
         x = x.T if store.transposed else x
@@ -154,14 +154,14 @@ class Pullback:
         def derivative(acc: jax.Array, *operands: jax.Array) -> list[jax.Array]:
             first = len(shapes) - len(self._read)  # of the cotangents
             arguments = [x.reshape(shape) for x, shape in zip(operands[:first], shapes[:first], strict=True)]
-            of_outputs = zip(self._read, operands[first:], shapes[first:], strict=True)
-            return self._run(acc, arguments, [self._in_order_of_output(*one) for one in of_outputs])
+            each_output = zip(self._read, operands[first:], shapes[first:], strict=True)
+            return self._run(acc, arguments, [self._in_order_of_output(*one) for one in each_output])
 
         derivative.__name__ = self.name
         return derivative
 
     def out_dtypes(self, epilogue: Epilogue, dacc: np.dtype) -> list[np.dtype]:
-        """Tiles leave the epilogue in the dtypes of what they are cotangents of, all else in its own."""
+        """The dtypes of its outputs: of a tile that of the array whose cotangent it is, of others the epilogue's."""
         tiles = {store.output for store in epilogue.program.stores}
         stored = [dacc, *(dtype for dtype in self.dtypes if _is_floating(dtype))]
         outputs = zip(stored, epilogue.out_avals, strict=True)

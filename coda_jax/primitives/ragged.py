@@ -1,4 +1,4 @@
-"""Groups of the rows of a product: their offsets, and what stands in the place of rows in none."""
+"""Groups of the rows of a product: their offsets, and what replaces rows in no group."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from coda_jax.primitives.spec import CallOptions
 
 @dataclasses.dataclass(frozen=True)
 class RowsInGroups:
-    """The rule of an epilogue's derivative for rows in no group: what it takes in their place, and leaves of them.
+    """How the derivative of an epilogue treats rows in no group.
 
-    A sum over the rows, as the cotangent of a vector is, would have their part in it, which is no number where f or its
-    derivative is none there: beside one, in the place of such a row stands the nearest one that is in a group, with a
+    A sum over the rows, as the cotangent of a vector is, would include them, and be NaN where f or its derivative is
+    NaN there. So where there is such a sum, each of these rows is replaced by the nearest row in a group, with a
     cotangent of zeros.
 
     Attributes:
@@ -49,9 +49,9 @@ class RowsInGroups:
         arguments: Sequence[jax.Array],
         cotangents: Sequence[Any],
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """pullback(acc, arguments, cotangents) of a program's epilogue, whose cotangents of such rows may be NaN.
+        """pullback(acc, arguments, cotangents) of a program's epilogue; the cotangents of such rows may be NaN.
 
-        So may that of acc, which products of groups take.
+        So may the resulting cotangent of acc, whose rows in no group the products of groups do not read.
         """
         if any(x.sums_rows for x in program.operands):
             needed = itertools.compress(program.operands, pullback.needs)
@@ -61,12 +61,12 @@ class RowsInGroups:
             each = zip(cotangents, program.row_axes, strict=True)
             cotangents = [None if x is None else self.masked(x, axes) for x, axes in each]
             acc = None if acc is None else self.filled(acc)
-        dacc, found = pullback(acc, arguments, cotangents)
-        of_operands = zip(found, program.operands, strict=True)
-        return dacc, [x if x is None else self.cotangent(x, one) for x, one in of_operands]
+        dacc, argument_cotangents = pullback(acc, arguments, cotangents)
+        each_operand = zip(argument_cotangents, program.operands, strict=True)
+        return dacc, [x if x is None else self.cotangent(x, one) for x, one in each_operand]
 
     def filled(self, x: jax.Array) -> jax.Array:
-        """An array of the rows, (M, ...), with rows of the groups' in the place of those in none."""
+        """x (M, ...) with each row in no group replaced by the nearest row in a group."""
         if isinstance(self.rows, int) and self.rows == 0:
             return x
         first, last = self.offsets[0], self.offsets[-1] - 1
@@ -75,7 +75,7 @@ class RowsInGroups:
         return jnp.where(row < first, before, jnp.where(row > last, behind, x))
 
     def _stretched(self) -> jax.Array:
-        """Offsets by which the rows in no group are in the group of the nearest row that is in one."""
+        """Offsets that put each row in no group into the group of the nearest row that is in one."""
         ends = self.offsets[1:]
         rows = jnp.asarray(self.rows, jnp.int32)
         ends = jnp.where(ends == self.offsets[-1], rows, jnp.where(ends == self.offsets[0], 0, ends))
@@ -88,7 +88,7 @@ class RowsInGroups:
         return x
 
     def cotangent(self, x: jax.Array, operand: Operand) -> jax.Array:
-        """An operand's cotangent: zeros in rows in no group; of what has no rows all zeros where no row is in any."""
+        """An operand's cotangent: zeros in rows in no group; of an operand without rows, zeros if no row is in any."""
         if operand.has_rows:
             return self.masked(x, (0,))
         return jnp.where(self.offsets[0] < self.offsets[-1], x, jnp.zeros((), x.dtype))
@@ -101,7 +101,7 @@ def offsets_of_rows(
     *,
     has_operands: bool,
 ) -> jax.Array | None:
-    """The offsets of groups of the rows of a product, whole on each device; None where it has none."""
+    """The offsets of the groups of a product's rows, replicated on each device; None for a product without groups."""
     if group_sizes is None:
         return None
     offsets = unmarked(group_sizes)
@@ -111,5 +111,5 @@ def offsets_of_rows(
     check_group_sizes(offsets, "gemm")
     if options.ragged is None and not has_operands:
         raise ValueError(f"gemm: group_sizes has shape {offsets.shape}, and no operand is by group")
-    a, of_k = arrays[0][0], options.ragged is Dimension.K
-    return group_offsets(offsets, math.prod(a.shape[: options.k_axes] if of_k else row_sizes(a, options)))
+    a, ragged_k = arrays[0][0], options.ragged is Dimension.K
+    return group_offsets(offsets, math.prod(a.shape[: options.k_axes] if ragged_k else row_sizes(a, options)))

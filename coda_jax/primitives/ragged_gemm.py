@@ -1,4 +1,4 @@
-"""coda.ragged_gemm and coda.ragged_contraction: products of groups of rows, as a mixture of experts has them."""
+"""coda.ragged_gemm and coda.ragged_contraction: products of groups of rows, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ragged_gemm(
     The rows of a are sorted by group: the first group_sizes[0] are multiplied by b[0], the next group_sizes[1] by b[1],
     and so on, as in `jax.lax.ragged_dot`, which it is equal to without an epilogue. Sizes are on the device and may be
     zero. Rows beyond their sum are in no group: they are zeros in every result and every gradient, whatever the
-    epilogue; what stands there in a, in operands and in cotangents, NaN too, goes into nothing.
+    epilogue; their values in a, in operands and in cotangents, NaN too, affect nothing.
 
     Args:
       a: (M, K) bfloat16, float16 or float32, rows sorted by group.
@@ -66,11 +66,11 @@ def ragged_gemm(
         one with N = sum Ni, as in `gemm`.
       group_sizes: (G,) int32: how many rows each group has.
       *operands: as in `gemm`, scalars (), row vectors (N,) or (1, N), column vectors (M, 1) and tiles (M, N); and
-        `coda.ByGroup(x)`, of which each row has that of its group: vectors (G, N), with N/2 or 2N as there, or scalars
-        (G,) or (G, 1). The epilogue sees (M, N) or (M, 1) of these.
-      epilogue: as in `gemm`. What it returns for a row may depend on that row alone, and a sum, maximum or minimum over
-        rows, `jnp.sum(x, axis=0)`, is of each group: (G, N) in the place of (N,), (G,) in that of (); of a group
-        without rows 0, or an infinity. It can only be returned as it is. XLA computes it, from a float32 tile that the
+        `coda.ByGroup(x)`, of which each row reads its group's entry: vectors (G, N), with N/2 or 2N as there, or
+        scalars (G,) or (G, 1). The epilogue sees these as (M, N) or (M, 1).
+      epilogue: as in `gemm`. A row's results may depend on that row alone. A sum, maximum or minimum over rows,
+        `jnp.sum(x, axis=0)`, is one for each group: (G, N) instead of (N,), (G,) instead of (); for a group without
+        rows it is 0, or an infinity. It can only be returned unchanged. XLA computes it, from a float32 tile that the
         kernel writes for it; `coda.explain` says so.
       out_dtype: of the tile outputs, as in `gemm`; a's by default.
       transpose_b: how the matrices of b are stored.
@@ -79,7 +79,7 @@ def ragged_gemm(
       implementation: as in `gemm`. XLA's form is `jax.lax.ragged_dot_general`, which on most platforms multiplies every
         row by the matrix of every group.
       config: as in `gemm`.
-      group_offset: of group_sizes that has more groups than b, the first that b has, an int32 scalar or (1,): b has the
+      group_offset: the first group of b where group_sizes has more groups than b, an int32 scalar or (1,): b has the
         groups from group_offset to group_offset + G. Rows of the others are in no group. As in the documentation of
         `jax.lax.ragged_dot`, which itself may raise NotImplementedError for it.
       out_sharding: as in `gemm`. Explicit mesh axes shard K and N; rows and groups are gathered, and a result is
@@ -126,10 +126,10 @@ def ragged_gemm(
         config=config,
         halves=parts[0].ndim == 4 and same_size(parts[0].shape[1 if transpose_b else 2], 2),
         ragged=Dimension.M,
-        out_sharding=sharding_over_explicit(None if out_sharding is None else _of_columns(out_sharding, len(shape))),
+        out_sharding=sharding_over_explicit(None if out_sharding is None else _column_spec(out_sharding, len(shape))),
     )
-    of_b = parts if len(parts) > 1 else parts[0]
-    outputs, traced = product(a, of_b, marked, epilogue, dtypes, options, GroupOffsets(offsets))
+    joined_b = parts if len(parts) > 1 else parts[0]
+    outputs, traced = product(a, joined_b, marked, epilogue, dtypes, options, GroupOffsets(offsets))
     if reduces_rows(traced.program):
         for i in group_reductions(traced):
             outputs[i] = noted(
@@ -156,7 +156,7 @@ def ragged_contraction(
         out[g, m, n] = sum_{r in group g} a[r, m] b[r, n], in float32
 
     It is `jax.lax.ragged_dot_general` with a ragged contracting dimension. The rows of both are sorted by group, as in
-    `ragged_gemm`; a group without rows gives zeros, and rows in no group go into nothing, NaN too.
+    `ragged_gemm`; a group without rows gives zeros, and rows in no group, NaN too, add nothing.
 
     Args:
       a: (R, M) bfloat16, float16 or float32.
@@ -208,7 +208,7 @@ def _grouped(name: str, x: Any) -> jax.Array:
 
 
 def _sizes(a: jax.Array, parts: Sequence[jax.Array], transpose_b: bool) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The number of groups, M, and the columns of the product with all their axes."""
+    """The number of groups, M, and the sizes of all axes of the product's columns."""
     b = parts[0]
     k_axis = -1 if transpose_b else 1
     alike = all(same_size(x.shape[axis], b.shape[axis]) for x in parts for axis in (0, k_axis))
@@ -271,6 +271,6 @@ def _offsets(sizes: Any, rows: Any, groups: Any, first: Any) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(group_offsets(sizes, rows), first.reshape(()), groups + 1)
 
 
-def _of_columns(out_sharding: jax.P, rank: int) -> jax.P:
-    """The sharding of a product whose rows are on every device."""
+def _column_spec(out_sharding: jax.P, rank: int) -> jax.P:
+    """The sharding of a product whose rows are gathered on every device."""
     return partition_spec([(), *mesh_axes_of(out_sharding, rank)[1:]])

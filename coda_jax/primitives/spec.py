@@ -34,12 +34,12 @@ class CallOptions:
       transpose_a: whether a is (K, M) instead of (M, K).
       transpose_b: whether b is (N, K) instead of (K, N).
       implementation: "auto", "cuda" or "xla".
-      config: sizes that the user gives.
+      config: the kernel's tile sizes where the user gives them.
       input_output_aliases: pairs (operand index, output index).
       k_axes: how many axes of the factors are summed over.
       halves: whether arrays with all columns of halves have the halves apart; see `ArrayAxes`.
-      ragged: the dimension that groups cut, of a product of groups: M, and each group of rows of a has a matrix of its
-        own in b; or K, and each group is a product of its own. The last operand is the offsets of the groups then.
+      ragged: the dimension that groups divide, in a product of groups: with M, each group of rows of a has its own
+        matrix in b; with K, each group is its own product. The last operand is then the offsets of the groups.
       out_sharding: of the product, (M, N), where a mesh has explicit axes and the factors' shardings leave it open.
     """
 
@@ -66,7 +66,7 @@ class GemmSpec(CallOptions):
     """A product with its epilogue. Equal specs and equal argument types lower to the same program.
 
     The arguments of the primitive are a, b and the epilogue's operands in this order, each one array or its pieces;
-    `matrices` knows what their axes are and makes matrices of them, of which `split` and `sizes` know which is which.
+    `matrices` has their axes and makes matrices of them, which `split` and `sizes` read.
 
     Attributes:
       program: the epilogue's.
@@ -94,9 +94,9 @@ class GemmSpec(CallOptions):
         axes: ArrayAxes | None = None,
     ) -> GemmSpec:
         """A product of matrices, or of arrays with these axes, without a batch, called from the user's line."""
-        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(CallOptions)}
+        call_options = {field.name: getattr(options, field.name) for field in dataclasses.fields(CallOptions)}
         return cls(
-            **given,
+            **call_options,
             program=program,
             out_dtypes=tuple(np.dtype(dtype) for dtype in out_dtypes),
             batched=(False,) * (2 + len(program.operands)),
@@ -118,7 +118,7 @@ class GemmSpec(CallOptions):
         return Matrices.of(self)
 
     def split(self, arguments: Sequence[_T]) -> tuple[_T, _T, list[_T]]:
-        """a, b and the operands; or what there is for each argument, as `batched`."""
+        """a, b and the operands, or other values of which there is one for each argument, as `batched`."""
         a, b, *operands = arguments
         return a, b, operands
 
@@ -132,7 +132,7 @@ class GemmSpec(CallOptions):
         return next((x.shape[0] for x, flag in zip(arguments, self.batched, strict=True) if flag), None)
 
     def num_groups(self, arguments: Sequence[Any]) -> int:
-        """How many groups its offsets tell apart, the last argument; 0 of a product without groups."""
+        """The number of groups, from their offsets, the last argument; 0 for a product without groups."""
         return 0 if self.ragged is None else arguments[-1].shape[0] - 1
 
     def unbatched(self) -> GemmSpec:

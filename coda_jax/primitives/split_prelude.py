@@ -1,4 +1,4 @@
-"""A product behind its epilogue's prelude: the operands that are made first, and the epilogue that is left."""
+"""A product without its epilogue's prelude: the operands that are computed first, and the rest of the epilogue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from coda_jax.primitives.spec import CallOptions
 
 @dataclasses.dataclass(frozen=True)
 class BehindPrelude:
-    """The arguments of `product` in the place of the epilogue and operands that it was given.
+    """The arguments of `product` that replace the epilogue and the operands of the call.
 
     Attributes:
-      given: the traced epilogue, as it was given.
+      given: the traced epilogue of the call.
+      epilogue: the rest of it, without its prelude.
+      operands: those that the rest reads.
     """
 
     given: Epilogue
@@ -35,21 +37,21 @@ class BehindPrelude:
         operands: Sequence[Any],
         options: CallOptions,
     ) -> BehindPrelude | None:
-        """None where nothing is made first, as of rows in groups, and where results take the place of operands.
+        """Splits the epilogue; None if it has no prelude, for rows in groups, and if results overwrite operands.
 
         Args:
-          arrays: of each operand, as it is laid out.
-          operands: as they were given.
+          arrays: the pieces of each operand, as they are sharded.
+          operands: those of the call.
         """
         if options.ragged is not None or options.input_output_aliases:
             return None
-        found = hoisted(traced, [x[0] if len(x) == 1 else None for x in arrays], captured)
-        return found and cls(traced, found.epilogue, [*(operands[i] for i in found.kept), *found.made])
+        prelude = hoisted(traced, [x[0] if len(x) == 1 else None for x in arrays], captured)
+        return prelude and cls(traced, prelude.epilogue, [*(operands[i] for i in prelude.kept), *prelude.new_operands])
 
-    def dtypes(self, of_given: Callable[[Epilogue], Sequence[np.dtype]]) -> Callable[[Epilogue], Sequence[np.dtype]]:
-        """The function for the dtypes of the results, from one of an epilogue that returns what the given one did."""
-        return lambda traced: of_given(self.as_given(traced))
+    def dtypes(self, dtypes_of: Callable[[Epilogue], Sequence[np.dtype]]) -> Callable[[Epilogue], Sequence[np.dtype]]:
+        """The function for the results' dtypes, from one of an epilogue that returns what the given one does."""
+        return lambda traced: dtypes_of(self.as_given(traced))
 
     def as_given(self, traced: Epilogue) -> Epilogue:
-        """The epilogue that was traced behind the prelude, as one that returns what the given one did."""
+        """The traced rest of the epilogue as one that returns what the given one does."""
         return dataclasses.replace(traced, out_tree=self.given.out_tree)

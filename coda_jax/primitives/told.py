@@ -1,4 +1,4 @@
-"""The text that a part of a program tells `coda.explain` of itself: an identity on an array, nothing when it runs."""
+"""A text in a program for `coda.explain`: an identity on an array, which costs nothing at run time."""
 
 from __future__ import annotations
 
