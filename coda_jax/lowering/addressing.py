@@ -1,4 +1,4 @@
-"""The products that the kernel can address at all."""
+"""The products whose arrays the kernel can address."""
 
 from __future__ import annotations
 
@@ -75,16 +75,14 @@ def _unsupported_program(spec: GemmSpec) -> str | None:
 
 
 def _unsupported_results(spec: GemmSpec) -> str | None:
-    """The same of transposed results and those of 8 bits, of operands of 8 bits, and of maxima of all elements."""
+    """The rule that a result breaks, or an operand of 8 bits; None if none does."""
     program = spec.program
     for store, dtype in zip(program.stores, spec.store_dtypes, strict=True):
         if reason := _unsupported_store(spec, store, np.dtype(dtype)):
             return f"output {store.output} {reason}"
-    bytes_of = {f"operand {i}": np.dtype(program.operands[i].dtype) for i in program.tile_operands}
-    bytes_of |= {
-        f"output {store.output}": dtype for store, dtype in zip(program.stores, spec.store_dtypes, strict=True)
-    }
-    for name, dtype in bytes_of.items():
+    dtypes = {f"operand {i}": np.dtype(program.operands[i].dtype) for i in program.tile_operands}
+    dtypes |= {f"output {store.output}": dtype for store, dtype in zip(program.stores, spec.store_dtypes, strict=True)}
+    for name, dtype in dtypes.items():
         if dtype.itemsize == 1 and program.halves.head // 2 % LEAST_BOX_BYTES:
             return (
                 f"{name} is {dtype.name} with heads of {program.halves.head} columns; half a head is less than a box "
@@ -132,12 +130,10 @@ def _unsupported_rows(a: Any, b: Any, spec: GemmSpec) -> str | None:
 
 
 def _rows(a: Any, b: Any, spec: GemmSpec) -> Iterator[tuple[str, Any, Any, bool]]:
-    """Name, length of a row, and dtype of all that is moved in tiles; of halves that lie side by side those of one,
-    and whether they are such.
-    """
+    """Name, row length and dtype of each array that is loaded or stored in tiles, and whether it is a half's row."""
     m, n, _ = spec.sizes(a, b)
-    program, has_halves = spec.program, spec.program.halves.of_n > 1
-    columns = n // program.halves.of_n
+    program, has_halves = spec.program, spec.program.halves.n_halves > 1
+    columns = n // program.halves.n_halves
     yield "a", a.shape[-1], a.dtype, False
     yield "b", b.shape[-1] if spec.transpose_b else columns, b.dtype, has_halves
     for i in program.tile_operands:
@@ -167,7 +163,7 @@ def _unsupported_count(program: Program) -> str | None:
 
 
 def unaligned_rows(avals: Sequence[Any], spec: GemmSpec) -> list[tuple[str, int, int]]:
-    """Names of what has rows that TMA does not address, their lengths, and what these should be multiples of."""
+    """Name, row length and required divisor of each array whose rows TMA does not address."""
     a, b, _ = spec.split(avals)
     each = ((name, size, 16 // np.dtype(dtype).itemsize) for name, size, dtype, _ in _rows(a, b, spec))
     return [(name, size, unit) for name, size, unit in each if isinstance(size, int) and size % unit]

@@ -36,7 +36,7 @@ class Kernel:
       results: what the custom call returns: the program's stores in order, then one array of partials per reduction:
         ([batch,] tiles along n, M) for a row reduction, ([batch,] consumers' tiles along m, N) for a column reduction,
         (consumer warps of a launch,) for one of all rows and columns, or what a row reduction has (`_by_rows`),
-        float32; then what only the kernel uses: with split-K two more, with claimed tiles one.
+        float32; then scratch of the kernel's own: with split-K two arrays, with claimed tiles one.
       call: the custom call's attributes, the source for NVRTC among them.
     """
 
@@ -111,7 +111,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
             transpose_b=spec.transpose_b,
             tile_m=config.tile_m,
             tile_n=config.tile_n,
-            halves=program.halves.of_n,
+            halves=program.halves.n_halves,
             cluster_m=config.cluster_m,
             threads=THREADS,
             smem_bytes=smem_bytes + CLAIMS_BYTES * claims,
@@ -120,16 +120,16 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
 
 
 def yield_k_blocks(config: KernelConfig) -> int:
-    """The k blocks of a tile that an SM multiplies in `YIELD_NANOSECONDS`; 0 of 0."""
-    of_block = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
-    return math.ceil(YIELD_NANOSECONDS / of_block)
+    """The k blocks of a tile that an SM multiplies in `YIELD_NANOSECONDS`; 0 if that is 0."""
+    block_nanoseconds = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
+    return math.ceil(YIELD_NANOSECONDS / block_nanoseconds)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
-    """The rows of a tile that are loaded: of a product with fewer rows than a tile only those, up to a multiple of 8.
+    """The rows of a tile that are loaded: where the product has fewer than a tile those, rounded up to a multiple of 8.
 
-    To fill rows with zeros takes the copy engine longer than to load them (k = 14336, n = 4096: 16 rows
-    took 52 us where 64 take 34), and their results are stored nowhere.
+    The copy engine fills rows with zeros more slowly than it loads them (k = 14336, n = 4096: 16 rows took 52 us where
+    64 take 34), and results of such rows are not stored.
     """
     return min(config.tile_m, -(-m // 8) * 8) if isinstance(m, int) else config.tile_m
 
@@ -158,16 +158,16 @@ def _results(
 
 
 def _has_whole_groups(program: Program, n: int) -> bool:
-    """Whether tiles end with whole groups of 8 columns, each of which is inside or outside of the array."""
-    of_half = n // program.halves.of_n
-    return all(first % 8 == 0 and (end or of_half) % 8 == 0 for first, end in program.sections)
+    """True if each group of 8 columns of a tile is entirely inside or entirely outside of the array."""
+    half_columns = n // program.halves.n_halves
+    return all(first % 8 == 0 and (end or half_columns) % 8 == 0 for first, end in program.sections)
 
 
 def _by_rows(program: Program) -> Program:
     """The program with row reductions instead of those of all rows and columns.
 
-    These have one value a warp for its whole run: of all that a launch computes, by warps that run at one time. So they
-    are for one product, by a launch of no more blocks than there are multiprocessors, of whole groups of columns.
+    For the latter each warp keeps one value for the entire launch. That takes a launch of one product with no more
+    blocks than SMs, and groups of columns that are entirely inside or outside of the array.
     """
     reductions = [
         dataclasses.replace(one, axis=Axis.ROW) if one.axis is Axis.ALL else one for one in program.reductions
@@ -183,8 +183,8 @@ def finished(reduction: Reduction, partials: jax.Array) -> jax.Array:
 
 
 def _tiles_along_n(program: Program, n: int, config: KernelConfig) -> int:
-    columns, of_half = config.tile_n // program.halves.of_n, n // program.halves.of_n
-    return sum(-(-((end or of_half) - first) // columns) for first, end in program.sections)
+    columns, half_columns = config.tile_n // program.halves.n_halves, n // program.halves.n_halves
+    return sum(-(-((end or half_columns) - first) // columns) for first, end in program.sections)
 
 
 def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig) -> float:
@@ -197,8 +197,8 @@ def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig
 def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The buffers that only the kernel uses; the last is zeroed before it starts.
 
-    * Split-K: the sums on their way from one block to another, a tile each; and a flag for each of its four warps.
-    * Claimed tiles: one counter, which is the first of as many words.
+    * Split-K: the sums that one block hands to another, a tile each; and a flag for each of its four warps.
+    * Claimed tiles: one counter, the first of as many words.
     """
     shape = (NUM_SMS, config.tile_m, config.tile_n)
     sums, flags = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)
@@ -207,15 +207,15 @@ def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, 
 
 def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores. Rows of a's and b's boxes are `ROW_BYTES`."""
-    program, columns = spec.program, tile_k(dtype)  # of a chunk along m or n as many as along k
+    program, columns = spec.program, tile_k(dtype)  # a chunk along m or n has as many as one along k
     rows_of_a = columns if spec.transpose_a else rows
     if spec.transpose_b:
-        rows_of_b = config.tile_n // max(config.cluster_m, program.halves.of_n)
+        rows_of_b = config.tile_n // max(config.cluster_m, program.halves.n_halves)
     else:  # a chunk of columns, or a CTA's share of its rows
         rows_of_b = columns if config.tile_n // columns % config.cluster_m == 0 else columns // config.cluster_m
     maps = [
         _Map(0, 1, False, columns, rows_of_a, ROW_BYTES),
-        _Map(1, program.halves.of_n, spec.transpose_b, columns, rows_of_b, ROW_BYTES),
+        _Map(1, program.halves.n_halves, spec.transpose_b, columns, rows_of_b, ROW_BYTES),
     ]
 
     for i in program.tile_operands:
@@ -245,7 +245,7 @@ def _pointers(program: Program, operand_count: int, scratch: int, *, stored: boo
 
 
 def readable_source(problem: Problem, config: KernelConfig) -> str:
-    """The kernel's source with the names and the line of the user's epilogue, which what is compiled has not."""
+    """The kernel's source with the names and the line of the user's epilogue, which the compiled source leaves out."""
     program, shape = problem.program, problem.shape
     if any(problem.batched) or shape.ragged or not _has_whole_groups(program, shape.n):
         program = _by_rows(program)
@@ -293,7 +293,7 @@ def _source(
     )
     flags = {True: "true", False: "false"}
     dtype, cuda = dtypes[0], [TABLE[np.dtype(dtype).name].cuda for dtype in dtypes]
-    of_8_bits = (
+    members_of_8_bits = (
         f"""
   static constexpr coda::DType input_b = coda::DType::{cuda[1]};
   static constexpr int promote_blocks = {config.promote // tile_k(dtype)};"""
@@ -304,7 +304,7 @@ def _source(
 
 {emitted}
 struct Config {{
-  static constexpr coda::DType input = coda::DType::{cuda[0]};{of_8_bits}
+  static constexpr coda::DType input = coda::DType::{cuda[0]};{members_of_8_bits}
   static constexpr int tile_m = {config.tile_m}, tile_n = {config.tile_n}, tile_k = {tile_k(dtype)};
   static constexpr int consumer_m = {config.consumer_m}, loaded_rows = {rows};
   static constexpr int stages = {config.stages}, cluster_m = {config.cluster_m};

@@ -1,8 +1,8 @@
 """Lowers a product that is sharded over the devices of a mesh: each runs the kernel on its own shards.
 
-Over explicit axes the types say how arrays are sharded: a `jax.shard_map` of the lowering's own, planned from them.
-Over automatic axes only XLA knows, after its partitioner has decided: a `custom_partitioning`, which tells the
-partitioner by a rule which axes go together, and is called back with what it decided. Both follow the same plan.
+Over explicit axes the types say how arrays are sharded, and the lowering is a `jax.shard_map` planned from them. Over
+automatic axes only XLA's partitioner knows, and the lowering is a `custom_partitioning`. It gives the partitioner a
+rule for the axes that go together, and is called back with its decision. Both follow the same plan.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
     """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
-    of_rows, of_columns = plan.over(Dimension.N), plan.over(Dimension.M)
-    over = {Axis.ROW: of_rows, Axis.COLUMN: of_columns, Axis.ALL: of_rows + of_columns}
+    n_names, m_names = plan.over(Dimension.N), plan.over(Dimension.M)
+    over = {Axis.ROW: n_names, Axis.COLUMN: m_names, Axis.ALL: n_names + m_names}
     summed = plan.over(Dimension.K)
     if not summed:
-        stores, reductions = _of_product(arguments, spec, tiles)
+        stores, reductions = _product_tiles(arguments, spec, tiles)
     elif sums_results(arguments, spec, plan):
-        stores, reductions = _of_product(arguments, spec, tiles)
+        stores, reductions = _product_tiles(arguments, spec, tiles)
         stores = [lax.psum(x, summed) for x in stores]
         over = {axis: (*names, *summed) for axis, names in over.items()}
     else:
-        stores, reductions = _of_sum(arguments, spec, plan, tiles)
+        stores, reductions = _sum_tiles(arguments, spec, plan, tiles)
     each = zip(spec.matrices.reduction_of_result, reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
 
 def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
-    """True if a device runs all of the epilogue on its k slice, and the results are summed over the devices.
+    """True if each device runs the epilogue on the product of its k slice, and the results are summed over the devices.
 
-    It may where the epilogue is linear in acc, the results have the dtype in which products are summed and are no
-    larger than these, all devices keep the whole sum, and the device's product can be a kernel: as of a weight's
-    gradient with a norm's scale, under data parallelism.
+    That is so where the epilogue is linear in acc, the results have the dtype in which products are summed and are no
+    larger than the products, all devices keep the entire sum, and the device's product can be a kernel: as for a
+    weight's gradient with a norm's scale, under data parallelism.
 
     Args:
       arguments: the device's shards, or their types.
@@ -77,8 +77,8 @@ def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
     if unsupported_reason(shard.matrices.flat_types(types), shard.matrices.spec_of_matrices) is not None:
         return False
     stores, accs = (
-        jax.eval_shape(functools.partial(xla_tiles, spec=x), *of_x)[0]
-        for x, of_x in ((shard, types), (bare(spec, types), bare_arguments(spec, types)))
+        jax.eval_shape(functools.partial(xla_tiles, spec=x), *x_types)[0]
+        for x, x_types in ((shard, types), (bare(spec, types), bare_arguments(spec, types)))
     )
     return sum(x.size for x in stores) <= sum(x.size for x in accs)
 
@@ -88,12 +88,12 @@ def _shard(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
     return _narrowed(spec, sum(spec.matrices.factor_sizes(arguments).pieces)).replace(out_sharding=None)
 
 
-def _of_product(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
+def _product_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
     return tiles(*arguments, spec=_shard(arguments, spec))
 
 
-def _of_sum(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
-    """The epilogue of the products' sum over the devices, by XLA, on the shard of it that this device keeps."""
+def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
+    """The epilogue, by XLA, on the shard that this device keeps of the products' sum over the devices."""
     matrices = spec.matrices
     factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
     (accs, _) = tiles(*bare_arguments(spec, arguments), spec=bare(spec, factors))
@@ -127,7 +127,7 @@ def _narrowed(spec: GemmSpec, columns: int) -> GemmSpec:
 
 
 def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
-    """The product alone of the factors among `arguments`, in the dtype in which it is summed."""
+    """The product of the factors among `arguments` without its epilogue, in the dtype in which it is summed."""
     matrices = spec.matrices
     dtype = wire_dtype(spec, compute_dtype(arguments[0], arguments[len(matrices.a)]))
     columns = matrices.acc[0][1].rank
@@ -200,29 +200,28 @@ def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmS
     """The plan for arrays whose types say how they are sharded over explicit axes."""
     matrices, stores = spec.matrices, spec.program.stores
     results: list[tuple[MeshAxes, ...]] = [((),) * len(axes) for axes in matrices.result_axes]
-    if matrices.num_stores == len(stores):  # else some have several pieces, which no type names
+    if matrices.num_stores == len(stores):  # else some have several pieces, for which there are no types
         results[: len(stores)] = [explicit_cuts(avals_out[store.output]) for store in stores]
     shapes, mesh_axes = [aval.shape for aval in avals_in], list(map(explicit_cuts, avals_in))
     return plan(spec, shapes, mesh_axes, results, _mesh_of(avals_in).shape)
 
 
 def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
-    """Types of the arguments' shards on a device; of the factors those of the product, before it is summed."""
+    """Types of the arguments' shards on a device; factors are those of its own product, before products are summed."""
     sizes = _mesh_of(avals).shape
     specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
     shards = []
-    for aval, of_aval in zip(avals, specs, strict=True):
-        counts = [math.prod(sizes[name] for name in names) for names in mesh_axes_of(of_aval, aval.ndim)]
+    for aval, aval_spec in zip(avals, specs, strict=True):
+        counts = [math.prod(sizes[name] for name in names) for names in mesh_axes_of(aval_spec, aval.ndim)]
         shape = tuple(size // count for size, count in zip(aval.shape, counts, strict=True))
         shards.append(jax.core.ShapedArray(shape, aval.dtype))
     return shards
 
 
 def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
-    """Types of the arguments' shards on a device, as their types say over explicit axes; and the product of these.
+    """Types of the arguments' shards on a device, from their types over explicit axes; and the product of the shards.
 
-    The product has no epilogue, and its factors are the first of the shards, where the devices' products are summed
-    before the epilogue.
+    Where the devices' products are summed before the epilogue, these are the product and the arguments of `bare`.
     """
     with jax.sharding.use_abstract_mesh(_mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
@@ -232,7 +231,7 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
 
 
 def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
-    """A call of which XLA's partitioner asks how it is sharded."""
+    """A call that calls back when XLA's partitioner has decided how its arrays are sharded."""
 
     def unsharded(*arguments: jax.Array) -> list[jax.Array]:
         stores, reductions = xla_tiles(*arguments, spec=spec)
@@ -291,25 +290,25 @@ def sharding_rule(spec: GemmSpec, shapes: Sequence[Sequence[int]]) -> SdyShardin
     each = zip(argument_axes, shapes, map(piece, matrices.arguments), strict=True)
     arguments = tuple(factors(*x) for x in each)
     each_result = zip(matrices.result_axes, map(piece, matrices.results), strict=True)
-    results = tuple(factors(axes, None, of_piece) for axes, of_piece in each_result)
+    results = tuple(factors(axes, None, number) for axes, number in each_result)
     pieces = [f"_{i}" for i in range(spec.axes.pieces)] if joined is Dimension.K else [""]
-    of_k = [ProductAxis(Dimension.K, i) for i in range(spec.axes.k)]
-    summed = tuple(f"{axis}{suffix}" for axis in of_k if unit_of[axis] for suffix in pieces)
+    k_axes = [ProductAxis(Dimension.K, i) for i in range(spec.axes.k)]
+    summed = tuple(f"{axis}{suffix}" for axis in k_axes if unit_of[axis] for suffix in pieces)
     return SdyShardingRule(
         arguments, results, reduction_factors=summed, need_replication_factors=tuple(replicated), **sizes
     )
 
 
 def _digest(spec: GemmSpec) -> str:
-    """A name of what a call computes on its arguments."""
+    """A digest of what a call computes of its arguments."""
     options = (spec.transpose_a, spec.transpose_b, spec.implementation, spec.config, spec.input_output_aliases)
     groups = () if spec.ragged is None else (spec.ragged,)
-    # Strict or not: else a strict program would be taken from the cache with a product that fell back. What tiles are
-    # chosen by: else with the tiles of another table.
+    # Without the first a strict program could come from the cache with a product that fell back; without the last with
+    # the tiles of another table.
     settings = (is_strict(), ffi.headers_hash(), chosen_by())
     return digest_of((str(spec.program), spec.out_dtypes, spec.batched, spec.axes, options, *groups, *settings))
 
 
 def digest_of(*parts: Any) -> str:
-    """A name that is the same for the same text in every process."""
+    """A digest that is the same for the same text in every process."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]

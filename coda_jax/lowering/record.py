@@ -1,8 +1,8 @@
 """The plans of products in programs that are lowered or compiled already, for `coda.explain`.
 
 How arrays are sharded over automatic mesh axes is known only while XLA compiles. What each device multiplies then is
-put on record here, by what names a product in any trace of the same function. A record has names and sizes alone, and
-there are so many at most: the oldest go.
+recorded here, under a key that a product has in any trace of the same function. A record has names and sizes alone. Of
+more than `PRODUCTS` the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 
-PRODUCTS, PLANS = 4096, 4  # on record at most; plans of each
+PRODUCTS, PLANS = 4096, 4  # the most that are recorded; plans of each
 
 
 class Shard(NamedTuple):
@@ -39,13 +39,13 @@ _plans: collections.OrderedDict[str, list[Shard]] = collections.OrderedDict()
 
 
 def key_of(avals: Sequence[Any], spec: GemmSpec) -> str:
-    """Names a product of arguments of these types, whichever line or trace it comes from."""
+    """The key of a product of arguments of these types, whichever line or trace it comes from."""
     types = [(aval.shape, aval.dtype, dict(aval.sharding.mesh.shape)) for aval in avals]
     return hashlib.sha256(f"{spec}\n{types}".encode()).hexdigest()
 
 
 def record(key: str, shard: Shard) -> None:
-    """Remembers how the product was planned; the last plan stands last."""
+    """Records how the product was planned; the latest plan is the last."""
     with _lock:
         others = [plan for plan in _plans.pop(key, []) if plan != shard]
         _plans[key] = [*others, shard][-PLANS:]

@@ -77,7 +77,7 @@ def on_row_shards(
       rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are
         replicated on each device, but for their columns.
       columns: for each argument a prefix of it: the axis of the columns, or -1.
-      results: what each is.
+      results: the kind of each result.
       sharded_f: gives f for a shard of the columns, from the mesh axes that shard them and the number of shards.
     """
     leaves, tree = jax.tree.flatten(arguments)
@@ -126,31 +126,31 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
     ) -> Partition:
         rows, columns = _axes_of(places, arguments, results, sizes)
-        of_arguments = [
+        argument_specs = [
             PartitionSpec(rows or None) if has_rows else _with_columns(axis, columns)
             for has_rows, axis in zip(places.rows, places.columns, strict=True)
         ]
-        of_results = [
+        result_specs = [
             _scattered(x, rows, sizes, result.columns, columns) if result.is_sum else PartitionSpec(rows or None)
             for x, result in zip(results, places.results, strict=True)
         ]
-        of_columns = (columns, math.prod(sizes[name] for name in columns)) if columns else None
+        column_shards = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            jaxpr = jax.make_jaxpr(functools.partial(f, columns=of_columns))(*leaves)
+            jaxpr = jax.make_jaxpr(functools.partial(f, columns=column_shards))(*leaves)
             _record(params["jaxpr"], jaxpr)
             if strict:
                 _refuse_fallbacks(jaxpr)
             outputs = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
             sent = _as_sent(outputs, places.results) if rows else outputs
             summed = []
-            for x, output, result, spec in zip(sent, outputs, places.results, of_results, strict=True):
+            for x, output, result, spec in zip(sent, outputs, places.results, result_specs, strict=True):
                 if result.is_sum:
                     x = _summed(x, rows, spec)
                 summed.append((lax.psum(x, columns) if result.is_partial and columns else x).astype(output.dtype))
             return summed
 
-        return Partition(of_arguments, of_results, each)
+        return Partition(argument_specs, result_specs, each)
 
     avals_out: Sequence[Any] = ctx.avals_out
     rule = _rule([aval.ndim for aval in avals], [aval.ndim for aval in avals_out], places)
@@ -165,7 +165,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
 
 
 def _record(unsharded: Any, shard: Any) -> None:
-    """Puts on record what a device multiplies: its function has the products of the unsharded one, in their order."""
+    """Records what a device multiplies: its function has the products of the unsharded one, in their order."""
     products, shards = products_of(unsharded.jaxpr), products_of(shard.jaxpr)
     if len(products) == len(shards):  # else a shard has another function, and nothing is known
         for (avals, spec), (shard_avals, shard_spec) in zip(products, shards, strict=True):
@@ -173,7 +173,7 @@ def _record(unsharded: Any, shard: Any) -> None:
 
 
 def _refuse_fallbacks(shard: Any) -> None:
-    """Raises what the lowering of a device's function would in strict mode."""
+    """Raises the error that the lowering of a device's function raises in strict mode."""
     for avals, spec in products_of(shard.jaxpr):
         if spec.implementation == "auto" and (reason := select_shard(avals, spec).reason) is not None:
             report(spec, reason, strict=True)
@@ -204,7 +204,7 @@ def _with_columns(axis: int, columns: MeshAxes) -> PartitionSpec:
 def _scattered(
     x: ShardedArray, axes: MeshAxes, sizes: Mapping[str, int], column_axis: int, columns: MeshAxes
 ) -> PartitionSpec:
-    """The sharding of a sum over `axes`: by those of them that are asked for, and its columns by theirs."""
+    """The sharding of a sum over `axes`: by those of them that are asked for, and of its columns by `columns`."""
     asked = [tuple(name for name in names if name in axes) for names in x.mesh_axes]
     entries = [cutting_evenly(names, sizes, size) for names, size in zip(asked, x.shape, strict=True)]
     if columns and column_axis >= 0:
@@ -213,7 +213,7 @@ def _scattered(
 
 
 def _as_sent(outputs: Sequence[jax.Array], results: Sequence[Result]) -> Sequence[jax.Array]:
-    """The dtypes in which they are sent, before anything goes on: a sum in its own would live beside what follows."""
+    """The outputs in the dtypes in which they are sent; the barrier ends the lifetime of sums in their own dtypes."""
     cast = [
         x if result.sent_as is None else x.astype(result.sent_as) for x, result in zip(outputs, results, strict=True)
     ]
@@ -231,7 +231,7 @@ def _summed(x: jax.Array, axes: MeshAxes, spec: PartitionSpec) -> jax.Array:
 
 
 def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> SdyShardingRule:
-    """The rows go together, and so do the columns; other axes are replicated; a sum may be sharded as is asked."""
+    """The rows go together, and so do the columns; other axes are replicated; a sum may be sharded in any way."""
     replicated: list[str] = []
 
     def mapping(rank: int, has_rows: bool, column_axis: int = -1) -> ArrayMapping:

@@ -29,10 +29,10 @@ class Selection:
 
     Attributes:
       reason: why it takes the XLA form; None where it is the kernel.
-      config: of the kernel; None too where that is known only when XLA has partitioned the program.
-      origin: who says so, as `config_for`.
+      config: the kernel's; also None if it is known only when XLA has partitioned the program.
+      origin: where the config comes from, as in `config_for`.
       over: the mesh axes over which each device runs it on its own shards.
-      shards: the factors that a device multiplies, in every plan that is known; the rest is said of the last one.
+      shards: the factors that a device multiplies, in every plan that is known; the rest describes the last one.
     """
 
     reason: str | None = None
@@ -48,7 +48,7 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
     Args:
       avals: types of the arguments.
       num_devices: how many XLA partitions the program over, if its types are on no mesh.
-      anywhere: whether it may run on other devices than those attached, so that no table of tiles has a say.
+      anywhere: whether it may run on other devices than those attached, so that no table of tiles applies.
 
     Raises:
       ValueError: the user's config is none that a kernel of this product can have.
@@ -76,7 +76,7 @@ def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhe
 
 
 def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhere: bool) -> Selection:
-    """The form of each device's shards, as the types say it, or as XLA asked about it when it compiled the program."""
+    """The form of each device's product, from the types, or from what XLA asked when it compiled the program."""
     if route.is_automatic:
         plans = recorded(key_of(avals, spec))
         if not plans:
@@ -90,7 +90,7 @@ def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhe
 
 
 def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
-    """a @ b, of these types, as matrices."""
+    """The text a @ b, with the types of a and b as matrices."""
     matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in spec.matrices.flat_types(avals)[:2]]
     transposed = (spec.transpose_a, spec.transpose_b)
     return " @ ".join(f"{x.str_short()}{'^T' if flag else ''}" for x, flag in zip(matrices, transposed, strict=True))
@@ -111,7 +111,7 @@ def machine_reason() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The way in which a product comes to the devices.
+    """How a product is distributed over the devices.
 
     Attributes:
       over: the mesh axes over which it is sharded; none on one device, or where all axes are manual.
@@ -146,7 +146,7 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
 def select_shard(
     arguments: Sequence[Any], spec: GemmSpec, *, anywhere: bool = False, key: str | None = None
 ) -> Selection:
-    """The form of a product of arrays on one device; it is put on record as a shard of the product of this `key`."""
+    """The form of a product of arrays on one device; with a key it is recorded, as a shard of that product."""
     types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
     selection = select(types, spec, anywhere=anywhere)
     if key is not None:

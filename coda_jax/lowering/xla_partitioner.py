@@ -1,8 +1,8 @@
-"""The conversation with XLA's partitioner about a call that it shards over automatic mesh axes.
+"""The interface to XLA's partitioner for a call that it shards over automatic mesh axes.
 
-It asks once it has decided how arrays are sharded, in terms of devices alone; here these become names of mesh axes
-again. In a region where some axes are manual, as a shard_map over them makes, it speaks of the devices of one group:
-the mesh of the other axes. What runs on each device is written over the whole mesh, since its collectives name all
+It calls back when it has decided how arrays are sharded, in terms of devices alone; this module translates these to
+names of mesh axes. Where some axes are manual, as inside a shard_map over them, it describes the devices of one group:
+the mesh of the other axes. The function of each device is written over the entire mesh, since its collectives name all
 devices.
 """
 
@@ -41,8 +41,8 @@ class Partition(NamedTuple):
     """The sharding of a call.
 
     Attributes:
-      arguments, results: their shardings; the partitioner moves what is sharded otherwise.
-      each: what a device computes of its shards. All mesh axes are manual there.
+      arguments, results: their shardings; the partitioner reshards arrays that are sharded otherwise.
+      each: the function that a device runs on its shards. All mesh axes are manual there.
     """
 
     arguments: Sequence[PartitionSpec]
@@ -64,9 +64,9 @@ def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
-    """On how many devices XLA partitions what is lowered, if its types are on no mesh; whether these are known."""
+    """The number of devices over which XLA partitions the program, if its types are on no mesh; if these are known."""
     context = ctx.module_context.axis_context
-    # In a region where all axes are manual, as a shard_map is, nothing is partitioned any more; or the types say it.
+    # Where all axes are manual, as inside a shard_map, nothing is partitioned further; else the types have a mesh.
     return getattr(context, "num_devices", 1), known_devices(ctx)
 
 
@@ -84,7 +84,7 @@ def partitioned_call(
     """
     mesh, manual = _mesh_of(ctx)
     # The partitioner numbers the devices of a group as the first result is sharded over them, and does not say how. So
-    # the first is a scalar, which every device has: by it they are numbered in the order of the mesh.
+    # the first result is a replicated scalar: then the devices are numbered in the order of the mesh.
     call = custom_partitioning(lambda *arguments: [jnp.float32(0), *unsharded(*arguments)])
     factor_sizes: dict[str, Any] = rule.factor_sizes
     with_scalar = SdyShardingRule(
@@ -99,10 +99,10 @@ def partitioned_call(
 
 
 def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, as a device runs it in such a call: its operations keep frontend attributes, as `latency_metadata`.
+    """`function`, whose operations keep their own frontend attributes in such a call, as `latency_metadata`.
 
-    The partitioner gives each operation that it puts in the place of a call the attributes of that call, but not to
-    what is inside of a loop; and after it XLA dissolves a loop of one iteration.
+    The partitioner gives the attributes of a call to each operation that replaces it, but not to operations inside a
+    loop; and a loop of one iteration XLA dissolves later.
     """
 
     def once(*arguments: jax.Array) -> Any:
@@ -114,7 +114,7 @@ def with_own_attributes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Callback:
-    """The callback of the partitioner: it reads which mesh axes are meant, and answers how the call is sharded."""
+    """The callback of the partitioner: it gets shardings in terms of devices, and returns how the call is sharded."""
 
     mesh: Mesh
     manual: frozenset[str]
@@ -164,11 +164,11 @@ def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Me
         group = AbstractMesh(*_sizes_and_names(over, manual))
         try:
             return over, [_mesh_axes(x, group) for x in arrays]
-        # It needs a factor of a mesh axis. JAX asserts that an axis holds it, where XLA shards by a minor factor.
+        # The sharding is by a factor of a mesh axis; for a minor factor JAX raises AssertionError.
         except (AssertionError, KeyError, ValueError, StopIteration, NotImplementedError):
             continue
     shardings = ", ".join(str(x.sharding) for x in arrays)
-    raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} lay arrays as {shardings}")
+    raise NotImplementedError(f"no axes of the mesh {dict(mesh.shape)} shard arrays as {shardings}")
 
 
 def _mesh_axes(x: Any, group: AbstractMesh) -> tuple[MeshAxes, ...]:
@@ -178,7 +178,7 @@ def _mesh_axes(x: Any, group: AbstractMesh) -> tuple[MeshAxes, ...]:
 
 
 def _meshes(mesh: Mesh, manual: frozenset[str]) -> Iterator[Mesh]:
-    """This one, and those where an axis is several, of a prime number of devices each: shardings may divide an axis."""
+    """The mesh, then those with each axis split into axes of prime sizes: a sharding may be by a factor of an axis."""
     yield mesh
     for descending in (False, True):
         names: list[str] = []
