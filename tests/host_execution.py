@@ -249,7 +249,7 @@ class HostPrograms:
         """Flat outputs of program `index`; tiles as float32."""
         program = self.programs[index]
         m, columns = acc.shape
-        n = columns // program.halves.of_acc
+        n = columns // program.halves.acc_halves
         acc = np.ascontiguousarray(acc, np.float32)
         operands = [np.array(x, order="C") for x in operands]
         for x, operand in zip(operands, program.operands, strict=True):

@@ -95,7 +95,7 @@ class Kernels(Library):
 def tiles(library, name, row, row_end, *, has_product=True, order=0):
     """The pieces of all columns for a tile's rows."""
     spec, kernel = library.kernels[name]
-    n, columns = CASES[name].n // spec.program.halves.of_n, CASES[name].tile[1] // spec.program.halves.of_n
+    n, columns = CASES[name].n // spec.program.halves.n_halves, CASES[name].tile[1] // spec.program.halves.n_halves
     found, index_n = [], 0
     for section, (begin, end) in enumerate(spec.program.sections):
         for column in range(begin, end or n, columns):
@@ -118,7 +118,7 @@ def check(library, name, pieces, acc, **options):
     found = library.store(name, kernel, pieces, acc, [np.zeros(4, np.int32)], **options)
     stores = spec.program.stores
     values = jax.tree.leaves(CASES[name].epilogue(jnp.asarray(acc)))
-    columns = CASES[name].tile[1] // spec.program.halves.of_n
+    columns = CASES[name].tile[1] // spec.program.halves.n_halves
     for number, (out, result) in enumerate(zip(found, kernel.results, strict=True)):
         expected = np.full(result.shape, -1, bits(result).__name__.replace("u", "")).view(bits(result))
         may_be = np.zeros(result.shape, bool)  # of a whole row where a slice ends: values of the next one

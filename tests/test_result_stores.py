@@ -186,7 +186,7 @@ def sizes(name, m, n):
 def pieces_of(case, spec, call, m, n, blocks):
     """The tiles of a product, which blocks take in turn, and each block's consumers in turn or together."""
     halves = spec.program.halves
-    of_half, columns = n // halves.of_n, case.tile[1] // halves.of_n
+    of_half, columns = n // halves.n_halves, case.tile[1] // halves.n_halves
     shares = f"consumer_m = {case.tile[0] // CONSUMERS}," in call.source
     numbers = [itertools.count() for _ in range(blocks)]
     found, block = [], itertools.cycle(range(blocks))

@@ -1,22 +1,23 @@
-"""The epilogue language: JAX functions of whole arrays that a tile of a product computes by itself, and their CUDA.
+"""The epilogue language: JAX functions that a tile of a product can compute from its own elements, and their CUDA.
 
 From a function to a kernel's epilogue, in order:
-  user_code     traces it with 32-bit types, and says what Python cannot ask of a tracer; call_site says at which line
-  flatten       makes one list of equations of the jaxpr, and hoists captured arrays; logsumexp recognises its pattern,
-                and so whole_maximum does
+  user_code     traces the function with 32-bit types, and explains why Python cannot use a tracer's value; call_site
+                finds the user's line
+  flatten       inlines the jaxpr into one list of equations, and hoists captured arrays; logsumexp and whole_maximum
+                replace patterns in it
   analysis      translates equations to nodes for one element, with the rules of axis_rules, column_rules, reductions
-                and elementwise; tags say what indexes each axis, values holds what is known of a value
-  operand       is an array beside acc, and what is asked of its kind; operand_kinds has all that is known of each kind,
-                for this room and those above it; groups is of arrays of which a row's group chooses
+                and elementwise; tags say what indexes each axis; values has the classes of values
+  operand       describes an array beside acc; operand_kinds defines each kind, for this package and those that import
+                it; groups has operands with an entry for each group of rows
   saturate, contraction_order  are functions that epilogues know by name, beside logsumexp
-  group_reductions  are reductions over the rows of each group, which XLA makes from values of each row
-  finishing     leaves to XLA what follows from finished reductions
+  group_reductions  reduces over the rows of each group, by XLA, from values of each row
+  finishing     collects the equations over finished reductions, which XLA runs after the kernel
   simplify      shortens the nodes; assemble numbers them and makes the program
   program       is the data model; evaluate runs it with XLA; code_size estimates its instructions; linearity says
                 whether its results may be summed over devices
   emit          writes its CUDA
   dtypes        is the table of dtypes that all of them read
-trace is the way in: it calls all of these but those from program on.
+trace is the entry point: it calls all of these but those from program on.
 """
 
 from coda_jax.epilogue.code_size import instructions as instructions

@@ -6,12 +6,12 @@ axis. The tag says what indexes the axis: the row, the column, the column inside
 inside a head; None says that the value does not vary along it. Tags, not sizes, decide what an array is, so that
 M == N, M == 1 and N == 1 mean nothing special.
 
-What has no form for one element alone, as a sum along the rows, becomes a reduction, and what follows from finished
-reductions is left to XLA (`Finished`). An equation that would need both, a tile and a finished reduction, is refused
-with the user's line.
+A value that needs more than one element, such as a sum along the rows, becomes a reduction. What follows from finished
+reductions is left to XLA (`Finished`). An equation that combines a tile with a finished reduction is refused with the
+user's line.
 
-Whether f looks at its columns in halves, as heads or in slices shows only when the walk meets the operation that takes
-them apart. Values that came before have another form then, so that it raises `NeedsLayout`, and the walk begins again.
+Only the operation that splits the columns shows whether f works on halves, heads or slices of them. Values before it
+were then analysed in the wrong form: the walk raises `NeedsLayout`, and begins again with the layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ IDENTITIES = frozenset((
 ))  # fmt: skip
 
 
-CONVERSIONS = frozenset(("convert_element_type", "saturate"))  # between dtypes, of which one may be only stored
+CONVERSIONS = frozenset(("convert_element_type", "saturate"))  # to or from dtypes that are stored but not computed in
 
 
 class Analysis:
@@ -68,15 +68,15 @@ class Analysis:
 
     Args:
       flat: the equations; variable 0 is acc.
-      order: the variables that are the operands.
-      operands: what they are.
-      layout: how f looks at the columns, as far as it is known.
+      order: the variables of the operands, in the order of `operands`.
+      operands: their kinds and dtypes.
+      layout: how f divides the columns, as far as it is known.
       name: of f, for messages.
-      rules: for operations that move axes or reduce.
+      rules: for operations that change axes or reduce.
 
     Raises:
       NotTileLocalError: f is not local to a tile.
-      NeedsLayout: f turns out to look at the columns in another way.
+      NeedsLayout: f divides the columns in another way.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Analysis:
         self.producers: dict[int, Equation] = {}
         # The flat equations; a reduction that the kernel makes is replaced by the equations that finish it.
         self.sequence: list[Equation] = []
-        self.is_halved = False  # halves of N have been taken apart or joined
+        self.is_halved = False  # f has split or joined halves of N
         self.heads_are_halved = False
         column = COLUMN if self.halves.acc is Width.FULL else HALF
-        leaves = tuple(self.node("acc", (), "float32", half=half) for half in range(self.halves.of_acc))
+        leaves = tuple(self.node("acc", (), "float32", half=half) for half in range(self.halves.acc_halves))
         self.values[0] = Local((ROW, column), leaves, True)
         for index, (variable, operand) in enumerate(zip(order, operands, strict=True)):
             self.values[variable] = self.operand(index, operand, flat.avals[variable])
@@ -215,13 +215,13 @@ class Analysis:
         return [rounded]
 
     def elementwise(self, equation: Equation, inputs: list[Local]) -> Local:
-        of_derivative = equation.name == "add_any"  # adds cotangents, which have the dtypes of what f makes
-        name = "add" if of_derivative else equation.name
+        adds_cotangents = equation.name == "add_any"  # the cotangents of f's own values, in their dtypes
+        name = "add" if adds_cotangents else equation.name
         operation = elementwise.OPERATIONS.get(name)
         if operation is None:
             raise UnknownOperation
         dtype = equation_dtype(self.flat, equation)
-        if not (of_derivative or name in CONVERSIONS):
+        if not (adds_cotangents or name in CONVERSIONS):
             for atom in (equation.outputs[0], *equation.inputs):
                 self.check_arithmetic(self.flat.aval(atom).dtype)
         self.check_dtype(dtype)
@@ -230,7 +230,7 @@ class Analysis:
         for atom in equation.inputs:
             self.check_dtype(self.flat.aval(atom).dtype)
         first = self.flat.aval(equation.inputs[0]).dtype.name
-        if not (first in operation.dtypes or of_derivative) or (name == "pow" and first == INT32):
+        if not (first in operation.dtypes or adds_cotangents) or (name == "pow" and first == INT32):
             raise NotElementwise(f"is not supported for {first}")
         if name == "convert_element_type":
             return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
@@ -288,8 +288,8 @@ class Analysis:
         return Local(tags, nodes, tile, slices.pop() if slices else None, order_of(tags, inputs))
 
     def unify(self, tags: Sequence[Tag]) -> Tag:
-        found = {tag for tag in tags if tag is not None}
-        known = found - {INDEX}
+        present = {tag for tag in tags if tag is not None}
+        known = present - {INDEX}
         if len(known) > 1 and same_size(self.m, 1):
             known -= {ROW}  # a vector taken for one row lies along the other axis too
         if len(known) > 1:
@@ -297,14 +297,14 @@ class Analysis:
             raise NotElementwise(
                 f"combines an axis indexed by the {one} with one indexed by the {other} of the product"
             )
-        return known.pop() if known else (INDEX if found else None)
+        return known.pop() if known else (INDEX if present else None)
 
-    def resolve(self, value: Local, tags: tuple[Tag, ...], of_slice: tuple[int, int] | None = None) -> Local:
-        """`value` with its INDEX axis given the meaning it has in `tags`, of columns of `of_slice`."""
+    def resolve(self, value: Local, tags: tuple[Tag, ...], column_slice: tuple[int, int] | None = None) -> Local:
+        """`value` with its INDEX axis tagged as in `tags`; `column_slice` is the slice of columns that it indexes."""
         if INDEX not in value.tags:
             return value
         tag = tags[value.tags.index(INDEX)]
-        if tag in COLUMNS and (of_slice or tag not in (COLUMN, HALF)):
+        if tag in COLUMNS and (column_slice or tag not in (COLUMN, HALF)):
             raise NotElementwise("counts along the columns of a slice or of heads; take them from jnp.arange(N)")
         if tag == TABLE_ROW:
             raise NotElementwise("counts along the rows of a table before jnp.tile repeats them")

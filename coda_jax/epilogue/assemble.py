@@ -58,9 +58,9 @@ def assemble(analysis: Analysis) -> Program:
 def _in_order(stores: tuple[TileStore, ...], reductions: tuple[Reduction, ...]) -> tuple[TileStore, ...]:
     """The stores in the order in which the kernel has them: that of f's outputs, unless registers are short.
 
-    They are where several reductions along columns keep sums beside the accumulator. There a value that is computed
-    first is stored first, so that no register holds it while the others are made: all sums of a LayerNorm's backward
-    pass spill 2060 bytes in 128 x 192 tiles so, and 2256 otherwise.
+    Registers are short where several reductions along columns keep sums beside the accumulator. The value computed
+    first is then stored first, so that no register holds it while the others are computed: a LayerNorm's backward pass
+    with all its sums spills 2060 bytes in 128 x 192 tiles, and 2256 in the other order.
     """
     if sum(reduction.axis is Axis.COLUMN for reduction in reductions) < 2:
         return stores
@@ -82,15 +82,15 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"can be used in the epilogue but not returned."
         )
     first, end = value.slice or (0, analysis.n)
-    moved = slice(None, None, -1 if value.transposed else None)
-    tags, shape = value.tags[moved], aval.shape[moved]
-    whole = same_shape(shape, (analysis.m, end - first))
-    halved = analysis.halves.count == 2 and not analysis.head
-    half = halved and same_shape(shape, (analysis.m, analysis.half))
+    axis_order = slice(None, None, -1 if value.transposed else None)
+    tags, shape = value.tags[axis_order], aval.shape[axis_order]
+    is_full = same_shape(shape, (analysis.m, end - first))
+    may_be_half = analysis.halves.count == 2 and not analysis.head
+    is_half = may_be_half and same_shape(shape, (analysis.m, analysis.half))
     unit = same_size(analysis.m, 1) or same_size(aval.shape[-1] if aval.shape else 1, 1)
-    if not value.tile and (not (whole or half) or unit):
+    if not value.tile and (not (is_full or is_half) or unit):
         return None
-    if not (whole or half) or not _is_matrix(tags, (COLUMN, CHANNEL, None) if whole else (HALF, None)):
+    if not (is_full or is_half) or not _is_matrix(tags, (COLUMN, CHANNEL, None) if is_full else (HALF, None)):
         made_by = analysis.producers[atom].where() if atom in analysis.producers else "an input"
         raise NotTileLocalError(
             f"epilogue '{analysis.name}': output {output} has shape {aval.shape}, made by {made_by}; a tile output "
@@ -98,8 +98,8 @@ def _store(analysis: Analysis, output: int, atom: Atom) -> TileStore | None:
             f"transposed one, a reduction (M,), (N,) or (). Reshape it outside the epilogue."
         )
     _check_stored(value, aval.dtype, f"epilogue '{analysis.name}': output {output}")
-    nodes = value.nodes * analysis.halves.count if whole and len(value.nodes) < analysis.halves.count else value.nodes
-    width = Width.FULL if whole else Width.HALF
+    nodes = value.nodes * analysis.halves.count if is_full and len(value.nodes) < analysis.halves.count else value.nodes
+    width = Width.FULL if is_full else Width.HALF
     return TileStore(output, width, nodes, value.slice, value.transposed, value.ordered is not None)
 
 

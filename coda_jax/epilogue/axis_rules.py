@@ -1,4 +1,4 @@
-"""Rules for operations that move axes about: which axis of the result is indexed by what; and the list of all rules."""
+"""Rules for operations that change axes: what indexes each axis of the result. Also the list of all rules."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def _shapes(analysis: Analysis, equation: Equation) -> tuple[Any, Any]:
 
 
 def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any) -> Local:
-    """`value` with new tags; an index along what is now the first or the last of several axes is resolved."""
+    """`value` with new tags; an INDEX tag on the first or the last of several axes is resolved."""
     placed = replace(value, tags=tags)
     if INDEX not in tags or len(tags) < 2:
         return placed
@@ -63,7 +63,7 @@ def broadcast_in_dim(analysis: Analysis, equation: Equation, inputs: list[Local]
 
 
 def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """Axes of size 1 may come and go, columns become heads and what is in them, or these columns again."""
+    """Adds or drops axes of size 1, splits columns into heads and columns of a head, or joins these again."""
     value, (before, after) = inputs[0], _shapes(analysis, equation)
     if equation.params.get("dimensions") is not None:
         raise NotElementwise("changes the order of the axes")
@@ -71,21 +71,21 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
     if value.tags[:1] == (ROW,) and same_size(before[0], 1) and len(after) > 1 and same_size(after[0], 1):
         tags[0] = ROW  # one row stays the row
     for old, new in _regrouped(before, after):
-        given = [value.tags[axis] for axis in old]
-        if len(new) == 1 and given == [HEAD, None] and same_size(before[old[1]], analysis.head):
+        old_tags = [value.tags[axis] for axis in old]
+        if len(new) == 1 and old_tags == [HEAD, None] and same_size(before[old[1]], analysis.head):
             value = replace(value, nodes=value.nodes * analysis.halves.count)  # a value for each head, repeated
-            found: list[Tag] = [COLUMN]
+            new_tags: list[Tag] = [COLUMN]
         else:
-            found = _regrouped_tags(analysis, value, old, new, before, after)
-        if not found:
+            new_tags = _regrouped_tags(analysis, value, old, new, before, after)
+        if not new_tags:
             raise NotElementwise(
                 f"reshapes {tuple(before)} to {tuple(after)}; only axes of size 1 may be added or dropped, and columns "
                 "become (heads, columns of a head) or these columns again"
             )
         columns = analysis.n if value.slice is None else value.slice[1] - value.slice[0]
-        if found == [CHANNEL] and len(after) < len(before) and same_size(columns, analysis.head):
-            found = [COLUMN]  # the one head is all columns
-        for axis, tag in zip(new, found, strict=True):
+        if new_tags == [CHANNEL] and len(after) < len(before) and same_size(columns, analysis.head):
+            new_tags = [COLUMN]  # the one head is all columns
+        for axis, tag in zip(new, new_tags, strict=True):
             tags[axis] = tag
     return [_placed(analysis, value, tuple(tags), after)]
 
@@ -93,20 +93,20 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
 def _regrouped_tags(
     analysis: Analysis, value: Local, old: Sequence[int], new: Sequence[int], before: Any, after: Any
 ) -> list[Tag]:
-    """Tags of the axes `new` that the axes `old` become; none if they cannot."""
-    given = [value.tags[axis] for axis in old]
+    """Tags of the axes `new` into which the axes `old` are reshaped; empty if that is not allowed."""
+    old_tags = [value.tags[axis] for axis in old]
     if len(old) == len(new) == 1:
         added = len(after) > len(before) and new[0] > 0 and same_size(after[new[0] - 1], 1)
         is_head = value.slice is not None or analysis.layout.one_head
-        if given == [COLUMN] and added and value.tile and is_head:  # a slice, or all columns, that are one head
+        if old_tags == [COLUMN] and added and value.tile and is_head:  # a slice, or all columns, that are one head
             analysis.needs_heads(int(before[old[0]]))
             return [CHANNEL]
-        return given
+        return old_tags
     if len(old) == 1:
         pairs = len(new) == 2 and after[new[1]] == 2 and len(after) > len(before) + 1
         one_head = pairs and new[0] > 0 and same_size(after[new[0] - 1], 1)
-        return _taken_apart(analysis, given[0], [1] * one_head + [after[axis] for axis in new])[one_head:]
-    return _JOINED.get(tuple(given), []) if len(new) == 1 else []
+        return _taken_apart(analysis, old_tags[0], [1] * one_head + [after[axis] for axis in new])[one_head:]
+    return _JOINED.get(tuple(old_tags), []) if len(new) == 1 else []
 
 
 _JOINED: dict[tuple[Tag, ...], list[Tag]] = {
@@ -117,7 +117,7 @@ _JOINED: dict[tuple[Tag, ...], list[Tag]] = {
 
 
 def _taken_apart(analysis: Analysis, tag: Tag, sizes: Sequence[Any]) -> list[Tag]:
-    """Tags of the axes that an axis becomes; none if it cannot."""
+    """Tags of the axes into which one axis is split; empty if that is not allowed."""
     if tag == HALF:
         raise NeedsLayout(Layout(slices=True))
     if tag == COLUMN and len(sizes) == 2:
@@ -151,7 +151,7 @@ def _regrouped(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[i
 
 
 def tile(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """The rows of a rope table repeated to M: row r is row r % S of the table. What does not vary stays as it is."""
+    """The rows of a rope table repeated to M: row r is row r % S of the table. Axes without a tag may be repeated."""
     (value,), (before, after) = inputs, _shapes(analysis, equation)
     tags = list(value.tags)
     for axis, tag in enumerate(value.tags):
@@ -175,8 +175,8 @@ def transpose(analysis: Analysis, equation: Equation, inputs: list[Local]) -> li
     (value,) = inputs
     tags = tuple(value.tags[int(axis)] for axis in equation.params["permutation"])
     order = [tag for tag in value.tags if tag is not None]
-    found = [tag for tag in tags if tag is not None]
-    if found != order and not (value.tile and len(found) == 2 and {*found} in ({ROW, COLUMN}, {ROW, HALF})):
+    kept_tags = [tag for tag in tags if tag is not None]
+    if kept_tags != order and not (value.tile and len(kept_tags) == 2 and {*kept_tags} in ({ROW, COLUMN}, {ROW, HALF})):
         raise NotElementwise("changes the order of axes that are not the rows and the columns of the product")
     return [replace(value, tags=tags)]
 
@@ -195,7 +195,7 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
 
 
 def contraction_order(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """The order along one axis of a tile, or back."""
+    """Puts one axis of a tile into contraction order, or back."""
     (value,), axis = inputs, int(equation.params["axis"])
     tag = value.tags[axis]
     if equation.params["back"]:

@@ -1,4 +1,4 @@
-"""Whose line it is: the user's line that made a product or raised an error, not that of a library in between."""
+"""The user's line that made a product or raised an error, not that of a library in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _libraries: tuple[str, ...] = (contextlib.__file__,)
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """A line of a file. All are equal: where a product is called from makes no difference to it, nor to a cache."""
+    """A line of a file. All are equal, so that neither a product nor a cache depends on where it is called from."""
 
     file: str = dataclasses.field(compare=False)
     line: int = dataclasses.field(compare=False)
@@ -28,7 +28,7 @@ class CallSite:
 
 
 def hide(module_file: str) -> None:
-    """Declares that the files in the folder of this one are a library's and no user's."""
+    """Declares the files in the folder of this module a library's: they are no user's lines."""
     global _libraries
     _libraries = (*_libraries, os.path.dirname(module_file) + os.sep)
 

@@ -1,4 +1,4 @@
-"""How much machine code an epilogue becomes."""
+"""An estimate of an epilogue's machine code, in instructions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STORE, _LOAD, _REDUCE, _LOGSUMEXP = 1, 1, 2, 6  # a value of a tile, of an oper
 def instructions(program: Program) -> int:
     """Instructions for what a thread works on at a time: one element of acc, or one of each half.
 
-    All copies of the code count: one for each section of the columns that stores something else, and one for each
-    pass over a head. A kernel so estimated has 0.85 to 1.3 of the instructions that NVRTC makes, and up to twice as
-    many where it shares much among the passes over a head, or joins products and sums.
+    All copies of the code count: one for each section of the columns that stores other values, and one for each pass
+    over a head. The estimate is 0.85 to 1.3 times what NVRTC makes, and up to twice as much where NVRTC shares much
+    code among the passes over a head, or fuses multiplications with additions.
     """
     reduced = [value for reduction in program.reductions for value in reduction.values]
     stored = {
@@ -33,38 +33,38 @@ def instructions(program: Program) -> int:
         (_LOGSUMEXP if reduction.op is ReductionOp.LOGSUMEXP else _REDUCE) * len(reduction.values)
         for reduction in program.reductions
     )
-    of_sections = sum(
+    section_instructions = sum(
         _to_compute(program, [*reduced, *values]) + _STORE * len(values) + reductions for values in stored
     )
     levels = program.head_levels
-    of_passes = sum(
+    pass_instructions = sum(
         _to_compute(program, [number for number, level in levels.items() if level == one])
         for one in set(levels.values())
     )
-    return of_sections + of_passes
+    return section_instructions + pass_instructions
 
 
 def _to_compute(program: Program, values: Iterable[int]) -> int:
-    return sum(_of_node(program.nodes, program.nodes[number]) for number in program.needed(values))
+    return sum(_node_instructions(program.nodes, program.nodes[number]) for number in program.needed(values))
 
 
-def _of_node(nodes: Sequence[Node], node: Node) -> int:
+def _node_instructions(nodes: Sequence[Node], node: Node) -> int:
     if node.op in _LEAVES:
         return _LOAD if node.op == "operand" else 0
     operation = OPERATIONS.get(node.op)  # none for a reduction of a head
     inputs = [nodes[number] for number in node.inputs]
-    of_operation = operation.instructions if operation else 1
+    count = operation.instructions if operation else 1
     match node.op:
         case "div" | "rem" if node.dtype == INT32:
-            of_operation = 6 if inputs[1].op == "literal" else 34
+            count = 6 if inputs[1].op == "literal" else 34
         case "integer_pow":
             power = abs(node["y"])
-            of_operation = power.bit_length() + power.bit_count() - 2 + (6 if node["y"] < 0 else 0)
+            count = power.bit_length() + power.bit_count() - 2 + (6 if node["y"] < 0 else 0)
         case "polynomial":
-            of_operation = len(inputs) - 1
+            count = len(inputs) - 1
         case "round" if node["rounding_method"] == lax.RoundingMethod.AWAY_FROM_ZERO:
-            of_operation = 4
+            count = 4
         case "select_n" if inputs[0].dtype == INT32:
-            of_operation = 2 * (len(inputs) - 2)
+            count = 2 * (len(inputs) - 2)
     is_exact = node.op != "convert_element_type" and operation and operation.exact
-    return of_operation + (_ROUNDING if is_rounded(node.dtype) and not is_exact else 0)
+    return count + (_ROUNDING if is_rounded(node.dtype) and not is_exact else 0)

@@ -1,4 +1,4 @@
-"""Rules for operations that take columns apart and join them: halves, heads, even and odd columns, slices."""
+"""Rules for operations that split columns and join them: halves, heads, even and odd columns, slices."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def _before(analysis: Analysis, equation: Equation) -> Any:
 
 
 def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
-    """Half of `size`, that of an axis whose halves can be taken apart; None if it has none."""
+    """Half of `size`, if the axis of this size can be split into halves; else None."""
     tag = value.tags[axis]
     is_head = tag == CHANNEL or (tag == COLUMN and value.slice is not None and same_size(size, analysis.head))
     is_whole = tag == COLUMN and value.slice is None and not analysis.head and not analysis.layout.slices
@@ -42,9 +42,9 @@ def _half_size(analysis: Analysis, value: Local, axis: int, size: Any) -> Any:
 
 
 def _half(analysis: Analysis, value: Local, axis: int, half: int, size: Any) -> Local:
-    """Half `half` of a value along `axis`, which has that size: of all columns, or of each head."""
+    """Half `half` of a value along `axis`, of this size: a half of all columns, or of each head."""
     in_head = value.tags[axis] == CHANNEL or value.slice is not None
-    if in_head and half >= len(value.nodes):  # of a table, met before acc is seen as heads
+    if in_head and half >= len(value.nodes):  # a table that is read before acc is reshaped to heads
         analysis.needs_heads(size)
     if in_head:
         analysis.needs_halves_of_heads()
@@ -57,7 +57,7 @@ def _half(analysis: Analysis, value: Local, axis: int, half: int, size: Any) -> 
 def _side(analysis: Analysis, value: Local, axis: int, side: int, size: int) -> Local:
     """The even (0) or the odd (1) columns of each head, along an axis of that size."""
     if value.tags[axis] == COLUMN or side >= len(value.nodes):
-        analysis.needs_heads(size)  # of which there is one, or of a table
+        analysis.needs_heads(size)  # all columns are one head, or the value is a table
     analysis.needs_interleaved_halves()
     tag = None if value.tags[axis] == SIDE else HALF_CHANNEL
     return replace(value, tags=(*value.tags[:axis], tag, *value.tags[axis + 1 :]), nodes=(value.nodes[side],))
@@ -88,7 +88,7 @@ def _take(
         if tag == INDEX and isinstance(start, int | np.integer):
             value = _offset(analysis, value, int(start), int(stride))
             continue
-        if tag == HALF and analysis.halves.acc is Width.FULL:  # not one of two halves, then, but a slice
+        if tag == HALF and analysis.halves.acc is Width.FULL:  # a slice of a half: the halves are slices, too
             raise NeedsLayout(Layout(slices=True))
         half = _half_size(analysis, value, axis, before[axis])
         first = same_size(start, 0) and same_size(limit, half)
@@ -115,7 +115,7 @@ def slice_(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
 
 
 def gather(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
-    """A slice with a constant start: what indexing with static slices becomes where the other dimension is symbolic."""
+    """A slice with a constant start: JAX's form of indexing with static slices where the other size is symbolic."""
     (value, index), before = inputs, _before(analysis, equation)
     dimensions, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     axis, start = _window(analysis, index, dimensions.start_index_map, dimensions.offset_dims, len(before))
@@ -127,7 +127,7 @@ def gather(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
 def _window(
     analysis: Analysis, index: Local, indexed: Sequence[int], window: Sequence[int], rank: int
 ) -> tuple[int, int]:
-    """Axis and start of a gather or scatter that moves one block of full rank."""
+    """Axis and start of a gather or scatter of one block of full rank."""
     constant = analysis.nodes[index.nodes[0]]
     if constant.op != "literal" or index.tags != (None,) or len(indexed) != 1 or tuple(window) != tuple(range(rank)):
         raise NotElementwise("uses elements by an index")
@@ -168,20 +168,20 @@ def split(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[L
 
 
 def _join(analysis: Analysis, first: Local, second: Local, axis: int) -> Local:
-    """Two halves, of all columns or of each head, or even and odd columns, side by side along `axis`."""
-    whole: Tag
+    """Two halves, of all columns or of each head, or even and odd columns, joined along `axis`."""
+    full: Tag
     half: Tag
     if HALF_CHANNEL in (first.tags[axis], second.tags[axis]):
         analysis.needs_halves_of_heads()
-        whole, half = CHANNEL, HALF_CHANNEL
+        full, half = CHANNEL, HALF_CHANNEL
     elif _are_sides(first, second, axis):
         analysis.needs_interleaved_halves()
-        whole, half = SIDE, None
+        full, half = SIDE, None
     else:
         analysis.needs_halves()
-        whole, half = COLUMN, HALF
+        full, half = COLUMN, HALF
     others = [None if i == axis else analysis.unify([first.tags[i], second.tags[i]]) for i in range(len(first.tags))]
-    tags = tuple(whole if i == axis else tag for i, tag in enumerate(others))
+    tags = tuple(full if i == axis else tag for i, tag in enumerate(others))
     out = analysis.local(tags, (), [first, second])
     target = tuple(half if i == axis else tag for i, tag in enumerate(others))
     nodes = tuple(analysis.resolve(value, target, out.slice).nodes[0] for value in (first, second))
@@ -200,12 +200,12 @@ def concatenate(analysis: Analysis, equation: Equation, inputs: list[Local]) -> 
     last = axis == len(inputs[0].tags) - 1
     if last and len(inputs) == 2 and all(same_size(size, analysis.n) for size in sizes):
         analysis.needs_twice_n()
-    found = [value.tags[axis] for value in inputs]
-    half, known = (analysis.head // 2, HALF_CHANNEL) if HALF_CHANNEL in found else (analysis.half, HALF)
-    if len(inputs) == 2 and found == [None, None] and sizes == [1, 1] and _are_sides(inputs[0], inputs[1], axis):
+    tags = [value.tags[axis] for value in inputs]
+    half, known = (analysis.head // 2, HALF_CHANNEL) if HALF_CHANNEL in tags else (analysis.half, HALF)
+    if len(inputs) == 2 and tags == [None, None] and sizes == [1, 1] and _are_sides(inputs[0], inputs[1], axis):
         return [_join(analysis, inputs[0], inputs[1], axis)]
     halves = len(inputs) == 2 and all(same_size(size, half) for size in sizes)
-    if not halves or not last or any(tag not in (known, None) for tag in found):
+    if not halves or not last or any(tag not in (known, None) for tag in tags):
         raise NotElementwise(f"joins {' and '.join(map(str, sizes))} elements along axis {axis}")
     return [_join(analysis, inputs[0], inputs[1], axis)]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-BLOCK = 16  # elements that are ordered among themselves
+BLOCK = 16  # elements that are reordered among themselves
 
 contraction_order_p = jex_core.Primitive("contraction_order")
 
@@ -50,18 +50,18 @@ def _with_xla(x: jax.Array, *, axis: int, back: bool) -> jax.Array:
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec, *[None] * x.ndim][: x.ndim]
     is_sharded = any(entry is not None for entry in spec)
-    before, size, behind = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     two_axes = (BLOCK // 2, 2) if back else (2, BLOCK // 2)
 
-    def of(*spec: Any) -> Any:
+    def sharding_for(*spec: Any) -> Any:
         return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec)) if is_sharded else None
 
     if spec[axis] is not None and size % (BLOCK * _devices(sharding.mesh, spec[axis])):  # blocks on several devices
         spec[axis] = None
-        x = jax.sharding.reshard(x, of(*spec))
-    of_blocks = of(*spec[: axis + 1], None, None, *spec[axis + 1 :])
-    blocks = jax.lax.reshape(x, (*before, size // BLOCK, *two_axes, *behind), out_sharding=of_blocks)
-    return jax.lax.reshape(blocks.swapaxes(axis + 1, axis + 2), x.shape, out_sharding=of(*spec))
+        x = jax.sharding.reshard(x, sharding_for(*spec))
+    blocks_sharding = sharding_for(*spec[: axis + 1], None, None, *spec[axis + 1 :])
+    blocks = jax.lax.reshape(x, (*before, size // BLOCK, *two_axes, *after), out_sharding=blocks_sharding)
+    return jax.lax.reshape(blocks.swapaxes(axis + 1, axis + 2), x.shape, out_sharding=sharding_for(*spec))
 
 
 def _devices(mesh: Any, names: Any) -> int:

@@ -1,9 +1,9 @@
 """The table of dtypes: what each one is in CUDA, and where a kernel can have it. All rules about dtypes read it.
 
-A factor of a new dtype needs a row here, a line of CODA_DTYPES in cuda/dtypes.cuh and its instruction in
-cuda/accumulator_sm90.cuh. A tile or a result needs its conversions in cuda/fragment_sm90.cuh too, and what is rounded
-its function in cuda/elementwise.cuh and in epilogue/rounding.py. Tensor maps have their types in ffi/tensor_map.cc.
-Epilogues compute in `DTYPES`. They convert to the floats of 8 bits and from them, which are no more than stored.
+A new dtype of factors needs a row here, a line of CODA_DTYPES in cuda/dtypes.cuh and its instruction in
+cuda/accumulator_sm90.cuh. A dtype of tiles or results also needs its conversions in cuda/fragment_sm90.cuh, and one
+that is rounded to a function in cuda/elementwise.cuh and in epilogue/rounding.py. ffi/tensor_map.cc has the types of
+tensor maps. Epilogues compute in `DTYPES`; to and from floats of 8 bits they only convert.
 """
 
 import functools
@@ -24,10 +24,10 @@ class DType:
       cuda: enumerator of coda::DType.
       register: C++ type of its values in an epilogue: "float", "int" or "bool".
       rounding: CUDA function that rounds a float32 to it; empty where its values are exact in their register.
-      is_factor: the kernel multiplies it.
-      is_tile: an epilogue loads it as a tile, or as an array over heads.
-      is_vector: an epilogue loads it as a vector or a scalar.
-      is_result: the kernel stores it.
+      is_factor: the kernel multiplies arrays of it.
+      is_tile: an epilogue loads tiles, and arrays over heads, of it.
+      is_vector: an epilogue loads vectors and scalars of it.
+      is_result: the kernel stores results of it.
       has_narrow_range: it is a float with a smaller range than float32: sums overflow in it.
       has_arithmetic: an epilogue computes in it; else it only converts to it and from it.
     """
@@ -55,7 +55,7 @@ class DType:
 FLOAT32, INT32, BOOL = "float32", "int32", "bool"  # the types of an epilogue's registers
 
 _in_tiles = functools.partial(DType, register="float", is_tile=True, is_vector=True, is_result=True)
-_of_8_bits = functools.partial(
+_float8 = functools.partial(
     DType,
     register="float",
     is_factor=True,
@@ -70,8 +70,8 @@ _ROWS = (
     _in_tiles(FLOAT32, "f32"),
     DType(INT32, "i32", register="int", is_vector=True),
     DType(BOOL, "pred", register="bool", is_vector=True),
-    _of_8_bits("float8_e4m3fn", "e4m3", rounding="coda::round_to_e4m3"),
-    _of_8_bits("float8_e5m2", "e5m2", rounding="coda::round_to_e5m2"),
+    _float8("float8_e4m3fn", "e4m3", rounding="coda::round_to_e4m3"),
+    _float8("float8_e5m2", "e5m2", rounding="coda::round_to_e5m2"),
 )
 TABLE = {row.name: row for row in _ROWS}
 
@@ -105,7 +105,7 @@ def has_narrow_range(dtype: Any) -> bool:
 
 
 def is_of_8_bits(dtype: Any) -> bool:
-    """True of a float of 8 bits."""
+    """True for a float of 8 bits."""
     return np.dtype(dtype).name in FLOATS_OF_8_BITS
 
 

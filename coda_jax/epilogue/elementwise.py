@@ -18,7 +18,7 @@ from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOATS, INT32, NUMBERS, TABLE
 from coda_jax.epilogue.rounding import round_to
 from coda_jax.epilogue.saturate import saturate_p
 
-_BITS = (INT32, BOOL)  # what bitwise operations take
+_BITS = (INT32, BOOL)  # input dtypes of bitwise operations
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Operation:
       expression: texts of the inputs, their dtypes, the attributes -> CUDA expression.
       exact: the result needs no rounding when the inputs are 16-bit floats.
       dtypes: input dtypes it is defined for.
-      instructions: of the machine that it takes in a kernel with floats, roughly.
+      instructions: about how many machine instructions it is in a kernel, for floats.
     """
 
     apply: Callable[..., jax.Array]
@@ -150,7 +150,7 @@ OPERATIONS: dict[str, Operation] = {
     "log2": _function(jnp.log2, "log2f", instructions=28),
     "log1p": _function(lax.log1p, "log1pf", instructions=29),
     "logistic": _function(lax.logistic, "coda::logistic", instructions=4),
-    # What sin and cos take, `simplify.angles`: x, or the product x * y, which the kernel does not round first.
+    # The argument of sin and cos, see `simplify.angles`: x, or the product x * y, which the kernel does not round.
     "angle": _function(_angle, "coda::angle", exact=True, instructions=24),
     "sin": _function(lax.sin, "coda::sine", instructions=14),
     "cos": _function(lax.cos, "coda::cosine", instructions=14),
@@ -197,7 +197,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The parameters of a JAX primitive that matter for one element."""
+    """The parameters of a JAX primitive that a node keeps."""
     match name:
         case "integer_pow":
             return (("y", int(params["y"])),)
@@ -211,7 +211,7 @@ def attributes_of(name: str, params: Mapping[str, Any]) -> tuple[tuple[str, Any]
 
 
 def apply(name: str, inputs: list[jax.Array], attributes: dict[str, Any]) -> jax.Array:
-    """Evaluates one operation on arrays of one shape with XLA, rounding what is not exact in a 16-bit dtype once."""
+    """Evaluates one operation on arrays of one shape with XLA. A result that 16 bits do not hold is rounded once."""
     operation = OPERATIONS[name]
     if name == "convert_element_type":
         (x,), dtype = inputs, np.dtype(attributes["dtype"])

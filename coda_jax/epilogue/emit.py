@@ -44,17 +44,16 @@ def emit(
 ) -> str:
     """The CUDA definition of `struct Epilogue` for a program; cuda/epilogue_abi.cuh tells how the kernel uses it.
 
-    Where interleaved halves are worked on together, one entry of a list over columns stands for both, and its values
-    follow each other. Tensor maps are numbered a, b, `program.tile_operands`, stores; pointers are numbered
-    non-tile operands in order, then, of rows in groups, stores, then reductions. A vector that the program does not
-    read has a number but no entry.
+    One entry of a list over columns stands for both interleaved halves, and its two values are adjacent. Tensor maps
+    are numbered a, b, `program.tile_operands`, stores. Pointers are numbered non-tile operands in order, then stores if
+    rows are in groups, then reductions. A vector that the program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
       out_dtypes: of results in the table of dtypes, one for each of `program.stores`.
       batched_operands: for each operand, whether it has a batch axis.
       rows_in_groups: whether groups divide the product's rows.
-      for_reader: with the names and the line of the user's function, as far as `program.user_names` has them.
+      for_reader: whether to write the names and the line of the user's function, if `program.user_names` has them.
     """
     return _Emitter(program, out_dtypes, batched_operands, rows_in_groups, for_reader).text()
 
@@ -63,7 +62,7 @@ _ROUNDING = ("convert_element_type", "saturate")  # operations whose result has 
 
 
 class _Stored(NamedTuple):
-    """A value that is stored: the expression, and what it is rounded to."""
+    """A value that is stored: its expression, and the dtype that it is rounded to."""
 
     value: str
     dtype: np.dtype
@@ -72,7 +71,7 @@ class _Stored(NamedTuple):
 
     @property
     def conversion(self) -> tuple[str, np.dtype, bool]:
-        """The value and how it is rounded: two results that agree in it share their conversion."""
+        """The value and how it is rounded: two results that agree in this share one conversion."""
         return self.value, self.dtype, self.saturates
 
     @property
@@ -92,8 +91,8 @@ class _Emitter:
         self.program = program
         self.user_names = program.user_names if for_reader else None
         self.lists: dict[str, list[str]] = {name: [] for name in _LISTS}
-        self.entry_values = 2 if program.halves.interleaved else 1  # of an entry of a list over columns
-        self.places: dict[tuple[int, int], tuple[str, int]] = {}  # of an operand's half: member of Element, and index
+        self.entry_values = 2 if program.halves.interleaved else 1  # values of one entry of a list over columns
+        self.places: dict[tuple[int, int], tuple[str, int]] = {}  # operand, half -> member of Element, and index
         self.results: list[str] = []
         self.head_values = {number: position for position, number in enumerate(program.head_levels)}
         tiles = program.tile_operands
@@ -129,7 +128,7 @@ class _Emitter:
             self.places[index, half] = kind.member, at
 
     def value_names(self) -> dict[int, str]:
-        """Names of the nodes that are no literals; in a reader's form operands have the user's names."""
+        """Names of all nodes but literals; in the form for a reader, operands have the user's names."""
         names: dict[int, str] = {}
         nodes = sorted(enumerate(self.program.nodes), key=lambda node: node[1].op == "operand")
         for number, node in nodes:
@@ -143,7 +142,7 @@ class _Emitter:
             return f"head_value_{self.head_values[number]}"
         match node.op:
             case "acc" | "column":
-                halves = self.program.halves.of_acc if node.op == "acc" else self.program.halves.count
+                halves = self.program.halves.acc_halves if node.op == "acc" else self.program.halves.count
                 return f"{node.op}_{node['half']}" if halves > 1 else node.op
             case "row":
                 return "row"
@@ -162,9 +161,9 @@ class _Emitter:
           first_pointer: of the stores; None if they have none.
         """
         self.sections: list[str] = []
-        self.tile_stores: list[list[str]] = []  # of each section
-        self.tile_results: list[list[str]] = []  # of each variant
-        self.needed: list[frozenset[int]] = []  # by each variant
+        self.tile_stores: list[list[str]] = []  # for each section
+        self.tile_results: list[list[str]] = []  # for each variant
+        self.needed: list[frozenset[int]] = []  # for each variant, the nodes that it needs
         variants: list[list[_Stored]] = []
         reduced = [value for reduction in self.program.reductions for value in reduction.values]
         for first, end in self.program.sections:
@@ -203,14 +202,14 @@ class _Emitter:
         return frozenset[int]().union(*self.needed)
 
     def transposed_store(self, store: TileStore, map_: int, dtype: np.dtype, results: list[_Stored]) -> None:
-        """Entries for a store of columns as rows; of a program in which it is there is one section.
+        """Entries for a transposed store. A program that has one has one section.
 
         Args:
-          results: values of the tiles that are stored as they are. What is none of them follows.
+          results: values of the tiles that are stored untransposed; values that are not among them are appended.
         """
         for half, value in enumerate(store.values):
             stored = self.stored(store, value, dtype)
-            # A value that is stored in another order still is the same one, of the same conversions.
+            # A value may also be stored in another order: its conversion is the same.
             same = [i for i, one in enumerate(results) if one.conversion == stored.conversion]
             if not same:
                 results.append(stored)
@@ -225,15 +224,15 @@ class _Emitter:
         return _Stored(self.name(number), dtype, store.contraction_order, saturates)
 
     def stored_node(self, number: int, dtype: np.dtype) -> int:
-        """The node that is stored as `dtype` in place of a node: what it rounds, where the store does that itself."""
+        """The node to store as `dtype` for this node: its input, if it only rounds to `dtype`, as the store does."""
         node = self.program.nodes[number]
         is_rounded = TABLE[dtype.name].bytes == 1 and node.dtype == dtype.name and node.op in _ROUNDING
         return node.inputs[0] if is_rounded else number
 
-    def result(self, name: str, at: int, of_list: str, value: str) -> None:
+    def result(self, name: str, at: int, list_entry: str, value: str) -> None:
         self.results.append(f"out.{name.split('_')[0]}[{at}] = {value};")
-        if of_list:
-            self.lists[name].append(of_list)
+        if list_entry:
+            self.lists[name].append(list_entry)
 
     def reduction(self, pointer: int, reduction: Reduction) -> None:
         op = f"Op::{reduction.op.value}"
@@ -275,16 +274,16 @@ class _Emitter:
         return "\n".join(lines) + "\n"
 
     def geometry(self) -> list[str]:
-        """How the program's columns lie, where that is not as by default."""
+        """Declares how the program divides its columns, where that differs from the defaults."""
         program = self.program
-        counts = {"halves": program.halves.count, "acc_halves": program.halves.of_acc}
+        counts = {"halves": program.halves.count, "acc_halves": program.halves.acc_halves}
         sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
         sizes += [f"head = {program.halves.head}"] if program.halves.head else []
         lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
         return lines + ["  static constexpr bool interleaved = true;"] * program.halves.interleaved
 
     def heads(self) -> list[str]:
-        """The values of heads: their operations, and where each variant needs them the pass that makes them."""
+        """The values of heads: their operations, and for each variant the passes that compute those it needs."""
         levels = self.program.head_levels
         if not levels:
             return []
@@ -301,7 +300,7 @@ class _Emitter:
         ]
 
     def evaluate_heads(self) -> list[str]:
-        """A function for each pass: what an element adds to the values of its head."""
+        """The function of each pass, which computes an element's terms of the values of its head."""
         levels = self.program.head_levels
         lines = [
             "",
@@ -340,7 +339,7 @@ class _Emitter:
         ]
 
     def name(self, number: int) -> str:
-        """How a value is referred to: literals stand where they are used."""
+        """A node's name in expressions; a literal is written out."""
         node = self.program.nodes[number]
         return _literal(node["value"], node.dtype) if node.op == "literal" else self.names[number]
 
@@ -364,7 +363,7 @@ class _Emitter:
 
 
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:
-    """The values of the halves as one."""
+    """The values of the halves, combined into one."""
     return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
 
 

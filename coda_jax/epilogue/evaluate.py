@@ -1,4 +1,4 @@
-"""A program on whole arrays with XLA: the reference for its kernel, and what a kernel leaves to XLA."""
+"""Evaluates a program on entire arrays with XLA: the reference for its kernel, and what a kernel leaves to XLA."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +31,8 @@ def evaluate(program: Program, acc: jax.Array, *operands: jax.Array) -> list[jax
 
 
 def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The kernel's part of a program: its stores, in the dtypes that f gives them, and its reductions, float32."""
-    rows, columns = acc.shape[0], acc.shape[1] // program.halves.of_acc
+    """The values that the kernel computes: stores, in the dtypes that f gives them, and reductions, float32."""
+    rows, columns = acc.shape[0], acc.shape[1] // program.halves.acc_halves
     beside = Beside(rows, columns, program.halves, groups_of_rows(program.operands, operands, rows))
     values: list[jax.Array] = []
     for node in program.nodes:
@@ -46,7 +46,7 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
         tile = _joined(program, [full(value) for value in store.values])
         tile = tile if store.slice is None else tile[:, slice(*store.slice)]
         if store.transposed:
-            # XLA makes one product of a product and its transpose, which on a CPU it cannot run of bfloat16 factors.
+            # XLA merges a product and its transpose into one, which it cannot run with bfloat16 factors on a CPU.
             is_acc = any(program.nodes[value].op == "acc" for value in store.values)
             tile = (lax.optimization_barrier(tile) if is_acc else tile).T
         stores.append(contraction_order(tile) if store.contraction_order else tile)
@@ -54,8 +54,8 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
     for reduction in program.reductions:
         axes = {Axis.ROW: (1,), Axis.COLUMN: (0,), Axis.ALL: (0, 1)}[reduction.axis]
         halves = [reduction.op.reduce(full(value).astype(jnp.float32), axes) for value in reduction.values]
-        of_columns = reduction.axis is Axis.COLUMN
-        reductions.append(_joined(program, halves) if of_columns else _combined(reduction.op, halves))
+        along_columns = reduction.axis is Axis.COLUMN
+        reductions.append(_joined(program, halves) if along_columns else _combined(reduction.op, halves))
     return stores, reductions
 
 
@@ -119,7 +119,7 @@ def _node(
 
 
 def _joined(program: Program, halves: Sequence[jax.Array]) -> jax.Array:
-    """Whole columns, along the last axis, from those of each half."""
+    """All columns, along the last axis, from those of each half."""
     if not program.halves.head:
         return jnp.concatenate(halves, axis=-1)
     *rows, columns = halves[0].shape

@@ -1,4 +1,4 @@
-"""Equations over finished reductions, which XLA runs after the kernel, and which axes of their results rows index."""
+"""Equations over finished reductions, which XLA runs after the kernel, and the axes of their results that are rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from coda_jax.epilogue.values import ROW, same_shape, same_size
 
 
 def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Finish, list[Reduction]]:
-    """The equations that `outputs` (output number, what it is) need, canonically numbered, and their reductions."""
+    """The equations that `outputs` (output number, variable) need, canonically numbered, and their reductions."""
     needed = {atom for _, atom in outputs if isinstance(atom, int)}
     kept: list[Equation] = []
     for equation in reversed(analysis.sequence):
@@ -54,30 +54,30 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
     return finish, [analysis.reductions[index] for index in reductions]
 
 
-# What keeps each row's results its own, beside elementwise operations.
+# Operations that keep rows apart, beside elementwise ones.
 _BY_ROW = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "select_n", "squeeze", "transpose"})
 
 
 def mixes_rows(program: Program) -> bool:
-    """True if an equation over finished reductions of rows, or over what has rows, may make one value of several."""
+    """True if an equation over values with rows, finished reductions among them, may combine several rows."""
     finish = program.finishing
 
     def has_rows(source: str, index: int) -> bool:
         is_reduction = source == "reduction"
         return program.reductions[index].axis is Axis.ROW if is_reduction else program.operands[index].kind.has_rows
 
-    of_rows = {variable for variable, source, index in finish.inputs if has_rows(source, index)}
+    row_variables = {variable for variable, source, index in finish.inputs if has_rows(source, index)}
     for equation in finish.equations:
-        if of_rows.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
+        if row_variables.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
             if equation.name not in _BY_ROW and equation.name not in elementwise.OPERATIONS:
                 return True
-            of_rows.update(equation.outputs)
+            row_variables.update(equation.outputs)
     outputs = zip(finish.outputs, finish.row_axes, strict=True)
-    return any(isinstance(atom, int) and atom in of_rows and not axes for (_, atom), axes in outputs)
+    return any(isinstance(atom, int) and atom in row_variables and not axes for (_, atom), axes in outputs)
 
 
 def _row_axes_of_source(analysis: Analysis, variable: int, source: str, index: int) -> frozenset[int]:
-    """The axes of a finished reduction, or of an operand as f sees it, along which it follows the rows."""
+    """The axes of a finished reduction, or of an operand as f sees it, that are indexed by the rows."""
     if source == "reduction":
         return frozenset([0] if analysis.reductions[index].axis is Axis.ROW else [])
     operand, rank = analysis.operands[index], len(analysis.flat.aval(variable).shape)
@@ -87,7 +87,7 @@ def _row_axes_of_source(analysis: Analysis, variable: int, source: str, index: i
 def _row_axes(
     analysis: Analysis, equation: Equation, rows: Mapping[Atom, frozenset[int]], shape: Sequence[Any]
 ) -> frozenset[int]:
-    """The axes of a result of `equation`, of that shape, along which it follows the rows, from those of its inputs.
+    """The axes of a result of `equation`, of this shape, that are indexed by the rows, from those of its inputs.
 
     Sizes alone do not tell: M may be equal to N, or 1.
     """
@@ -107,8 +107,8 @@ def _row_axes(
             return frozenset(place for axis in axes for place in _reshaped(axis, source, shape))
         case name if name.startswith(("reduce_", "arg")) and "axes" in params:
             return _without(axes, params["axes"])
-    of_one_shape = all(source == () or same_shape(source, shape) for _, source in inputs)
-    if of_one_shape or equation.name in elementwise.OPERATIONS:
+    have_one_shape = all(source == () or same_shape(source, shape) for _, source in inputs)
+    if have_one_shape or equation.name in elementwise.OPERATIONS:
         return frozenset(axis for axes, source in inputs for axis in axes if same_size(source[axis], shape[axis]))
     return frozenset([axis for axis, size in enumerate(shape) if same_size(size, analysis.m)][:1])
 
@@ -119,7 +119,7 @@ def _without(axes: frozenset[int], dropped: Sequence[int]) -> frozenset[int]:
 
 
 def _reshaped(axis: int, source: Sequence[Any], shape: Sequence[Any]) -> list[int]:
-    """The position of an axis after a reshape that keeps it whole; none if it is split or merged."""
+    """The position of an axis after a reshape that keeps it; empty if the axis is split or merged."""
     before = math.prod(source[:axis])
     places = [
         place
@@ -134,7 +134,7 @@ def _aval_text(aval: Any) -> str:
 
 
 def _dimension_text(dimension: Any) -> str:
-    """A symbolic dimension is itself only inside its own scope."""
+    """A dimension as text. A symbolic one has the id of its scope, as its name is unique only there."""
     return str(dimension) if isinstance(dimension, int) else f"{dimension}@{id(dimension.scope):x}"
 
 

@@ -20,7 +20,7 @@ from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 
 @dataclass(frozen=True, eq=False)
 class Literal:
-    """A constant of rank 0 that stands in an equation. Compared by identity: the value may be NaN."""
+    """A constant of rank 0 in an equation. Compared by identity: the value may be NaN."""
 
     value: np.generic | np.ndarray
 
@@ -52,7 +52,7 @@ class Equation:
         return self.primitive.name
 
     def where(self) -> str:
-        """The operation, the function that holds it and the user's line: "'sort' in 'median' at train.py:12:4 (f)"."""
+        """The operation, its function and the user's line: "'sort' in 'median' at train.py:12:4 (f)"."""
         inside = f" in '{self.call}'" if self.call not in ("", self.name) else ""
         line = source_info_util.summarize(self.source_info)
         return f"'{self.name}'{inside}{' at ' if line else ''}{line}"
@@ -60,7 +60,7 @@ class Equation:
 
 @dataclass
 class Constants:
-    """The arrays that a function closes over, each once, in the order in which they are met."""
+    """The arrays that a function closes over, each once, in the order of their first use."""
 
     arrays: list[Any] = field(default_factory=list)
     _index: dict[int, int] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class Flat:
 def _inlined(eqn: Any) -> Any:
     """The jaxpr that a call equation calls."""
     called = callee(eqn)
-    # From 0.12 on JAX makes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a kernel's
-    # exp does not have.
+    # From 0.12 on, JAX computes exp(-x * x), the derivative of erf, from the bits of x, for a last digit that a
+    # kernel's exp does not have.
     operations = [inner.primitive.name for inner in opened(called)[0].eqns]
-    of_floats = eqn.invars and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
-    if "bitcast_convert_type" in operations and of_floats and str(called) == _erf_derivative(eqn.invars[0].aval):
+    has_floats = eqn.invars and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+    if "bitcast_convert_type" in operations and has_floats and str(called) == _erf_derivative(eqn.invars[0].aval):
         return jax.make_jaxpr(lambda x: lax.exp(-(x * x)))(eqn.invars[0].aval)
     return called
 
@@ -113,10 +113,11 @@ def _erf_derivative(aval: Any) -> str:
 
 
 def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool) -> Flat:
-    """Inlines every nested call of the closed jaxpr and drops what no output needs.
+    """Inlines every nested call of the closed jaxpr and drops equations that no output needs.
 
-    Constants, nested ones too, become variables of their own, listed in `captured`. With `inline_custom_derivatives`
-    False calls of custom_jvp and custom_vjp functions stay, so that the result can be differentiated.
+    Constants, nested ones too, become variables, and their arrays are listed in `captured`. With
+    `inline_custom_derivatives` False calls of custom_jvp and custom_vjp functions stay, so that the result can be
+    differentiated.
     """
     flat = Flat(len(jaxpr.in_avals), list(jaxpr.in_avals))
 
@@ -140,8 +141,8 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
         for eqn in body.eqns:
             inputs = tuple(map(read, eqn.invars))
             name = eqn.primitive.name
-            # The body of a jitted function is traced once and may carry the line of another caller: the outermost
-            # call's line is right.
+            # The body of a jitted function is traced once and may have the line of another caller. The line of the
+            # outermost call is right.
             source = eqn if call is None else call
             if name in CALLS or (inline_custom_derivatives and name in CUSTOM_DERIVATIVES):
                 outputs: list[Atom] = inline(_inlined(eqn), inputs, source)
@@ -161,7 +162,7 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
 
 
 def drop_unused(flat: Flat) -> None:
-    """Removes equations whose outputs nothing needs. Those without outputs act by side effect and stay."""
+    """Removes equations whose outputs nothing needs. Those without outputs have side effects and stay."""
     needed = {atom for atom in flat.outputs if isinstance(atom, int)}
     kept: list[Equation] = []
     for equation in reversed(flat.equations):
@@ -203,7 +204,7 @@ def run(equations: Sequence[Equation], values: dict[int, Any], outputs: Sequence
 
 
 def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation as a kernel would: in float32, rounding once to a 16-bit type."""
+    """Evaluates one equation as a kernel does: in float32, rounded once to a 16-bit type."""
 
     def rounded(x: Any) -> bool:
         return is_rounded(x.dtype)
@@ -227,8 +228,8 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
 def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     """A call of a custom_jvp or custom_vjp function: its value by `call`, its derivative by its own rule.
 
-    JAX raises where an array that a custom_vjp function closes over is differentiated. Here all of them would be, so
-    they are constants.
+    JAX raises where an array that a custom_vjp function closes over is differentiated. Here all of them are arguments,
+    so derivatives are stopped at them.
     """
     closed_over = equation.params.get("num_consts", 0) if equation.name != "custom_jvp_call" else 0
     inputs = [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]

@@ -1,8 +1,8 @@
-"""Reductions over rows beside groups of them: of each group, by XLA, from what the epilogue gives in their place.
+"""Reductions over rows in groups: XLA reduces the rows of each group, from values that the epilogue returns instead.
 
-A product of groups has no sum over all rows. An output that is a sum, maximum or minimum over the rows is one of each
-group's rows. The kernel reduces a tile, which may have rows of several groups. So the epilogue gives what is reduced,
-for each row, and XLA reduces it.
+With rows in groups, an output that is a sum, maximum or minimum over the rows has a value for each group. The kernel
+reduces entire tiles, which may have rows of several groups. So the epilogue returns the values of each row, and XLA
+reduces them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class GroupReduction(NamedTuple):
     """An output that is a reduction over the rows.
 
     Attributes:
-      op: of it.
+      op: sum, maximum or minimum.
       values: the variables whose sum is reduced, of one shape, whose first axis is the rows.
-      over_columns: whether it is reduced over the columns too.
+      over_columns: whether the columns are reduced, too.
       shape: of the output, for one group.
     """
 
@@ -54,15 +54,15 @@ def reduces_rows(program: Program) -> bool:
 
 
 def group_reductions(epilogue: Epilogue) -> dict[int, GroupReduction]:
-    """The outputs, by their number, that are reductions over the rows, or sums of such sums, and nothing else."""
+    """The outputs, by their number, that are reductions over the rows, or sums of such sums."""
     flat = epilogue.flat
     makers = {output: equation for equation in flat.equations for output in equation.outputs}
-    found = {i: _reduction(flat, makers, atom, flat.aval(atom).shape) for i, atom in enumerate(flat.outputs)}
-    return {i: reduction for i, reduction in found.items() if reduction is not None}
+    reductions = {i: _reduction(flat, makers, atom, flat.aval(atom).shape) for i, atom in enumerate(flat.outputs)}
+    return {i: reduction for i, reduction in reductions.items() if reduction is not None}
 
 
 def _reduction(flat: Flat, makers: Mapping[int, Equation], atom: Atom, shape: tuple[Any, ...]) -> GroupReduction | None:
-    """The reduction over the rows that a value is, of this final shape; None where it is none."""
+    """A value of this final shape as a reduction over the rows; None if it is none."""
     if not isinstance(atom, int) or atom not in makers:
         return None
     equation, rows = makers[atom], flat.avals[0].shape[0]
@@ -81,33 +81,33 @@ def _reduction(flat: Flat, makers: Mapping[int, Equation], atom: Atom, shape: tu
 
 
 def _sum_of(flat: Flat, first: GroupReduction, second: GroupReduction) -> GroupReduction | None:
-    """The sum of two as one; None where it is none."""
+    """The sum of two reductions as one; None if they differ in more than their values."""
     shapes = [flat.aval(one.values[0]).shape for one in (first, second)]
     is_sum = first.op is second.op is ReductionOp.SUM and same_shape(*shapes)
     return first._replace(values=first.values + second.values) if is_sum and first[2:] == second[2:] else None
 
 
 def _reduced(equation: Equation, aval: Any, rows: Any) -> list[bool]:
-    """For each axis that a reduction takes away whether it has several values, or is the rows."""
+    """For each axis that a reduction removes, whether it has several values or is the rows."""
     sizes = [aval.shape[axis] for axis in equation.params["axes"]]
     return [not same_size(size, 1) or same_size(size, rows) for size in sizes]
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupReductions:
-    """An epilogue whose outputs that are reductions over the rows are computed from values of each row.
+    """An epilogue of which XLA computes the outputs that are reductions over the rows, from values of each row.
 
     Attributes:
       epilogue: traced.
       captured: the arrays that it closes over.
-      of_outputs: its reductions.
-      of_rows: f(acc, *operands), flat, with float32 values of each row in the place of the reductions.
+      reductions: of its outputs, by their number.
+      row_epilogue: f(acc, *operands), flat, with float32 values of each row in the place of the reductions.
     """
 
     epilogue: Epilogue
     captured: Sequence[Any]
-    of_outputs: Mapping[int, GroupReduction]
-    of_rows: Callable[..., list[Any]]
+    reductions: Mapping[int, GroupReduction]
+    row_epilogue: Callable[..., list[Any]]
 
     @classmethod
     def of(cls, f: Callable[..., Any] | None, epilogue: Epilogue, captured: Sequence[Any]) -> GroupReductions:
@@ -116,27 +116,27 @@ class GroupReductions:
         if not reductions:
             raise _refused(epilogue)
 
-        def of_rows(*arguments: Any) -> list[Any]:
-            return _of_rows(epilogue.flat, arguments, captured, reductions)
+        def row_epilogue(*arguments: Any) -> list[Any]:
+            return _row_outputs(epilogue.flat, arguments, captured, reductions)
 
-        of_rows.__name__, of_rows.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
-        return cls(epilogue, captured, reductions, of_rows)
+        row_epilogue.__name__, row_epilogue.__wrapped__ = epilogue.name, f  # type: ignore[attr-defined]
+        return cls(epilogue, captured, reductions, row_epilogue)
 
-    def dtypes(self, of_outputs: Sequence[np.dtype], of_rows: Epilogue) -> list[np.dtype]:
-        """The dtypes of the outputs of `of_rows`, traced, from those of the epilogue's outputs.
+    def dtypes(self, out_dtypes: Sequence[np.dtype], row_epilogue: Epilogue) -> list[np.dtype]:
+        """The dtypes of the outputs of `row_epilogue`, traced, from those of the epilogue's outputs.
 
         Raises:
-          NotTileLocalError: an output of it depends on several rows still.
+          NotTileLocalError: an output still depends on several rows.
         """
-        if reduces_rows(of_rows.program):
+        if reduces_rows(row_epilogue.program):
             raise _refused(self.epilogue)
-        return [np.dtype(np.float32) if i in self.of_outputs else dtype for i, dtype in enumerate(of_outputs)]
+        return [np.dtype(np.float32) if i in self.reductions else dtype for i, dtype in enumerate(out_dtypes)]
 
     def reduced(self, outputs: Sequence[jax.Array], offsets: jax.Array) -> list[jax.Array]:
-        """The epilogue's outputs, from those of `of_rows`."""
+        """The epilogue's outputs, from those of `row_epilogue`."""
         each = zip(outputs, self.epilogue.out_avals, strict=True)
         return [
-            _by_group(self.of_outputs[i], x, offsets).astype(aval.dtype) if i in self.of_outputs else x
+            _by_group(self.reductions[i], x, offsets).astype(aval.dtype) if i in self.reductions else x
             for i, (x, aval) in enumerate(each)
         ]
 
@@ -149,10 +149,10 @@ def _refused(epilogue: Epilogue) -> NotTileLocalError:
     )
 
 
-def _of_rows(
+def _row_outputs(
     flat: Flat, arguments: Sequence[Any], captured: Sequence[Any], reductions: Mapping[int, GroupReduction]
 ) -> list[Any]:
-    """The outputs of equations, with what is reduced in the place of these."""
+    """The outputs of equations, with the values to be reduced in the place of the reductions."""
     values: dict[int, Any] = dict(enumerate(arguments))
     values |= {variable: captured[index] for index, variable in flat.constants.items()}
 
@@ -170,7 +170,7 @@ def _of_rows(
 
 
 def _by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> jax.Array:
-    """The reduction of the rows of each group of x (M, ...), (G, ...) float32. Of no rows it is 0, or an infinity."""
+    """The reduction of the rows of each group of x (M, ...), (G, ...) float32: 0 or an infinity for an empty group."""
     x = x.reshape(-1, math.prod(reduction.shape))
     rows, groups = RowGroups.of(offsets, x.shape[0]), offsets.shape[0] - 1
     reduced = _sum(x, rows, groups) if reduction.op is ReductionOp.SUM else _extreme(reduction.op, x, rows, groups)
@@ -178,29 +178,30 @@ def _by_group(reduction: GroupReduction, x: jax.Array, offsets: jax.Array) -> ja
 
 
 def _sum(x: jax.Array, rows: RowGroups, groups: int) -> jax.Array:
-    return jax.ops.segment_sum(rows.masked(x), rows.of_row, groups, indices_are_sorted=True)
+    return jax.ops.segment_sum(rows.masked(x), rows.group_index, groups, indices_are_sorted=True)
 
 
 def _extreme(op: ReductionOp, x: jax.Array, rows: RowGroups, groups: int) -> jax.Array:
-    """A maximum or minimum; of equal ones each has the same share of the cotangent, as in JAX's own of an array."""
+    """A maximum or minimum of each group. Equal extremes share the cotangent equally, as in JAX's own reductions."""
     segment = jax.ops.segment_max if op is ReductionOp.MAX else jax.ops.segment_min
 
     @jax.custom_vjp
     def extreme(x: jax.Array, rows: RowGroups) -> jax.Array:
         inside = jnp.where(rows.is_in[:, None], x, op.neutral)
-        return segment(inside, rows.of_row, groups, indices_are_sorted=True)
+        return segment(inside, rows.group_index, groups, indices_are_sorted=True)
 
     def places(x: jax.Array, rows: RowGroups) -> tuple[jax.Array, jax.Array]:
-        found = extreme(x, rows)
-        return found, rows.masked(x == rows.for_each_row(found))
+        value = extreme(x, rows)
+        return value, rows.masked(x == rows.for_each_row(value))
 
     def nowhere(x: jax.Array, rows: RowGroups) -> tuple[jax.Array, jax.Array]:
         return jnp.full_like(x, op.neutral, shape=(groups, x.shape[1])), jnp.zeros_like(x, bool)
 
     def forward(x: jax.Array, rows: RowGroups) -> tuple[jax.Array, Any]:
-        # In a branch x is there. Elsewhere XLA may compute it twice, and unlike, and then none is equal to the extreme.
-        found, is_found = lax.cond(rows.is_in.any(), places, nowhere, x, rows)
-        return found, (is_found, rows)
+        # In a branch, x is in memory. Elsewhere XLA may compute it twice with different rounding, and then no element
+        # would be equal to the extreme.
+        value, is_found = lax.cond(rows.is_in.any(), places, nowhere, x, rows)
+        return value, (is_found, rows)
 
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
         is_found, rows = kept

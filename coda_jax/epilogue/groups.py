@@ -1,8 +1,8 @@
-"""Groups of a product's rows, and arrays of which a row's group chooses its own.
+"""Groups of a product's rows, and operands with an entry for each group.
 
 The rows of a product are sorted by group. A caller gives the sizes of the groups, any of which may be zero; a product
 has their offsets: group g has the rows from `offsets[g]` on, before `offsets[g + 1]`. Rows before the first group and
-behind the last are in none.
+after the last are in none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coda_jax.epilogue.values import same_size
 
 @dataclass(frozen=True, eq=False)
 class Marked:
-    """An operand whose meaning its shape does not say, since G may be equal to M."""
+    """An operand whose kind its shape does not tell, since G may be equal to M."""
 
     array: Any
 
@@ -66,7 +66,7 @@ def group_offsets(sizes: jax.Array, rows: Any) -> jax.Array:
 
 
 def check_groups(operands: Sequence[Any], offsets: Any, labels: Sequence[str], name: str) -> None:
-    """Checks that operands by group and the groups go together.
+    """Checks that operands by group have as many entries as there are groups.
 
     Args:
       labels: of the operands, for messages.
@@ -91,24 +91,24 @@ class RowGroups(NamedTuple):
     """The groups of the rows of a product.
 
     Attributes:
-      of_row: of each row, (M,) int32, rising; behind the last group it is the number of groups.
-      is_in: whether a row is in any, (M,) bool.
+      group_index: of each row, (M,) int32, rising; after the last group it is the number of groups.
+      is_in: whether a row is in a group, (M,) bool.
     """
 
-    of_row: jax.Array
+    group_index: jax.Array
     is_in: jax.Array
 
     @classmethod
     def of(cls, offsets: jax.Array, rows: Any) -> RowGroups:
         row = jnp.arange(rows, dtype=jnp.int32)
-        of_row = jnp.sum(offsets[1:, None] <= row[None, :], axis=0, dtype=jnp.int32)
-        return cls(of_row, (row >= offsets[0]) & (row < offsets[-1]))
+        group_index = jnp.sum(offsets[1:, None] <= row[None, :], axis=0, dtype=jnp.int32)
+        return cls(group_index, (row >= offsets[0]) & (row < offsets[-1]))
 
     def for_each_row(self, x: jax.Array) -> jax.Array:
-        """x (G, N), or (G,) as (G, 1), for each row that of its group. Its derivative sums over the rows of each."""
+        """Each row's entry of x (G, N), or of (G,) as (G, 1). The derivative sums over the rows of each group."""
         x = x.reshape(-1, 1) if x.ndim == 1 else x
-        taken = jnp.take(x, self.of_row, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
-        return self.masked(taken)
+        values = jnp.take(x, self.group_index, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
+        return self.masked(values)
 
     def masked(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """x with zeros for rows in no group; `axis` is that of the rows."""

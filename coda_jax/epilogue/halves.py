@@ -1,4 +1,4 @@
-"""Two halves of the columns that are worked on together: which they are, and how many an array has."""
+"""Halves of the columns that an epilogue combines: which columns they are, and how many halves an array has."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax
 class Width(enum.Enum):
     """Whether an array has all columns of the program's widest arrays or half of them.
 
-    The widest have N columns, or 2N where acc itself is HALF (`Halves.acc`). Rope tables and head vectors have those of
-    a head, or half of them.
+    The widest have N columns, or 2N where acc itself is HALF (`Halves.acc`). Rope tables and head vectors have the
+    columns of a head, or half of them.
     """
 
     FULL = "full"
@@ -25,7 +25,7 @@ class Halves:
     """How a program pairs columns. A thread holds both columns of a pair, so that f may combine them.
 
     Attributes:
-      count: 2 where two halves are worked on together: one element of the tile then has a value for each. Else 1.
+      count: 2 where two halves are combined: an element of the tile then has a value for each. Else 1.
       acc: HALF where acc (M, N) meets arrays of 2N columns.
       head: columns of a head, where the halves are those of heads; else 0, and they are those of the widest arrays.
       interleaved: the halves of a head are its even and its odd columns.
@@ -41,29 +41,29 @@ class Halves:
         return self.count if width is Width.FULL else 1
 
     @property
-    def of_acc(self) -> int:
+    def acc_halves(self) -> int:
         """Values that an element has of acc, and so halves that acc and b span."""
         return self.of(self.acc)
 
     def runs(self, width: Width) -> int:
-        """Runs of columns that a tile, or a head of it, takes from such an array: even and odd columns share one."""
+        """Runs of adjacent columns of such an array in a tile, or in a head of it: interleaved halves are one run."""
         return 1 if self.interleaved else self.of(width)
 
     def apart(self, width: Width) -> int:
-        """Halves of such an array that lie half of all its columns apart: a dimension of its tensor map."""
+        """Halves of such an array that are half of all its columns apart: a dimension of its tensor map."""
         return 1 if self.head else self.of(width)
 
     @property
-    def of_n(self) -> int:
+    def n_halves(self) -> int:
         """Halves of N, in acc and in b, of which a tile has matching columns: 2, or 1 for all of N."""
         return self.apart(self.acc)
 
     def columns(self, width: Width, n: Any) -> Any:
         """Columns of an array of this width, beside acc's n."""
-        return n * self.of(width) // self.of_acc
+        return n * self.of(width) // self.acc_halves
 
     def columns_of(self, x: jax.Array, half: int, columns: int) -> jax.Array:
-        """One half of the columns of x, which has `columns` of each; x itself where it has no more."""
+        """Half `half` of the columns of x, `columns` of them; x itself if it has no more."""
         if x.shape[1] <= columns:
             return x
         if self.interleaved:

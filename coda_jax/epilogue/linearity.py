@@ -10,18 +10,18 @@ from coda_jax.epilogue.program import HEAD_REDUCTIONS, Node, Program, ReductionO
 
 
 class _Degree(enum.IntEnum):
-    """In acc."""
+    """The degree of a value as a function of acc."""
 
     CONSTANT = 0
-    LINEAR = 1  # and zero where acc is
+    LINEAR = 1  # and zero where acc is zero
     OTHER = 2
 
 
 def is_linear(program: Program) -> bool:
-    """Whether every tile and reduction of a + b is the sum of those of a and of b, but for rounding, all being finite.
+    """Whether every tile and reduction of a + b is the sum of those of a and of b, if all are finite, but for rounding.
 
-    A quotient is taken for linear where a constant of the epilogue divides: an operand may have zeros, and infinities
-    of several signs would be added.
+    A quotient counts as linear only if the divisor is a constant of the epilogue. An operand may have zeros, and
+    infinities of both signs would be added.
     """
     degrees: list[_Degree] = []
     for node in program.nodes:
@@ -40,7 +40,7 @@ def _degree(node: Node, nodes: Sequence[Node], degrees: Sequence[_Degree]) -> _D
     if max(inputs, default=_Degree.CONSTANT) is _Degree.CONSTANT:
         return _Degree.CONSTANT
     match node.op, inputs:
-        case _ if node.dtype != FLOAT32:  # rounded: the sum of many such would be worse than one
+        case _ if node.dtype != FLOAT32:  # a sum of rounded values is less exact than one rounded sum
             return _Degree.OTHER
         case "mul", [x, y] if _Degree.CONSTANT in (x, y):
             return max(x, y)

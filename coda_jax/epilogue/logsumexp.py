@@ -68,9 +68,9 @@ batching.primitive_batchers[reduce_logsumexp_p] = _batch
 
 
 def recognise(flat: Flat) -> None:
-    """Puts the primitive in the place of g + log(sum(exp(x - g))), as `jax.nn.logsumexp` writes it with a maximum g.
+    """Replaces g + log(sum(exp(x - g))) by the primitive; `jax.nn.logsumexp` writes it so, with the maximum as g.
 
-    Whatever g is, if it is constant along the reduced axes, this is the log-sum-exp of x.
+    It is the log-sum-exp of x for any g that is constant along the reduced axes.
     """
     made_by = {variable: equation for equation in flat.equations for variable in equation.outputs}
     equations: list[Equation] = []
@@ -86,21 +86,21 @@ def recognise(flat: Flat) -> None:
         equations.append(Equation(reduce_logsumexp_p, {"axes": axes}, (x,), (result,), equation.source_info))
         if keepdims:
             (expand,) = jax.make_jaxpr(partial(jnp.expand_dims, axis=axes))(reduced).eqns
-            moved = Equation(expand.primitive, expand.params, (result,), (output,), equation.source_info)
-            equations.append(moved)
+            expanded = Equation(expand.primitive, expand.params, (result,), (output,), equation.source_info)
+            equations.append(expanded)
     flat.equations = equations
     drop_unused(flat)
 
 
 def _summed(flat: Flat, made_by: dict[int, Equation], equation: Equation) -> tuple[Atom, Equation] | None:
-    """x and the sum's equation, where `equation` adds g to log(sum(exp(x - g)))."""
+    """x and the sum's equation, if `equation` adds g to log(sum(exp(x - g))); else None."""
 
-    def made(atom: Atom, name: str, *skipped: str) -> Equation | None:
-        """The equation of this name that made the atom, perhaps by way of skipped ones."""
+    def maker_of(atom: Atom, name: str, *skipped: str) -> Equation | None:
+        """The equation of this name that made the atom, directly or through equations named in `skipped`."""
         maker = made_by.get(atom) if isinstance(atom, int) else None
         if maker is None or maker.name == name:
             return maker
-        return made(maker.inputs[0], name, *skipped) if maker.name in skipped else None
+        return maker_of(maker.inputs[0], name, *skipped) if maker.name in skipped else None
 
     def root(atom: Atom) -> Atom:
         maker = made_by.get(atom) if isinstance(atom, int) else None
@@ -109,10 +109,10 @@ def _summed(flat: Flat, made_by: dict[int, Equation], equation: Equation) -> tup
     if equation.name != "add":
         return None
     for logarithm, shift in (equation.inputs, equation.inputs[::-1]):
-        log = made(logarithm, "log", *_MOVES)
-        total = log and made(log.inputs[0], "reduce_sum", "abs", *_MOVES)
-        exp = total and made(total.inputs[0], "exp")
-        difference = exp and made(exp.inputs[0], "sub")
+        log = maker_of(logarithm, "log", *_MOVES)
+        total = log and maker_of(log.inputs[0], "reduce_sum", "abs", *_MOVES)
+        exp = total and maker_of(total.inputs[0], "exp")
+        difference = exp and maker_of(exp.inputs[0], "sub")
         if total is None or difference is None:
             continue
         x, subtracted = difference.inputs
@@ -120,7 +120,9 @@ def _summed(flat: Flat, made_by: dict[int, Equation], equation: Equation) -> tup
         axes, (output,) = total.params["axes"], equation.outputs
         constant = len(sizes) > 0 and all(same_size(sizes[axis], 1) for axis in axes)
         kept = [1 if axis in axes else size for axis, size in enumerate(flat.aval(x).shape)]
-        of_rows = any(same_shape(flat.avals[output].shape, s) for s in (kept, flat.avals[total.outputs[0]].shape))
-        if constant and of_rows and root(subtracted) == root(shift) and flat.aval(x).dtype == jnp.float32:
+        has_reduced_shape = any(
+            same_shape(flat.avals[output].shape, s) for s in (kept, flat.avals[total.outputs[0]].shape)
+        )
+        if constant and has_reduced_shape and root(subtracted) == root(shift) and flat.aval(x).dtype == jnp.float32:
             return x, total
     return None

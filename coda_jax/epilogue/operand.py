@@ -1,4 +1,4 @@
-"""An operand of an epilogue, and what is asked of its kind; operand_kinds.py has the kinds themselves."""
+"""An operand of an epilogue, and the base class of its kind; operand_kinds.py has the kinds themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coda_jax.epilogue.values import CHANNEL, COLUMN, HALF, HALF_CHANNEL, ROW, T
 
 
 class Columns(enum.Enum):
-    """The columns that an operand has; a value has the tags of an axis of all of them, and of one of half of them."""
+    """The columns that an operand has. A value is two tags: of an axis with all of them, and with half of them."""
 
     NONE = (None, None)
     OF_PRODUCT = (COLUMN, HALF)
@@ -25,16 +25,16 @@ class Columns(enum.Enum):
 
 
 class Along(enum.Enum):
-    """The dimension that an axis of an operand's array is: the product's rows, or its columns, all of them or half."""
+    """The dimension of the product that an axis of an operand's array is: its rows, or its columns or half of them."""
 
     ROWS = "rows"
     COLUMNS = "columns"
 
 
 class Beside(NamedTuple):
-    """The matrices beside an operand when XLA evaluates a program: their rows, and the columns of one half.
+    """The size of the values beside an operand when XLA evaluates a program: rows, and the columns of one half.
 
-    `groups` are those of the rows, where these have any.
+    `groups` are the groups of the rows, or None.
     """
 
     rows: Any
@@ -50,8 +50,8 @@ class Operand:
     Attributes:
       dtype: as stored.
       traced_dtype: what f sees: float32 for floating operands, the stored dtype for captured arrays.
-      width: of what has columns.
-      period: of a rope table whose rows f repeats, their number: row r reads row r % period. Else 0.
+      width: if it has columns, whether it has all or half of them.
+      period: the number of rows of a rope table whose rows f repeats: row r reads row r % period. Else 0.
     """
 
     kind: OperandKind
@@ -94,12 +94,12 @@ class OperandKind:
 
     @property
     def text(self) -> str:
-        """Its word in a program's text, which tables of tiles have digests of: it may not change."""
+        """Its word in a program's text. Keys in tables of tiles are digests of that text, so it must not change."""
         return self.word
 
     @property
     def list_name(self) -> str:
-        """Its list in the generated struct; empty where it is in none."""
+        """Its list in the generated struct; empty if it is in none."""
         return self.word
 
     @property
@@ -119,7 +119,10 @@ class OperandKind:
     # --- in f
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
-        """True if an array of this shape is one, beside so many rows and columns. No shape fits two of one mark."""
+        """True if an array of this shape is of this kind, beside so many rows and columns of the product.
+
+        No shape fits two kinds with the same mark.
+        """
         raise NotImplementedError
 
     def period(self, shape: Sequence[Any], rows: Any) -> int:
@@ -132,36 +135,37 @@ class OperandKind:
         return both[2 - rank :]
 
     def as_seen(self, x: jax.Array, groups: RowGroups | None) -> jax.Array:
-        """The array that f sees, beside rows of these groups."""
+        """The array that f sees; `groups` are those of the product's rows."""
         return x
 
     def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
-        """The value that XLA computes with: (rows or 1, columns or 1), of one half."""
+        """The value of one half that XLA computes with: (rows or 1, columns or 1)."""
         matrix = self.as_seen(x, beside.groups) if self.has_rows else x.reshape(1, -1)
         return beside.halves.columns_of(matrix, half, beside.columns)
 
     # --- as an array
 
     def axes(self, operand: Operand) -> tuple[Along | None, ...]:
-        """The dimension of each axis of its array, without a batch axis; an axis of None is never sharded."""
+        """The dimension of each axis of its array, without a batch axis; an axis with None is never sharded."""
         return ()
 
     def row_unit(self, operand: Operand) -> int:
-        """The rows of a device's share of the product are a multiple of it; 0 where rows may not be sharded."""
+        """A number that divides the rows of each shard of the product; 0 where rows may not be sharded."""
         return 1
 
-    # --- where the products of a batch are more rows of one
+    # --- where the products of a batch become rows of one product
 
     @property
     def with_own_rows(self) -> OperandKind | None:
-        """The kind that it is if each product of one row has its own; None if there is none."""
+        """The kind that it becomes if each of several products of one row has its own; None if there is none."""
         return None
 
     def more_rows(self, operand: Operand, *, has_batch: bool, is_row: bool) -> Operand | None:
-        """The operand beside the rows of a batch of products, each `is_row` or of several; None where it can be none.
+        """The operand of the one product whose rows are those of a batch of products; None if there is none.
 
         Args:
           has_batch: whether each product has its own array.
+          is_row: whether each product has one row.
         """
         if operand.has_rows:
             return operand if has_batch else None
@@ -172,5 +176,5 @@ class OperandKind:
         return replace(operand, kind=self.with_own_rows)
 
     def folds(self, operand: Operand, *, has_batch: bool) -> bool:
-        """True if a launch may take the batch as rows: it has them too, or the products share it."""
+        """True if a launch may treat the batch as rows: the operand has rows too, or the products share it."""
         return operand.has_rows or not has_batch

@@ -1,27 +1,27 @@
 """The kinds of an epilogue's operands: a class for each, with all that the library knows of it.
 
-A new kind is a class here, its values in CUDA and a test; no other file names a kind. An implementor of one writes:
+A new kind needs a class here, code that loads it in CUDA, and a test; no other file names a kind. The class defines:
 
   word            its name: in the text of programs, as its list in the generated struct, and in messages
-  shapes          the shapes that mean it, for messages; `fits` decides
-  mark            the wrapper by which a caller says what it is, where its shape does not
+  shapes          its shapes, for messages; `fits` decides
+  mark            the wrapper by which a caller names the kind, where its shape does not
   has_rows        whether f sees a row of it for each row of the product
   columns         which columns f sees: none, those of the product, or those of a head
-  axes            which dimensions of the product its array's axes are: they are sharded alike, the others never
-  as_seen, value  what f sees of its array, and its value for XLA, where that is not the array itself
+  axes            which dimensions of the product its array's axes are: these are sharded alike, other axes never
+  as_seen, value  the array that f sees, and its value for XLA, where that is not the array itself
   only_floats     whether it is never int32 or bool
   by_tensor_map, in_shared_memory, is_kept, by_group
-                  how the kernel loads it: by a tensor map or a pointer; as words for the columns of a tile; early, into
-                  registers; at the index of the rows' group, which is that of a batch
+                  how the kernel loads it: by a tensor map, not a pointer; as words for the columns of a tile; early,
+                  into registers; at the index of the rows' group, in the place of a batch index
   list_name, member
                   its list in the generated struct, and the member of Element that has its values, where these are not
                   named by `word`. cuda/epilogue_abi.cuh declares both, cuda/epilogue_operands_sm90.cuh loads the values
   with_own_rows, more_rows, folds
-                  what becomes of it where the products of a batch are more rows of one
-  row_unit        of how many rows a device's share of the product must be a multiple
+                  what it becomes where the products of a batch become rows of one product
+  row_unit        a number that divides the rows of each shard of the product
 
-and appends an instance to `KINDS`. What it does not write is as `OperandKind` in operand.py has it, which
-is right for an array that is loaded by a pointer.
+and appends an instance to `KINDS`. The defaults of `OperandKind` in operand.py are those of an array that is loaded by
+a pointer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
 
 
 class Tile(OperandKind):
-    """An element for each of the product; the kernel's copy engine loads it tile by tile."""
+    """An element for each element of the product; the kernel's copy engine loads it tile by tile."""
 
     word, shapes = "tile", "(M, N)"
     has_rows, columns = True, Columns.OF_PRODUCT
@@ -54,7 +54,7 @@ class Tile(OperandKind):
         return (Along.ROWS, Along.COLUMNS)
 
     def folds(self, operand: Operand, *, has_batch: bool) -> bool:
-        return has_batch  # one that the products share would be copied for each
+        return has_batch  # a tile that the products share would be copied for each
 
 
 class RowVector(OperandKind):
@@ -101,7 +101,7 @@ class Scalar(OperandKind):
 
 
 class RopeTable(OperandKind):
-    """A row for each of the product, the same for every head; or S rows, which f repeats to M with jnp.tile."""
+    """A row for each row of the product, the same for every head; or S rows, which f repeats to M with jnp.tile."""
 
     word, shapes = "rope_table", "(M, Dh) or (M, Dh/2)"
     has_rows, columns = True, Columns.OF_HEAD
@@ -140,15 +140,15 @@ class HeadVector(OperandKind):
     only_floats = in_shared_memory = True
 
     def fits(self, shape: Sequence[Any], rows: Any, columns: Any) -> bool:
-        is_row = same_shape(shape, (1, columns)) and not same_size(rows, 1)  # beside one row that is a rope table
+        is_row = same_shape(shape, (1, columns)) and not same_size(rows, 1)  # with M = 1, (1, Dh) is a rope table
         return is_row or same_shape(shape, (columns,))
 
     def value(self, x: jax.Array, operand: Operand, half: int, beside: Beside) -> jax.Array:
         return _for_every_head(x.reshape(1, -1), half, beside)
 
 
-class _OfGroups(OperandKind):
-    """A kind of which each product of a batch has its own, since groups are of one product's rows."""
+class _GroupKind(OperandKind):
+    """A kind that cannot be shared by the products of a batch, since groups are of one product's rows."""
 
     def more_rows(self, operand: Operand, *, has_batch: bool, is_row: bool) -> Operand | None:
         return None
@@ -157,7 +157,7 @@ class _OfGroups(OperandKind):
         return False
 
 
-class GroupVector(_OfGroups):
+class GroupVector(_GroupKind):
     """An element for each column and group of rows; see groups.py."""
 
     word, shapes, mark = "group_vector", "(G, N)", ByGroup
@@ -191,8 +191,8 @@ class GroupScalar(GroupVector):
         return (None, None)
 
 
-class Offsets(_OfGroups):
-    """The offsets where groups begin: the last operand of a product that has groups. Neither f nor its code sees it."""
+class Offsets(_GroupKind):
+    """The offsets where groups begin: the last operand of a product with groups. Neither f nor its code reads it."""
 
     word, shapes, mark = "group_offsets", "(G + 1,)", GroupOffsets
     list_name = member = ""
@@ -208,13 +208,13 @@ class Offsets(_OfGroups):
 
 
 def groups_of_rows(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> RowGroups | None:
-    """The groups of the product's rows, by the offsets that are its last operand; None where it has no groups."""
+    """The groups of the product's rows, from the offsets, its last operand; None where it has no groups."""
     has_groups = bool(operands) and operands[-1].kind is GROUP_OFFSETS
     return RowGroups.of(arrays[-1], rows) if has_groups else None
 
 
 def seen(operands: Sequence[Operand], arrays: Sequence[Any], rows: Any) -> list[jax.Array]:
-    """The arrays of operands as f sees them, in the dtypes in which it does."""
+    """The arrays of operands as f sees them, converted to `traced_dtype`."""
     groups = groups_of_rows(operands, arrays, rows)
     each = zip(operands, arrays, strict=True)
     return [one.kind.as_seen(lax.convert_element_type(x, one.traced_dtype), groups) for one, x in each]
@@ -230,7 +230,7 @@ def is_repeated(shape: Sequence[Any], rows: Any) -> bool:
 
 
 def _for_every_head(x: jax.Array, half: int, beside: Beside, repeats: int = 1) -> jax.Array:
-    """One half of the columns of a head, for all columns of one half, and so many times the rows."""
+    """One half of a head's columns, repeated for every head, and the rows repeated so many times."""
     size = beside.halves.head // 2
     return jnp.tile(beside.halves.columns_of(x, half, size), (repeats, beside.columns // size))
 

@@ -1,4 +1,4 @@
-"""The data model: what a checked epilogue is, independent of the sizes M and N."""
+"""The data model of a checked epilogue, independent of the sizes M and N."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from coda_jax.epilogue.user_names import UserNames
 
 
 class Axis(enum.Enum):
-    """ROW: along a row, one value per row, (M,). COLUMN: along a column, one value per column. ALL: of all, ()."""
+    """The extent of a reduction. ROW: each row, to (M,). COLUMN: each column, to (N,). ALL: all elements, to ()."""
 
     ROW = "row"
     COLUMN = "column"
@@ -58,8 +58,8 @@ class ReductionOp(enum.Enum):
                 return jnp.logaddexp(x, y)
 
 
-# A key in a table of tiles has a digest of the program's text. So that old tables, users' among them, keep their
-# entries, the text keeps the words that it had first.
+# A key in a table of tiles has a digest of the program's text. The text keeps its first words, so that entries of old
+# tables, users' among them, stay valid.
 _WORDS_OF_TEXT = {"half": "way"}
 
 HEAD_REDUCTIONS = {"head_sum": ReductionOp.SUM, "head_max": ReductionOp.MAX, "head_min": ReductionOp.MIN}
@@ -73,7 +73,7 @@ def _text_of(word: str) -> str:
 class Node:
     """One value per element. Leaves: acc (half), operand (index, half), row, column (half), literal (value).
 
-    Those of HEAD_REDUCTIONS reduce a head: the columns of all their inputs, each of which is a half of it.
+    Nodes of HEAD_REDUCTIONS reduce a head: the columns of all their inputs, each of which is one half of it.
     """
 
     op: str
@@ -93,9 +93,8 @@ class Node:
 class TileStore:
     """Output number `output`, a tile of `width`; `values` are its nodes, one for each half it spans.
 
-    `slice` is the first and the end of the columns that it has, where these are not all. `transposed`: the output has
-    the product's columns as its rows, (N, M). `contraction_order`: the output's last axis has the order of
-    `coda.contraction_order`.
+    `slice`: the first and the end of its columns, if it has not all. `transposed`: the output is (N, M).
+    `contraction_order`: its last axis has the order of `coda.contraction_order`.
     """
 
     output: int
@@ -127,9 +126,9 @@ class Finish:
     """The equations over finished reductions and operands that XLA runs after the kernel.
 
     Attributes:
-      inputs: (variable, "operand" or "reduction", index of it).
+      inputs: (variable, "operand" or "reduction", its index).
       equations: over numbered variables.
-      outputs: (output number, what it is).
+      outputs: (output number, variable or literal).
       row_axes: for each of `outputs` the axes that the M rows index.
       text: canonical.
     """
@@ -145,16 +144,16 @@ class Finish:
 class Program:
     """A tile-local epilogue.
 
-    Two programs are equal when they compute the same thing in the same order, whatever function they came from.
+    Two programs are equal when they compute the same values in the same order, whatever function they came from.
 
     Attributes:
       operands: explicit operands in order, then captured arrays.
-      halves: the two columns that an element is worked on for, where it is not one.
+      halves: how columns are paired, if f combines two.
       nodes: the elementwise program, inputs before users.
-      stores: outputs that are tiles. All other outputs come from `finish`.
+      stores: outputs that are tiles. All other outputs come from `finishing`.
       reductions: reductions of the tile.
       num_outputs: of f, flat.
-      finishing: how the outputs that are no tiles follow from the reductions.
+      finishing: how the outputs that are not tiles follow from the reductions.
       columns: N where stores are slices of the columns; else 0, and the program is independent of it.
       user_names: for a reader of the generated source; programs that differ in them alone are equal.
     """
@@ -171,7 +170,7 @@ class Program:
 
     @cached_property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """First and end of the columns that tiles do not straddle. (0, 0) stands for all."""
+        """First and end of each range of columns that no tile may straddle. (0, 0) stands for all columns."""
         ends = sorted({end for store in self.stores if store.slice for end in store.slice} - {0, self.columns})
         return tuple(zip([0, *ends], [*ends, self.columns], strict=True))
 
@@ -186,7 +185,7 @@ class Program:
 
     @cached_property
     def elementwise_text(self) -> str:
-        """Canonical text of what runs on the tile; see `_WORDS_OF_TEXT`."""
+        """Canonical text of the work on a tile; see `_WORDS_OF_TEXT`."""
         halves = self.halves
 
         def operand(o: Operand) -> str:
@@ -219,23 +218,23 @@ class Program:
         return hash(self._text)
 
     def with_acc(self) -> "Program":
-        """The program with acc as one more output, the last."""
+        """The program with acc as an additional last output."""
         nodes = list(self.nodes)
-        leaves = [Node("acc", (), "float32", (("half", half),)) for half in range(self.halves.of_acc)]
+        leaves = [Node("acc", (), "float32", (("half", half),)) for half in range(self.halves.acc_halves)]
         nodes += [leaf for leaf in leaves if leaf not in nodes]
         store = TileStore(self.num_outputs, self.halves.acc, tuple(map(nodes.index, leaves)))
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
     def acc_outputs(self) -> list[int]:
-        """The outputs that are acc itself, whole."""
-        found = []
+        """The outputs that are acc itself, all its columns in their order."""
+        outputs = []
         for store in self.stores:
             stored = [self.nodes[value]["half"] for value in store.values if self.nodes[value].op == "acc"]
-            moved = store.slice or store.transposed or store.contraction_order
-            if stored == [*range(self.halves.of_acc)] and store.width is self.halves.acc and not moved:
-                found.append(store.output)
-        return found
+            is_rearranged = store.slice or store.transposed or store.contraction_order
+            if stored == [*range(self.halves.acc_halves)] and store.width is self.halves.acc and not is_rearranged:
+                outputs.append(store.output)
+        return outputs
 
     def without_acc(self) -> "Program":
         """Undoes `with_acc`; the program itself where its last output is not acc."""
@@ -257,7 +256,7 @@ class Program:
 
     @cached_property
     def unreduced(self) -> frozenset[int]:
-        """The outputs that are neither tiles nor made from reductions: functions of vectors."""
+        """The outputs that are neither tiles nor computed from reductions: functions of vectors."""
         finish = self.finishing
         reduced = {variable for variable, source, _ in finish.inputs if source == "reduction"}
         for equation in finish.equations:
@@ -272,7 +271,7 @@ class Program:
 
     @cached_property
     def head_levels(self) -> dict[int, int]:
-        """The nodes that reduce heads, and how many such reductions each needs one after the other before it."""
+        """For each node that reduces heads, the length of the longest chain of such nodes before it."""
         below = [0] * len(self.nodes)
         levels: dict[int, int] = {}
         for number, node in enumerate(self.nodes):
@@ -299,7 +298,7 @@ class Program:
         return tuple(sorted(halves))
 
     def loaded_runs(self, index: int) -> tuple[int, ...]:
-        """The halves in `loads` that have a run of columns of their own; see `Halves.runs`."""
+        """The halves in `loads` with their own run of columns; see `Halves.runs`."""
         return self.loads(index)[: 1 if self.halves.interleaved else None]
 
 

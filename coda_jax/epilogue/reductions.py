@@ -1,4 +1,4 @@
-"""Reductions of the tile: what the kernel reduces, and what is left to do with its result."""
+"""Reductions of the tile: the kernel's reductions, and the equations that finish their results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ REDUCTIONS = {
 
 
 def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Value]:
-    """A reduction of the tile: along rows, along columns, of all, or along rows and then over them afterwards."""
+    """A reduction of the tile: of each row, of each column, of all elements, or of each row and later over the rows."""
     (value,) = inputs
     axes = tuple(int(axis) for axis in equation.params["axes"])
     aval = analysis.flat.aval(equation.inputs[0])
@@ -70,7 +70,7 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
 
 
 def _within_heads(analysis: Analysis, op: ReductionOp, value: Local, aval: Any, reduced: list[Tag]) -> int | None:
-    """The node that reduces each head, or the same half of each, to one value; None for another reduction."""
+    """The node that reduces each head, or one half of each head, to one value; None for another reduction."""
     over = set(reduced) - {None}
     if over not in ({CHANNEL}, {HALF_CHANNEL}, {HALF_CHANNEL, SIDE}) or (SIDE in value.tags and SIDE not in over):
         return None
@@ -126,7 +126,7 @@ def _is_count(analysis: Analysis, number: int) -> bool:
 
 
 def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: bool) -> None:
-    """Defines the equation's output from the kernel's: reduced over rows too where both axes are, and converted."""
+    """Defines the equation's output from the kernel's: also reduced over rows where both axes are, and converted."""
     reduction = analysis.reductions[index]
     columns = analysis.n if reduction.width is Width.FULL else analysis.half
     shape = {Axis.ROW: (analysis.m,), Axis.COLUMN: (columns,), Axis.ALL: ()}[reduction.axis]
@@ -134,7 +134,7 @@ def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: boo
     both = over_rows and reduction.axis is Axis.ROW
 
     def complete(x: jax.Array) -> jax.Array:
-        if both and out.dtype == jnp.int32:  # a count of the whole tile may exceed 2^24
+        if both and out.dtype == jnp.int32:  # a count of all elements may exceed 2^24
             x = x.astype(jnp.int32)
         if both:
             x = reduction.op.reduce(x, axis=0)
@@ -158,10 +158,10 @@ def _define(analysis: Analysis, output: int, f: Callable[[jax.Array], jax.Array]
     def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names[atom]
 
-    moved: list[Equation] = []
+    renumbered: list[Equation] = []
     for inner in body.equations:
         for variable in inner.outputs:
             names[variable] = output if variable == result else flat.new(body.avals[variable])
         outputs = tuple(names[variable] for variable in inner.outputs)
-        moved.append(replace(inner, inputs=tuple(map(read, inner.inputs)), outputs=outputs))
-    analysis.sequence[-1:] = moved
+        renumbered.append(replace(inner, inputs=tuple(map(read, inner.inputs)), outputs=outputs))
+    analysis.sequence[-1:] = renumbered

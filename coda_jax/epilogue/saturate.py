@@ -1,4 +1,4 @@
-"""Rounding to a float of 8 bits that ends at its largest value: a JAX primitive of its own."""
+"""Rounding to a float of 8 bits that saturates at its largest value: a JAX primitive of its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,10 +48,10 @@ def _largest(dtype: np.dtype) -> float:
 
 
 def saturated_in_memory(x: jax.Array, dtype: Any) -> jax.Array:
-    """The same as an array that lies in memory: nothing widens it again in the program that makes it.
+    """`saturate` for a result that is written to memory: the program that computes it does not widen it again.
 
-    A GPU then rounds by the conversion that it has. Of the arithmetic that XLA keeps in any case it would transpose
-    several float32 intermediates, where it makes a transposed copy.
+    A GPU then rounds by its conversion instruction. With the arithmetic of `round_to`, XLA would transpose several
+    float32 intermediates to make a transposed copy.
     """
     out: jax.Array = saturate_p.bind(x, dtype=np.dtype(dtype), in_memory=True)
     return out

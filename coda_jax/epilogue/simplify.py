@@ -1,4 +1,4 @@
-"""Identities that make programs cheaper or more exact without changing what they mean."""
+"""Identities that make programs cheaper or more exact without changing their meaning."""
 
 import functools
 import math
@@ -13,11 +13,11 @@ from coda_jax.epilogue.values import LiteralFloat
 
 
 def simplify(nodes: Sequence[Node], roots: Iterable[int]) -> tuple[list[Node], dict[int, int]]:
-    """All identities of this file, one after the other.
+    """Applies all identities of this file, one after the other.
 
     Args:
       nodes: inputs before users.
-      roots: the nodes that are wanted.
+      roots: the nodes that are stored or reduced.
 
     Returns:
       The new nodes, inputs before users, and the new number of each of `roots`.
@@ -57,21 +57,21 @@ def _rewritten(
 ) -> Rewritten:
     """The new nodes, inputs before users, and the new number of each needed old one.
 
-    `rule` adds what an old node becomes, given the new numbers of those before it, and returns its number; None where
-    it stays as it is.
+    `rule` gets the new nodes, the new numbers of the nodes before it, and the number of an old node. It adds the node's
+    replacement and returns the new number, or None if the node is kept.
     """
     new = _Nodes()
     at: dict[int, int] = {}
     for number in sorted(needed):
-        made = rule(new, at, number)
-        if made is None:
-            made = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
-        at[number] = made
+        result = rule(new, at, number)
+        if result is None:
+            result = new.add(replace(nodes[number], inputs=tuple(at[value] for value in nodes[number].inputs)))
+        at[number] = result
     return new.nodes, at
 
 
 def _users(nodes: Sequence[Node], needed: Iterable[int]) -> defaultdict[int, list[int]]:
-    """The needed nodes that each is an input of, as often as it is."""
+    """For each node the needed nodes that read it, once for each time."""
     users = defaultdict[int, list[int]](list)
     for number in sorted(needed):
         for value in nodes[number].inputs:
@@ -80,8 +80,9 @@ def _users(nodes: Sequence[Node], needed: Iterable[int]) -> defaultdict[int, lis
 
 
 def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
-    """Writes d + d * t for d = g * (1 - t), the derivative of t = tanh(u) in older versions of JAX, as in newer ones:
-    g * ((1 + t) * (1 - t)).
+    """Rewrites d + d * t for d = g * (1 - t) as g * ((1 + t) * (1 - t)).
+
+    Older versions of JAX write the derivative of t = tanh(u) in the first form, newer ones in the second.
 
     Args:
       nodes: inputs before users.
@@ -92,7 +93,7 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewrit
     """
 
     def others(number: int, op: str, one: int) -> list[int]:
-        """x, where the node is op(x, one) or op(one, x) in float32; else nothing."""
+        """[x] if the node is op(x, one) or op(one, x) in float32; else []."""
         node = nodes[number]
         inputs = list(node.inputs) if node.op == op and node.dtype == FLOAT32 else []
         if one not in inputs:
@@ -104,8 +105,8 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewrit
         node = nodes[number]
         return node.op == "sub" and node.inputs[1] == x and _is_literal(nodes[node.inputs[0]], 1.0)
 
-    def found(total: int) -> Iterator[tuple[int, int]]:
-        """g and t, in one way or in none."""
+    def matches(total: int) -> Iterator[tuple[int, int]]:
+        """g and t for each way in which the node has that form."""
         for d in nodes[total].inputs:
             for product in others(total, "add", d):
                 for t in others(product, "mul", d):
@@ -114,7 +115,7 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewrit
                             yield from ((g, t) for g in others(d, "mul", one_less))
 
     def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
-        for g, t in found(number):
+        for g, t in matches(number):
             return new.apply("mul", at[g], new.apply("one_minus_square", at[t]))
         return None
 
@@ -122,7 +123,7 @@ def derivative_of_tanh(nodes: Sequence[Node], needed: Collection[int]) -> Rewrit
 
 
 def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
-    """Writes 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as s = logistic(2 * u): a third of the instructions.
+    """Rewrites 0.5 * (1 + tanh(u)), as in the GELU's tanh form, as s = logistic(2 * u): a third of the instructions.
 
     The derivative of that tanh, (1 + tanh(u)) * (1 - tanh(u)), becomes 4 * (s - s * s), which a kernel rounds once.
 
@@ -141,8 +142,8 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> R
     def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
         if number not in tanh_of:
             return None
-        of = at[nodes[tanh_of[number]].inputs[0]]
-        s = new.apply("logistic", new.apply("mul", new.literal(2), of))
+        u = at[nodes[tanh_of[number]].inputs[0]]
+        s = new.apply("logistic", new.apply("mul", new.literal(2), u))
         if nodes[number].op == "one_minus_square":
             return new.apply("mul", new.literal(4), new.apply("sub", s, new.apply("mul", s, s)))
         return s
@@ -151,7 +152,7 @@ def halved_tanh_to_logistic(nodes: Sequence[Node], needed: Collection[int]) -> R
 
 
 def _other_input(nodes: Sequence[Node], number: int, op: str, literal: float) -> int | None:
-    """x, where the node is op(literal, x) in float32."""
+    """x if the node is op(literal, x) or op(x, literal) in float32; else None."""
     node = nodes[number]
     if node.op == op and node.dtype == FLOAT32:
         for constant, x in (node.inputs, node.inputs[::-1]):
@@ -165,10 +166,10 @@ def _is_literal(node: Node, value: float) -> bool:
 
 
 def angles(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
-    """Writes sin(x) as sin(angle(x)) and sin(x * y) of float32 values as sin(angle(x, y)); cos likewise.
+    """Rewrites sin(x) as sin(angle(x)) and sin(x * y) of float32 values as sin(angle(x, y)); cos likewise.
 
-    The sine and the cosine of an angle share its reduction. That of a product is of the exact one: float32 rounds
-    position * frequency by up to 0.03 rad at 10^6.
+    The sine and the cosine of an angle share its range reduction. A product is reduced from its exact value, as float32
+    rounds position * frequency by up to 0.03 rad at 10^6.
 
     Args, Returns: as of `derivative_of_tanh`.
     """
@@ -192,17 +193,17 @@ class _Scaled(NamedTuple):
     value: "int | tuple[_Scaled, ...]"
 
     def literals(self) -> int:
-        """How many there are to multiply with."""
+        """The number of multiplications by literals."""
         return (self.literal != 1) + (0 if isinstance(self.value, int) else sum(x.literals() for x in self.value))
 
 
 def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewritten:
     """Multiplies the literals of a product with each other: 0.5 * x * (4 * y) is x * (2 * y), in two instructions.
 
-    What overflows or becomes subnormal on its way does so no sooner than before: x and y are multiplied in the order
-    that f has, and what a literal meets lies between what f makes of it. So 0.01 * x * (0.01 * y) stays: with 1e-4 in
-    the place of the first literal, or after x * y, large or small x and y would leave float32's range. Literals are
-    between 2^-16 and 2^16, and so are their products, lest what f itself lets overflow does not.
+    No intermediate overflows or becomes subnormal unless one of f does: x and y are multiplied in the order of f, and
+    the size of each intermediate is between those of f's own. So 0.01 * x * (0.01 * y) stays: with 1e-4 in the place of
+    the first literal, or after x * y, large or small x and y would leave float32's range. Literals and their products
+    are between 2^-16 and 2^16, so that a value that overflows in f still does.
 
     Args, Returns: as of `derivative_of_tanh`.
     """
@@ -217,15 +218,15 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
     def is_literal(number: int) -> bool:
         return nodes[number].op == "literal" and is_moderate(nodes[number]["value"])
 
-    def is_part(number: int) -> bool:
-        """Whether it is a product that nothing but another one needs."""
+    def is_inner(number: int) -> bool:
+        """Whether it is a product that only one other node reads."""
         return is_product(number) and len(users[number]) == 1
 
     def literals(number: int) -> int:
-        return sum(is_literal(value) or (literals(value) if is_part(value) else 0) for value in nodes[number].inputs)
+        return sum(is_literal(value) or (literals(value) if is_inner(value) else 0) for value in nodes[number].inputs)
 
     def factor(number: int) -> _Scaled:
-        return product(number) if is_part(number) else _Scaled(1.0, number)
+        return product(number) if is_inner(number) else _Scaled(1.0, number)
 
     def product(number: int) -> _Scaled:
         inputs = nodes[number].inputs
@@ -233,41 +234,41 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
             if is_literal(constant):
                 return scaled(float(nodes[constant]["value"]), factor(other))
         x, y = map(factor, inputs)
-        of_x, of_y = _joined(x.literal, y.literal)
-        return _Scaled(1.0, (x._replace(literal=of_x), y._replace(literal=of_y)))
+        x_literal, y_literal = _joined(x.literal, y.literal)
+        return _Scaled(1.0, (x._replace(literal=x_literal), y._replace(literal=y_literal)))
 
-    def scaled(literal: float, of: _Scaled) -> _Scaled:
-        if not is_moderate(literal * of.literal):
-            return _Scaled(literal, (of,))
-        literal *= of.literal
-        if isinstance(of.value, int):
-            return _Scaled(literal, of.value)
+    def scaled(literal: float, term: _Scaled) -> _Scaled:
+        if not is_moderate(literal * term.literal):
+            return _Scaled(literal, (term,))
+        literal *= term.literal
+        if isinstance(term.value, int):
+            return _Scaled(literal, term.value)
         factors = []
-        for x in of.value:
-            literal, of_x = _joined(literal, x.literal)
-            factors.append(x._replace(literal=of_x))
+        for x in term.value:
+            literal, x_literal = _joined(literal, x.literal)
+            factors.append(x._replace(literal=x_literal))
         return _Scaled(literal, tuple(factors))
 
     def rule(new: _Nodes, at: Mapping[int, int], number: int) -> int | None:
-        def made(of: _Scaled) -> int:
-            if isinstance(of.value, int):
-                value = at[of.value]
+        def added(term: _Scaled) -> int:
+            if isinstance(term.value, int):
+                value = at[term.value]
             else:
-                value = functools.reduce(lambda x, y: new.apply("mul", x, y), map(made, of.value))
-            return value if of.literal == 1 else new.apply("mul", new.literal(of.literal), value)
+                value = functools.reduce(lambda x, y: new.apply("mul", x, y), map(added, term.value))
+            return value if term.literal == 1 else new.apply("mul", new.literal(term.literal), value)
 
-        of = product(number) if is_product(number) else None
-        return None if of is None or of.literals() == literals(number) else made(of)
+        term = product(number) if is_product(number) else None
+        return None if term is None or term.literals() == literals(number) else added(term)
 
     return _rewritten(nodes, needed, rule)
 
 
 def _joined(one: float, other: float) -> tuple[float, float]:
-    """Two literals of a product as a literal and 1, where they lie on both sides of 1.
+    """Two literals of a product, or their product and 1, if the size of one is above 1 and of the other below.
 
-    Their product, which lies between 1 and the one that is further away from it, stands in that one's place.
+    Their product is between 1 and the literal that is further from it, and takes that literal's place.
     """
-    of_one, of_other = math.log(abs(one)), math.log(abs(other))
-    if of_one * of_other > 0:
+    one_log, other_log = math.log(abs(one)), math.log(abs(other))
+    if one_log * other_log > 0:
         return one, other
-    return (one * other, 1.0) if abs(of_one) > abs(of_other) else (1.0, one * other)
+    return (one * other, 1.0) if abs(one_log) > abs(other_log) else (1.0, one * other)

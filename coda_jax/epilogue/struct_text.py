@@ -1,4 +1,4 @@
-"""Lists of a generated struct as C++ text: entries without what is as by default, on lines of at most 120 columns."""
+"""Lists of a generated struct as C++ text: entries without default values, on lines of at most 120 columns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ _DEFAULTS: Mapping[str, object] = {
     "first": 0,
     "batched": False,
     "period": 0,
-    "columns": 0,  # of a row of a store, where that is not those of its halves
+    "columns": 0,  # of a row of a store, if these are not the columns of its halves
     "value": 0,
     "contraction_order": False,
     "saturates": False,
@@ -17,9 +17,9 @@ _DEFAULTS: Mapping[str, object] = {
 
 
 def entry(fields: Mapping[str, object]) -> str:
-    """An entry of a list: the fields that are not as by default, in the order of its type."""
-    given = {name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
-    return ", ".join(f".{name} = {'true' if value is True else value}" for name, value in given.items())
+    """An entry of a list: the fields without their default values, in the order of its type."""
+    kept = {name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+    return ", ".join(f".{name} = {'true' if value is True else value}" for name, value in kept.items())
 
 
 def declared(declaration: str, lists: Sequence[Sequence[str]]) -> list[str]:

@@ -39,7 +39,7 @@ class Epilogue:
       name: of the function, for messages.
       program: what the kernel runs; equal for equal mathematics.
       out_tree, out_avals: what the function returns; the flat avals have its dtypes.
-      flat: its equations, with calls of functions that have derivatives of their own.
+      flat: its equations; functions with derivatives of their own are still calls.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Epilogue:
     _num_operands: int
 
     def call(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
-        """The user's function, differentiable by JAX with its custom derivative rules, which `program` has not.
+        """The user's function, differentiable by JAX with its custom derivative rules, which `program` lacks.
 
         Args:
           acc: (M, N) float32.
@@ -64,7 +64,7 @@ class Epilogue:
             return call(self.flat, [acc, *operands], arguments[self._num_operands :])
 
     def with_acc(self) -> "Epilogue":
-        """The same epilogue with acc as one more flat output, the last. Its out_tree is a list."""
+        """The same epilogue with acc as an additional last flat output. Its out_tree is a list."""
         flat = replace(self.flat, outputs=(*self.flat.outputs, 0))
         acc = flat.avals[0]
         out_avals = (*self.out_avals, jax.ShapeDtypeStruct(acc.shape, acc.dtype))
@@ -81,16 +81,16 @@ def trace(
       f: a JAX function of whole arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
       operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
-        (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and there (S, Dh) or (S, Dh/2)
-        where S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32. Those that are
-        `ByGroup` are (G, N), (G, N/2), (G, 1) or (G,), and f sees those of each row's group, (M, N) and so on.
-      group_offsets: (G + 1,) int32, beside operands by group and of a product that has groups; see groups.py.
+        (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and also (S, Dh) or (S, Dh/2) where
+        S divides M, whose rows f repeats with jnp.tile. f sees floating ones as float32. `ByGroup` operands are
+        (G, N), (G, N/2), (G, 1) or (G,), and f sees the entry of each row's group, (M, N) and so on.
+      group_offsets: (G + 1,) int32, for operands by group and for a product with groups; see groups.py.
 
-    An f that has a dict as its attribute `traced` is the same whenever it is traced, and is traced once for each types.
+    If f has a dict as its attribute `traced`, its trace depends on the types alone, and is kept there for each.
 
     Returns:
-      The epilogue, and the captured arrays (or tracers), which are operands of it after the explicit ones; the last
-      are the offsets of groups, if there are any.
+      The epilogue, and the captured arrays (or tracers), which are its operands after the explicit ones. The last are
+      the offsets of groups, if there are any.
 
     Raises:
       NotTileLocalError: f needs more than one tile, asks for the value of an array, or an operand does not broadcast
@@ -102,10 +102,10 @@ def trace(
         return _traced(f, acc, operands, group_offsets)
     key = (acc, *operands), jax.sharding.get_abstract_mesh()
     if key not in known:
-        found, captured = _traced(f, acc, operands, None)
-        if captured:  # others the next time
-            return found, captured
-        known[key] = found
+        epilogue, captured = _traced(f, acc, operands, None)
+        if captured:  # the next trace may capture other arrays
+            return epilogue, captured
+        known[key] = epilogue
     return known[key], ()
 
 
@@ -128,9 +128,9 @@ def _traced(
     labels = [f"operand '{label}'" for label in names]
 
     def described(arrays: Sequence[Any], layout: Layout, *, is_final: bool) -> list[Operand]:
-        """The kinds of the operands, and after them of the captured arrays."""
-        found = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=True)]
-        return [*map(_as_float32, found[: len(operands)]), *found[len(operands) :]]
+        """The operands and then the captured arrays, with their kinds."""
+        kinds = [_operand(x, m, n, layout, is_final, label, name) for x, label in zip(arrays, labels, strict=True)]
+        return [*map(_as_float32, kinds[: len(operands)]), *kinds[len(operands) :]]
 
     check_groups(operands, group_offsets, labels, name)
     offsets = () if group_offsets is None else (GroupOffsets(group_offsets),)
@@ -154,15 +154,15 @@ def _traced(
         ]
 
         def program(layout: Layout) -> Program:
-            found = described(arrays, layout, is_final=False)
-            if any(x.width is Width.HALF for x in found):
+            kinds = described(arrays, layout, is_final=False)
+            if any(x.width is Width.HALF for x in kinds):
                 layout = replace(layout, halves=replace(layout.halves, count=2))
             try:
-                analysis = Analysis(flat, order, found, layout, name, RULES)
+                analysis = Analysis(flat, order, kinds, layout, name, RULES)
             except NeedsLayout as needs:
                 return program(needs.layout)
             except NotTileLocalError:
-                described(arrays, layout, is_final=True)  # an operand that fits nothing is the better message
+                described(arrays, layout, is_final=True)  # raises a better message if an operand fits no kind
                 raise
             described(arrays, layout, is_final=True)
             return assemble(analysis)
@@ -171,18 +171,18 @@ def _traced(
         try:
             checked = program(_initial_layout(arrays, n))
         except NotTileLocalError as error:
-            # One head of all N columns is seen as plain columns. Only a table whose rows repeat, or a norm of the head,
-            # needs it to be a head.
+            # A single head of all N columns is analysed as plain columns. Only a table whose rows repeat, or a norm of
+            # the head, needs it to be a head.
             if n % 2 or n > _WIDEST_HEAD:
                 raise
-            checked = _of_one_head(program, n, error)
+            checked = _one_head_program(program, n, error)
         checked = replace(checked, user_names=UserNames.of(f, name, names))
         epilogue = Epilogue(name, checked, trees[-1], out_avals, differentiable, len(operands))
         return epilogue, (*captured, *map(unmarked, offsets))
 
 
-def _of_one_head(program: Callable[[Layout], Program], n: int, error: NotTileLocalError) -> Program:
-    """The program whose head is all N columns; raises `error` if there is none."""
+def _one_head_program(program: Callable[[Layout], Program], n: int, error: NotTileLocalError) -> Program:
+    """The program of an epilogue with one head of all N columns; raises `error` if there is none."""
     for tables_first in (True, False):
         with contextlib.suppress(NotTileLocalError):
             return program(Layout(Halves(2, head=n), one_head=True, tables_first=tables_first))
@@ -202,7 +202,7 @@ def _initial_layout(arrays: Sequence[Any], n: Any) -> Layout:
 
 
 def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
-    """Names of f's parameters after acc, as far as it has them."""
+    """Names of f's parameters after acc; numbers where it has none."""
     try:
         parameters = list(inspect.signature(f).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -212,12 +212,12 @@ def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
 
 
 def types_of(f: Callable[..., Any], *args: Any) -> list[Any]:
-    """Types of f's flat outputs. jax.eval_shape's lose their mesh inside a shard_map that leaves some axes to XLA."""
+    """Types of f's flat outputs. jax.eval_shape loses their mesh inside a shard_map that leaves some axes to XLA."""
     return list(jax.make_jaxpr(f)(*args).out_avals)
 
 
 def _avals(acc: Any, operands: Sequence[Operand], arrays: Sequence[Any]) -> list[Any]:
-    """The types f is traced with; inside shard_map they vary over the same mesh axes as the arrays."""
+    """The types that f is traced with; inside a shard_map they vary over the same mesh axes as the arrays."""
 
     def arguments(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         return [lax.convert_element_type(acc, jnp.float32), *seen(operands, arrays, acc.shape[0])]
@@ -234,11 +234,11 @@ def _divides(divisor: Any, size: Any) -> bool:
     return isinstance(divisor, int) and isinstance(size, int) and divisor > 0 and size % divisor == 0
 
 
-_Candidate = tuple[OperandKind, Width, Any]  # what an array may be, and how many columns one that has them then has
+_Candidate = tuple[OperandKind, Width, Any]  # a possible kind and width of an array, and the columns that it then has
 
 
 def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str, name: str) -> Operand:
-    """The kind of x, by its shape beside acc (M, N). Until the layout is final, x may belong to heads not yet known."""
+    """The kind of x, by its shape beside acc (M, N). Until the layout is final, x may fit heads that are not known."""
     mark, x = type(x) if isinstance(x, Marked) else None, unmarked(x)
     shape = tuple(x.shape)
     if not isinstance(x.dtype, np.dtype):
@@ -248,8 +248,8 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
     dtype = np.dtype(x.dtype)
     candidates = _beside_acc(n, layout, mark)
     if (head := layout.halves.head) and mark is None:
-        of_heads = [*_along_heads(head, Width.FULL), *_along_heads(head // 2, Width.HALF)]
-        candidates = [*of_heads, *candidates] if layout.tables_first else [*candidates, *of_heads]
+        head_kinds = [*_along_heads(head, Width.FULL), *_along_heads(head // 2, Width.HALF)]
+        candidates = [*head_kinds, *candidates] if layout.tables_first else [*candidates, *head_kinds]
     elif (
         mark is None
         and not is_final
@@ -258,11 +258,11 @@ def _operand(x: Any, m: Any, n: Any, layout: Layout, is_final: bool, label: str,
         and _divides(shape[-1], n)
     ):
         candidates += _along_heads(shape[-1], Width.FULL)
-    found = next(((kind, width) for kind, width, columns in candidates if kind.fits(shape, m, columns)), None)
-    if found is None:
+    fitting = next(((kind, width) for kind, width, columns in candidates if kind.fits(shape, m, columns)), None)
+    if fitting is None:
         raise NotTileLocalError(f"epilogue '{name}': {label} {_misfit(shape, m, n, layout, mark)}")
-    kind, width = found
-    is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads a vector of one may fit nothing
+    kind, width = fitting
+    is_float = kind.only_floats and (kind.is_tile or bool(head))  # without heads, a head's vector may yet fit nothing
     what, allowed = ("arrays over heads", FLOATS) if is_float else ("vectors and scalars", VECTORS)
     if kind.by_tensor_map:
         what, allowed = "tiles", TILES

@@ -1,9 +1,9 @@
-"""Running a user's function: which types it makes by default, and what Python cannot ask of its values.
+"""Traces a user's function: with 32-bit types by default, and with messages where Python needs a tracer's value.
 
-An epilogue is traced, evaluated and differentiated as if `jax_enable_x64` were off. What it makes without naming a
-dtype (of Python's numbers and NumPy's float64 ones, indices, counts, means) is float32 or int32, so that it is the same
-program, with the same values and types, in both settings. An int64 that it names is int32, of which JAX warns. A
-float64 that it names, by astype or dtype=, is refused, as are arrays that have another dtype than operands may have.
+An epilogue is traced, evaluated and differentiated as if `jax_enable_x64` were off. Values without an explicit dtype
+(from Python's numbers and NumPy's float64 ones, indices, counts, means) are float32 or int32, so that the program and
+its values and types are the same in both settings. An explicit int64 becomes int32, and JAX warns. An explicit float64,
+by astype or dtype=, is refused, as are arrays of a dtype that operands may not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _filtering = threading.RLock()  # an epilogue may itself call a product
 
 @contextlib.contextmanager
 def default_types() -> Iterator[None]:
-    """Within it arrays have 32 bits where nothing else is asked for."""
+    """A context in which arrays have 32 bits unless a dtype is given."""
     if not jax.config.jax_enable_x64:
         yield
         return
@@ -45,8 +45,8 @@ def _float64_is_an_error() -> Iterator[None]:
 def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
     """The closed jaxpr of the epilogue f, called `name`, within `default_types`.
 
-    Under jax_enable_x64 it changes Python's filter of warnings meanwhile, which threads share before Python 3.14: one
-    at a time, for two that overlap would leave it changed for ever.
+    With jax_enable_x64 it changes Python's warning filters while it traces. Threads share these before Python 3.14, so
+    only one traces at a time: two that overlap could leave the filters changed for ever.
 
     Raises:
       NotTileLocalError: f asks for the value of an array, or for float64 where `jax_enable_x64` would give it.
@@ -73,7 +73,7 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
 
 
 def _asked(error: Exception) -> str:
-    """Names the question that Python asked of a value, and what to write instead."""
+    """Says how Python used a traced value, and what to write instead."""
     if isinstance(error, jax.errors.TracerBoolConversionError | ValueError):
         return (
             "branches on a traced value (if, while, and, or, not, assert, max(), min()), which is another for each "

@@ -1,4 +1,4 @@
-"""The user's names of an epilogue and its operands, for a reader of the generated source. No part of a program."""
+"""The user's names of an epilogue and its operands, for a reader of the generated source. Programs ignore them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-# A local variable of a generated function cannot have these names: C++'s words that are none of Python's, the
-# function's parameters, and its other variables.
+# A local variable of a generated function cannot have these names: C++'s keywords that Python lacks, the function's
+# parameters, and its other variables.
 _RESERVED = re.compile(
     r"v\d+|in|out|value|variant|pass|coda|"
     r"alignas|alignof|asm|auto|bool|case|catch|char|class|compl|concept|consteval|constexpr|constinit|const|"
@@ -31,7 +31,7 @@ class UserNames:
     Attributes:
       function: its name.
       place: the file, without its folder, and the line; empty where Python does not know them.
-      operands: of the parameters after acc; an operand beyond them was captured.
+      operands: of the parameters after acc; further operands were captured.
     """
 
     function: str
@@ -40,7 +40,7 @@ class UserNames:
 
     @classmethod
     def of(cls, f: Callable[..., Any], function: str, operands: Sequence[str]) -> UserNames:
-        """The names of a function that is called `function` in messages."""
+        """The names of f, whose name in messages is `function`."""
         while isinstance(f, partial):
             f = f.func
         code = getattr(inspect.unwrap(f), "__code__", None)
@@ -58,5 +58,5 @@ class UserNames:
 
 
 def is_usable(name: str) -> bool:
-    """Whether a local variable of a generated function may be called so."""
+    """Whether a local variable of a generated function may have this name."""
     return name.isascii() and name.isidentifier() and not _RESERVED.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Values as the check sees them: what indexes each axis, and the form for one element. Also the texts of refusals."""
+"""Values in the analysis: what indexes each axis, and the nodes for one element. Also the texts of refusals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ import numpy as np
 
 from coda_jax.epilogue.halves import Halves
 
-# What indexes an axis. Where columns are seen as heads, COLUMN is HEAD and CHANNEL. INDEX: the position along a
-# one-dimensional iota whose axis in the tile is not known yet.
+# What indexes an axis. Where columns are reshaped to heads, COLUMN becomes HEAD and CHANNEL. INDEX: the position along
+# a one-dimensional iota whose axis in the tile is not known yet.
 ROW = "row"
 COLUMN = "column"
 HALF = "half column"
@@ -21,7 +21,7 @@ TABLE_ROW = "row of a repeated table"  # until jnp.tile repeats it
 INDEX = "index"
 Tag = str | None
 COLUMNS = frozenset({COLUMN, HALF, HEAD, CHANNEL, HALF_CHANNEL, SIDE})
-BY_SLICES = frozenset({COLUMN, HALF, HEAD})  # axes whose index says which slice of the columns it is in
+BY_SLICES = frozenset({COLUMN, HALF, HEAD})  # axes along which slices of the columns differ
 BOTH_HALVES = frozenset({COLUMN, CHANNEL, SIDE})  # axes along which an array spans both halves
 
 ALLOWED = (
@@ -39,7 +39,7 @@ HINTS = {
     "argmin": "Return the minimum; take the index outside the epilogue.",
     **dict.fromkeys(
         ("_var", "_std"),
-        # Not rewritten so, for it is another function: it cancels.
+        # The library does not rewrite it so: that is another function, which cancels.
         "A variance needs the finished mean before its sum. Return jnp.mean(x, 1) and jnp.mean(x * x, 1), whose "
         "mean_of_squares - mean**2 is exact enough where the mean is not much larger than the deviation, or take "
         "jnp.var of the product's result.",
@@ -70,13 +70,13 @@ class NotTileLocalError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a program looks at its columns.
+    """How a program divides its columns.
 
     Attributes:
-      halves: which columns it works on together.
-      slices: the columns are taken apart into outputs of their own.
-      one_head: all columns are a head, which f makes of them by an axis of size 1.
-      tables_first: there an operand (M, N) is a table of the head, not a tile.
+      halves: which columns it combines.
+      slices: the columns are split into outputs of their own.
+      one_head: all columns are one head, to which f reshapes them by an axis of size 1.
+      tables_first: with one head, an operand (M, N) is a table of the head, not a tile.
     """
 
     halves: Halves = field(default=Halves())
@@ -86,18 +86,18 @@ class Layout:
 
 
 class NeedsLayout(Exception):
-    """Raised inside the analysis when f turns out to look at its columns in another way."""
+    """Raised inside the analysis when f divides its columns in another way than its layout says."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
 
 
 class NotElementwise(Exception):
-    """An equation that has no per-element form; the text says why."""
+    """An equation that cannot be computed for one element alone; the text says why."""
 
 
 class UnknownOperation(NotElementwise):
-    """An operation that epilogues do not have: the message says what they have."""
+    """An operation that epilogues do not support: the message says which they do."""
 
     def __init__(self) -> None:
         super().__init__("is not local to a tile of the product, or not an operation that epilogues know")
@@ -105,14 +105,14 @@ class UnknownOperation(NotElementwise):
 
 @dataclass(frozen=True)
 class Local:
-    """A value with a per-element form.
+    """A value that is computed for one element alone.
 
     Attributes:
-      tags: one per array axis.
-      nodes: one, or one for each half where an axis is in BOTH_HALVES.
-      tile: it varies with both row and column, or comes from something that does.
-      slice: first and end of the columns that it has, where these are not all of them.
-      ordered: what indexes the axis that is in contraction order, if one is.
+      tags: one for each array axis.
+      nodes: one, or one for each half if an axis is in BOTH_HALVES.
+      tile: it varies with both row and column, or is computed from a value that does.
+      slice: first and end of its columns, if it has not all of them.
+      ordered: the tag of the axis that is in contraction order, if one is.
     """
 
     tags: tuple[Tag, ...]
@@ -129,7 +129,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Finished:
-    """A value that XLA computes after the kernel, from reductions or vectors; `why` says what it is, for messages."""
+    """A value that XLA computes after the kernel, from reductions or vectors; `why` describes it, for messages."""
 
     why: str
     from_reduction: bool = False
@@ -137,7 +137,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Values stacked along a new first axis, as jnp.select does with its conditions before it finds the first true."""
+    """Values stacked along a new first axis, as jnp.select stacks its conditions to find the first true one."""
 
     items: tuple[Local, ...]
 
@@ -161,18 +161,18 @@ def is_tile(value: Value) -> bool:
 
 
 def order_of(tags: tuple[Tag, ...], inputs: Sequence[Local]) -> Tag:
-    """`Local.ordered` of a value made from `inputs`, of which those that vary along an ordered axis must be ordered."""
-    found = {value.ordered for value in inputs if value.ordered is not None}
-    for ordered in found:
+    """`Local.ordered` of a value made from `inputs`. All inputs that vary along an ordered axis must be ordered."""
+    orders = {value.ordered for value in inputs if value.ordered is not None}
+    for ordered in orders:
         axis = tags.index(ordered)
         along = [value for value in inputs if len(value.tags) == len(tags) and value.tags[axis] is not None]
         if any(value.ordered != ordered for value in along):
             raise NotElementwise("combines elements in contraction order with others in their own order; order it last")
-    return found.pop() if found else None
+    return orders.pop() if orders else None
 
 
 def check_moved(operation: str, inputs: Sequence[Local]) -> None:
-    """Refuses what is done with the axes of a transposed tile, or of one in contraction order."""
+    """Refuses operations on the axes of a transposed tile, or of one in contraction order."""
     if operation in ("transpose", "contraction_order"):
         return
     if any(value.ordered is not None for value in inputs):

@@ -1,4 +1,4 @@
-"""The maximum of a maximum of each row, or of each column: one of all elements."""
+"""Merges the maximum of all rows' or columns' maxima into one maximum of all elements."""
 
 import math
 from typing import Any
@@ -14,12 +14,12 @@ def _elements(flat: Flat, atom: Atom) -> Any:
 
 
 def merge_maxima(flat: Flat) -> None:
-    """Puts jnp.max(x) in the place of jnp.max(jnp.max(x, axis)), where nothing else reads the inner one."""
+    """Replaces jnp.max(jnp.max(x, axis)) by jnp.max(x), if nothing else reads the inner maximum."""
     made_by = {variable: equation for equation in flat.equations for variable in equation.outputs}
     read = [atom for equation in flat.equations for atom in equation.inputs] + list(flat.outputs)
 
     def inner_maximum(equation: Equation) -> Equation | None:
-        """The maximum that this equation alone reads, perhaps by way of axes of size 1."""
+        """The maximum that this equation alone reads, directly or after axes of size 1 change."""
         (x,) = equation.inputs
         maker = made_by.get(x) if isinstance(x, int) else None
         if maker is None or read.count(x) != 1:
@@ -32,8 +32,8 @@ def merge_maxima(flat: Flat) -> None:
 
     equations: list[Equation] = []
     for equation in flat.equations:
-        is_whole = equation.name == "reduce_max" and flat.avals[equation.outputs[0]].shape == ()
-        inner = inner_maximum(equation) if is_whole else None
+        is_of_all = equation.name == "reduce_max" and flat.avals[equation.outputs[0]].shape == ()
+        inner = inner_maximum(equation) if is_of_all else None
         while inner is not None:
             x = inner.inputs[0]
             params = {**inner.params, "axes": tuple(range(len(flat.aval(x).shape)))}

@@ -139,7 +139,7 @@ def product(
     if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
         found = GroupReductions.of(epilogue, traced, captured)
         dtypes = functools.partial(found.dtypes, out_dtypes(traced))
-        outputs, _ = product(a, b, operands, found.of_rows, dtypes, options, GroupOffsets(offsets))
+        outputs, _ = product(a, b, operands, found.row_epilogue, dtypes, options, GroupOffsets(offsets))
         return found.reduced(outputs, offsets) if sums_groups else outputs, traced
     if of_n and are_halves(arrays[1], traced.program):
         of_b = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))

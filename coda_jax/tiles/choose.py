@@ -191,7 +191,7 @@ def _takes(
         return False
     if size == (64, 192) and not (given.tile_m and given.tile_n) and program.halves.head != 192:
         return False
-    return shape.transpose_b or tile_n // program.halves.of_n * shape.element_bytes % ROW_BYTES == 0
+    return shape.transpose_b or tile_n // program.halves.n_halves * shape.element_bytes % ROW_BYTES == 0
 
 
 def takes_heads(columns: int) -> bool:
@@ -295,7 +295,7 @@ def _uncached_instructions(program: Program, tile: TileShape, passes: int) -> fl
     A kernel that does takes 1.5 to 4 times as long. Column passes cost up to 3 % of a product with k = 2048 in
     128 x 192, and 5 % in 128 x 128.
     """
-    places = tile.consumer_m * tile.tile_n // 128 // program.halves.of_acc  # of a thread
+    places = tile.consumer_m * tile.tile_n // 128 // program.halves.acc_halves  # of a thread
     return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - _CACHED_INSTRUCTIONS)
 
 
@@ -371,7 +371,7 @@ def _misfit(
             + (f" tile_m = {given.tile_m}" if given.tile_m else "")
             + (f" tile_n = {given.tile_n}" if given.tile_n else "")
             + (f" whole heads of {program.halves.head} columns" if program.halves.head else "")
-            + (" 64 columns of each half of a b that is not transposed" if program.halves.of_n == 2 else "")
+            + (" 64 columns of each half of a b that is not transposed" if program.halves.n_halves == 2 else "")
         )
     possible = set[int]()
     for tile in tiles:

@@ -129,7 +129,7 @@ def _arithmetic(program: Program) -> float:
         stored = [value for i in program.stores_of(section) for value in program.stores[i].values]
         of_sections.append([takes.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])])
     is_light = not program.halves.head and has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
-    return 0.0 if is_light else max(map(sum, of_sections)) / program.halves.of_acc
+    return 0.0 if is_light else max(map(sum, of_sections)) / program.halves.acc_halves
 
 
 def has_few_nodes(program: Program) -> bool:
