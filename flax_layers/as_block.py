@@ -34,9 +34,13 @@ def in_block(
       dtype: of the products.
       static: hashable.
     """
+    return _block(name, lines, np.dtype(dtype))(*_arguments(module, x, arrays, static))
+
+
+def _arguments(module: nnx.Module, x: Any, arrays: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a `_block`."""
     rules = normalized(spmd.get_logical_axis_rules())
-    block = _block(name, lines, np.dtype(dtype))
-    return block(x, *nnx.split(module), arrays, tuple(sorted(static.items())), rules)
+    return x, *nnx.split(module), arrays, tuple(sorted(static.items())), rules
 
 
 @functools.lru_cache(maxsize=256)
@@ -59,11 +63,12 @@ def called(layer: nnx.Module, lines: Callable[..., Any], x: Any, residual: Any, 
       dtype: of the products.
     """
     other = None if residual is None or residual.is_normalised else residual.array
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"of": lines}
     if residual is not None:
-        options = {"out_dtype": np.dtype(residual.array.dtype), "adds_x": residual.is_normalised}
+        options |= {"out_dtype": np.dtype(residual.array.dtype), "adds_x": residual.is_normalised}
         options |= {"is_stream": residual.is_stream, "has_sums": residual.has_sums}
-    return in_block(type(layer).__name__, _added, layer, x, other, arrays, dtype=dtype, of=lines, **options)
+    block = _block(type(layer).__name__, _added, np.dtype(dtype))
+    return block(*_arguments(layer, x, (other, arrays), options))
 
 
 def check_residual(given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:

@@ -63,24 +63,46 @@ def test_a_llama_is_four_products_a_block_and_the_head():
     ]
 
 
-@pytest.mark.parametrize("layer", [layers.GatedMLP, layers.MLP])
-def test_a_call_reaches_the_primitive_in_few_steps(layer, monkeypatch):
-    """The library's own functions, beside JAX's, make at most 17 calls from the layer to the bind of a product."""
-    steps = []
-    packages = [str(pathlib.Path(package.__file__).parent) for package in (coda, layers)]
+def frames():
+    """The library's own functions among those that are being called, beside JAX's."""
+    packages = tuple(str(pathlib.Path(package.__file__).parent) for package in (coda, layers))
+    found = [frame for frame in traceback.extract_stack() if frame.filename.startswith(packages)]
+    return [f"{pathlib.Path(frame.filename).stem}.{frame.name}" for frame in found]
 
-    def bind(*arguments, **params):
-        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(tuple(packages))]
-        steps.append([f"{pathlib.Path(frame.filename).stem}.{frame.name}" for frame in frames])
-        return original(*arguments, **params)
 
-    original = gemm_primitive.coda_gemm_p.bind
+def call_of_a_layer(layer):
+    mlp, norm = layer(64, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), layers.RMSNorm(64, rngs=nnx.Rngs(0))
+    return lambda x: mlp(norm(layers.Stream.of(x)), residual=True).x
+
+
+CALLS = {  # a call, the functions from it to its product's primitive, and its products
+    "GatedMLP": (call_of_a_layer(layers.GatedMLP), 10, 2),
+    "MLP": (call_of_a_layer(layers.MLP), 10, 2),
+    "gemm": (lambda x: coda.gemm(x, x, epilogue=jax.nn.relu), 3, 1),
+}
+
+
+@pytest.mark.parametrize("call, steps, products", CALLS.values(), ids=CALLS)
+def test_a_call_reaches_the_kernel_in_few_steps(call, steps, products, monkeypatch):
+    """From the call to the primitive, and from the primitive's lowering to the custom call of its kernel."""
+    binds, launches = [], []
+
+    def counting(path, function):
+        def counted(*arguments, **params):
+            path.append(frames())
+            return function(*arguments, **params)
+
+        return counted
+
+    bind = counting(binds, gemm_primitive.coda_gemm_p.bind)
     for primitive in gemm_primitive.PRIMITIVES:
         monkeypatch.setattr(primitive, "bind", bind, raising=False)
-    mlp, norm = layer(16, 24, rngs=nnx.Rngs(0)), layers.RMSNorm(16, rngs=nnx.Rngs(0))
-    jax.make_jaxpr(lambda x: mlp(norm(layers.Stream.of(x)), residual=True).x)(ones(8, 16))
-    assert [(path[0], path[-1]) for path in steps] == [("mlp.__call__", "gemm_primitive.bind")] * 2
-    assert all(len(path) - 1 <= 17 for path in steps), steps
+    monkeypatch.setattr(ffi, "gemm_call", counting(launches, ffi.gemm_call))
+    traced = jax.jit(call).trace(ones(64, 64, dtype=jnp.bfloat16))
+    assert [(len(path), path[-1]) for path in binds] == [(steps, "gemm_primitive.bind_beside")] * products
+    if ffi.unavailable_reason() is None:
+        traced.lower(lowering_platforms=("cuda",))
+        assert [(len(path), path[-1]) for path in launches] == [(4, "launch.kernel_tiles")] * products
 
 
 def test_what_is_kept_for_the_backward_pass():

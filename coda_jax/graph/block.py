@@ -136,13 +136,14 @@ class Block:
         traced = self._graphs.get(key)
         if traced is None:
             traced, captured = self._traced(leaves, tree, dtype, rows, of_rows)
-            if captured:  # others the next time
-                return traced(*given, *map(data_of, captured))
-            self._graphs[key] = traced
-            if len(self._graphs) > _SIGNATURES:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        return traced(*given)
+            given += map(data_of, captured)
+            if not captured:  # they are others the next time
+                self._graphs[key] = traced
+                if len(self._graphs) > _SIGNATURES:
+                    self._graphs.popitem(last=False)
+        else:
+            self._graphs.move_to_end(key)
+        return traced.results(traced.graph(*traced.arguments(given)))
 
     def in_plain_jax(self, dtype: Any, stated: list[Stated]) -> Block:
         """The block with implementation="xla" and this dtype, None for its own; it adds to `stated`."""
@@ -248,10 +249,13 @@ class _Traced:
     shapes: Sequence[tuple[Any, ...]]
     tree: Any
 
-    def __call__(self, *arrays: Any) -> Any:
-        outputs = self.graph(*(arrays[number] for number, _ in self.sources))
-        each = zip(outputs, self.shapes, strict=True)
-        return jax.tree.unflatten(self.tree, [x.reshape(shape) for x, shape in each])
+    def arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        """The graph's arguments, of the block's arrays."""
+        return [arrays[number] for number, _ in self.sources]
+
+    def results(self, outputs: Sequence[jax.Array]) -> Any:
+        """The block's results, of the graph's."""
+        return jax.tree.unflatten(self.tree, [x.reshape(shape) for x, shape in zip(outputs, self.shapes, strict=True)])
 
 
 def _is_value(x: Any) -> bool:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from coda_jax.graph.run import run
 from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
 from coda_jax.primitives.fallbacks import noted
 from coda_jax.primitives.mesh_types import vary, varying_axes
-from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
+from coda_jax.primitives.reverse_mode import Backward, OfBatch, Rule
 from coda_jax.primitives.told import told
 
 
@@ -55,23 +55,14 @@ class Graph:
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
-        run = functools.partial(_run, self)
-        function = differentiable(self.name, run, self.derivative().forward, _Backward(self))
-        outputs: list[jax.Array] = function(*vary(varying_axes(*arrays), *arrays))
+        arguments = vary(varying_axes(*arrays), *arrays)
+        rule = Rule(self.name, functools.partial(_run, self), self.derivative().forward, _Backward(self))
+        outputs: list[jax.Array] = rule.function(arguments)(rule.zero(arguments), *arguments)
         return outputs
 
-    def made(
-        self,
-        plan: Plan,
-        known: Mapping[Value, jax.Array],
-        out_dtypes: Sequence[Any],
-        *,
-        which: str = "forward",
-        names: Mapping[Value, str] | None = None,
-    ) -> list[jax.Array]:
-        """Runs the plan of this pass and returns its values in these dtypes."""
+    def pass_options(self, plan: Plan, which: str = "forward") -> dict[str, Any]:
+        """The options of `run` for the plan of this pass."""
         name = self.name if which == "forward" else f"{self.name}_{which}"
-        options: dict[str, Any] = {"name": name, "rows": self.rows, "implementation": self.implementation}
         text, not_local = self._described(plan, name)
 
         def telling(x: jax.Array) -> jax.Array:
@@ -81,7 +72,8 @@ class Graph:
                 x = noted(x, f"block '{self.name}'", message, "coda.opaque says that this is meant")
             return x
 
-        return run(plan, known, dtype=self.dtype, out_dtypes=out_dtypes, names=names, telling=telling, **options)
+        options = {"name": name, "dtype": self.dtype, "rows": self.rows, "implementation": self.implementation}
+        return options | {"telling": telling}
 
     def _described(self, plan: Plan, name: str) -> tuple[str, list[tuple[str, str]]]:
         """The plan in words, and the author's maps that no epilogue can make."""
@@ -150,8 +142,8 @@ class Graph:
         return self._derivatives[leaves]
 
 
-def _run(graph: Graph, *arrays: jax.Array) -> list[jax.Array]:
-    return graph.made(graph.plan, graph.known(arrays), graph.out_dtypes)
+def _run(graph: Graph, _: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    return run(graph.plan, graph.known(arrays), out_dtypes=graph.out_dtypes, **graph.pass_options(graph.plan))
 
 
 @jax.tree_util.register_static
@@ -171,7 +163,8 @@ class Derivative:
         """The outputs, and what a backward pass takes."""
         graph, known = self.graph, self.graph.known(arrays)
         dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
-        made, count = graph.made(self.forward_plan, known, dtypes, names=self._names), len(graph.outputs)
+        plan, count = self.forward_plan, len(graph.outputs)
+        made = run(plan, known, out_dtypes=dtypes, names=self._names, **graph.pass_options(plan))
         return made[:count], (arrays, made[count:], self)
 
     @functools.cached_property
@@ -275,7 +268,9 @@ class _Backward(Backward):
         given = zip(backward.cotangents, cotangents, strict=True)
         known |= {leaf: x for leaf, x in given if leaf is not None}
         each = list(zip(backward.of_leaves, arrays, strict=True))
-        made = iter(graph.made(backward.plan, known, [x.dtype for of, x in each if of is not None], which="backward"))
+        dtypes = [x.dtype for of, x in each if of is not None]
+        options = graph.pass_options(backward.plan, "backward")
+        made = iter(run(backward.plan, known, out_dtypes=dtypes, **options))
         return tuple(None if of is None else placed_as(reshaped_as(next(made), x.shape), x) for of, x in each)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:

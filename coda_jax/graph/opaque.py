@@ -12,6 +12,7 @@ from coda_jax.graph.author import Argument, BlockTrace, Computed, Value
 from coda_jax.graph.calls import Call, is_key
 from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import lie_on_explicit_axes, reshaped_as, typed
+from coda_jax.graph.run import run
 from coda_jax.graph.values import has_captured, without_constants
 
 
@@ -66,7 +67,8 @@ def _types_of(trace: BlockTrace, given: Sequence[Value]) -> list[jax.ShapeDtypeS
     graph = Graph(trace.name, list(trace.leaves.values()), outputs, trace.dtype, [x.dtype for x in given], rows)
 
     def function(*arrays: jax.Array) -> list[jax.Array]:
-        made = graph.made(graph.plan, graph.known([arrays[number] for number in sources]), graph.out_dtypes)
+        known, options = graph.known([arrays[number] for number in sources]), graph.pass_options(graph.plan)
+        made = run(graph.plan, known, out_dtypes=graph.out_dtypes, **options)
         return [reshaped_as(x, of.shape) for x, of in zip(made, types, strict=True)]
 
     found: list[jax.ShapeDtypeStruct] = jax.eval_shape(function, *map(typed, arrays))

@@ -25,23 +25,33 @@ from coda_jax.tiles.table import Problem, attached_device, expected_nanoseconds
 def kernel_tiles(
     *arguments: jax.Array, spec: GemmSpec, config: KernelConfig, yields: bool = False
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The custom call: the program's stores and reductions; `yields` as in `kernel.lower`."""
-    matrices = spec.matrices
-    stores, reductions = _matrix_tiles(matrices.flatten(arguments), matrices.spec_of_matrices, config, yields)
-    results = matrices.unflatten_results([*stores, *reductions], matrices.factor_sizes(arguments))
-    return matrices.split_results(results)
+    """The kernel's custom call: the program's stores, and its reductions finished over the tiles.
 
-
-def _matrix_tiles(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`kernel_tiles` of matrices and vectors."""
-    if not _folds(spec):
-        return _launch(arguments, spec, config, yields)
-    batch, rows = spec.batch(arguments), arguments[0].shape[1]
-    stores, reductions = _launch(_folded(*arguments, spec=spec), spec.unbatched(), config, yields)
-    stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
-    return stores, [x.reshape(batch, rows) for x in reductions]
+    Args:
+      yields: as in `kernel.lower`.
+    """
+    matrices, flat = spec.matrices, spec.matrices.flatten(arguments)
+    spec = matrices.spec_of_matrices
+    is_folded, batch, rows = _folds(spec), spec.batch(flat), flat[0].shape[1]
+    if is_folded:
+        flat, spec = _folded(*flat, spec=spec), spec.unbatched()
+    program = spec.program
+    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat], spec, config, yields=yields)
+    ffi.compile_async(lowered.call.source, spec.name)
+    position = {store.output: i for i, store in enumerate(program.stores)}
+    aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
+    taken = 0 if len(lowered.results) == 1 else len(program.stores) + len(program.reductions)
+    with _latency(flat, spec, config, taken):
+        results = ffi.gemm_call(flat, lowered.results, lowered.call, input_output_aliases=aliases)
+    # The custom call's results are typed as varying over no mesh axis.
+    results = vary(varying_axes(*flat), *results)
+    stores, partials = results[: len(program.stores)], results[len(program.stores) :]
+    over_tiles = zip(program.reductions, partials, strict=False)  # the kernel's own come last
+    reductions = [kernel.finished(reduction, partial) for reduction, partial in over_tiles]
+    if is_folded:
+        stores = [x.reshape(batch, rows, x.shape[-1]) for x in stores]
+        reductions = [x.reshape(batch, rows) for x in reductions]
+    return matrices.split_results(matrices.unflatten_results([*stores, *reductions], matrices.factor_sizes(arguments)))
 
 
 def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
@@ -109,25 +119,6 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
     if x.ndim == 2:  # a column vector that the batch shares
         x = jnp.broadcast_to(x, (batch, rows, columns))
     return x.reshape(batch * rows, columns)
-
-
-def _launch(
-    arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, yields: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Runs the kernel; returns the stores, and the reductions finished over the tiles."""
-    program = spec.program
-    lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments], spec, config, yields=yields)
-    ffi.compile_async(lowered.call.source, spec.name)
-    position = {store.output: i for i, store in enumerate(program.stores)}
-    aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
-    taken = 0 if len(lowered.results) == 1 else len(program.stores) + len(program.reductions)
-    with _latency(arguments, spec, config, taken):
-        results = ffi.gemm_call(arguments, lowered.results, lowered.call, input_output_aliases=aliases)
-    # The custom call's results are typed as varying over no mesh axis.
-    results = vary(varying_axes(*arguments), *results)
-    stores, partials = results[: len(program.stores)], results[len(program.stores) :]
-    over_tiles = zip(program.reductions, partials, strict=False)  # the kernel's own come last
-    return stores, [kernel.finished(reduction, partial) for reduction, partial in over_tiles]
 
 
 def _latency(

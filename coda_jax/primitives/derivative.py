@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from coda_jax.primitives.axes import (
     flat_rows,
 )
 from coda_jax.primitives.dtypes import check_gradient, compute_dtype, kept_dtype
-from coda_jax.primitives.gemm_primitive import bind
+from coda_jax.primitives.gemm_primitive import bind_beside
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
 from coda_jax.primitives.mesh_types import explicit_sharding, mesh_axes_of, partition_spec, vary, varying_axes
@@ -53,7 +53,7 @@ from coda_jax.primitives.product_arrays import (
 )
 from coda_jax.primitives.pullback import Pullback
 from coda_jax.primitives.ragged import RowsInGroups, offsets_of_rows
-from coda_jax.primitives.reverse_mode import Backward, OfBatch, differentiable
+from coda_jax.primitives.reverse_mode import Backward, OfBatch, Rule
 from coda_jax.primitives.spec import CallOptions, GemmSpec
 from coda_jax.primitives.split_prelude import BehindPrelude
 
@@ -106,14 +106,72 @@ def product(
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
     """
+    call, restorations = _Call(a, b, operands, epilogue, out_dtypes, options, group_sizes, sums_groups), []
+    while isinstance(traced := _traced(call), _Rewritten):
+        call = traced.call
+        restorations.append(traced.restored)
+    spec, arrays = traced.spec, primitive_arguments(traced.arrays, traced.rows, traced.spec)
+    rule = _rule(traced.epilogue, traced.acc, traced.types, spec, call.options)
+    outputs, found = rule.function(arrays)(rule.zero(arrays), *arrays), traced.epilogue
+    for restored in reversed(restorations):
+        outputs, found = restored(outputs, found)
+    return outputs, found
+
+
+Results = tuple[list[jax.Array], Epilogue]
+
+
+class _Call(NamedTuple):
+    """The arguments of `product`; `varying` are mesh axes over which all arrays vary that the product reads."""
+
+    a: Parts
+    b: Parts
+    operands: Sequence[Parts | ByGroup]
+    epilogue: Callable[..., Any] | None
+    out_dtypes: Callable[[Epilogue], Sequence[np.dtype]]
+    options: Options
+    group_sizes: jax.Array | GroupOffsets | None
+    sums_groups: bool = True
+    varying: frozenset[str] = frozenset()
+
+
+class _Rewritten(NamedTuple):
+    """A call in the place of another, and the other's results from its results."""
+
+    call: _Call
+    restored: Callable[[list[jax.Array], Epilogue], Results]
+
+
+class _Traced(NamedTuple):
+    """A call that is one product of the primitive.
+
+    Attributes:
+      epilogue: traced.
+      arrays: of each argument, with those that the epilogue closes over; each may be several.
+      rows: the sizes of the axes of M.
+      acc, types: the types of the product and of what follows b, as the epilogue sees them.
+      spec: of the product.
+    """
+
+    epilogue: Epilogue
+    arrays: list[list[jax.Array]]
+    rows: tuple[Any, ...]
+    acc: Any
+    types: tuple[Any, ...]
+    spec: GemmSpec
+
+
+def _traced(call: _Call) -> _Traced | _Rewritten:
+    """The call with its epilogue traced; another where that shows that the product has to be called otherwise."""
+    a, b, operands, epilogue, out_dtypes, options, group_sizes, sums_groups, varying = call
     arrays = [as_parts(unmarked(x)) for x in (a, b, *operands)]
     by_group = [i for i, x in enumerate(operands) if isinstance(x, ByGroup)]
     offsets = offsets_of_rows(group_sizes, arrays, options, has_operands=bool(by_group))
-    of_n, along = len(arrays[0]) == 1, concatenated_axes(arrays, options)
+    is_one_factor, along = len(arrays[0]) == 1, concatenated_axes(arrays, options)
     if options.ragged is not None:
         arrays = with_whole_groups(arrays, options)
     arrays, options = laid_out(arrays, along, options, by_group)
-    varying = varying_axes(*itertools.chain(*arrays))
+    varying |= varying_axes(*itertools.chain(*arrays))
     rows = row_sizes(arrays[0][0], options)
 
     def matrices(*arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -123,36 +181,38 @@ def product(
         )
         return [flat_product(a, b, options), *(flat_rows(x, rows) for x in operands)]
 
-    while True:
-        leaves, tree = jax.tree.flatten(arrays)
-        arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
-        acc, *types = types_of(matrices, *arrays)
-        marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
-        traced, captured = trace(epilogue, acc, marked, offsets)
-        if varying_axes(*captured) <= varying:
-            break
-        varying |= varying_axes(*captured)
+    leaves, tree = jax.tree.flatten(arrays)
+    arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
+    acc, *types = types_of(matrices, *arrays)
+    marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
+    traced, captured = trace(epilogue, acc, marked, offsets)
+    if not varying_axes(*captured) <= varying:
+        return _Rewritten(call._replace(varying=varying | varying_axes(*captured)), lambda *results: results)
     check_order_of_rows(traced, options)
     if behind := BehindPrelude.of(traced, arrays[2:], captured, operands, options):
-        outputs, inner = product(a, b, behind.operands, behind.epilogue, behind.dtypes(out_dtypes), options)
-        return outputs, behind.as_given(inner)
+        rewritten = _Call(a, b, behind.operands, behind.epilogue, behind.dtypes(out_dtypes), options, None)
+        return _Rewritten(rewritten, lambda outputs, inner: (outputs, behind.as_given(inner)))
     if offsets is not None and options.ragged is Dimension.M and reduces_rows(traced.program):
-        found = GroupReductions.of(epilogue, traced, captured)
-        dtypes = functools.partial(found.dtypes, out_dtypes(traced))
-        outputs, _ = product(a, b, operands, found.row_epilogue, dtypes, options, GroupOffsets(offsets))
-        return found.reduced(outputs, offsets) if sums_groups else outputs, traced
-    if of_n and are_halves(arrays[1], traced.program):
-        of_b = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))
-        options = dataclasses.replace(options, halves=True)
-        outputs, traced = product(a, of_b, operands, epilogue, out_dtypes, options, group_sizes)
-        return with_joined_halves(outputs, len(rows), traced.program), traced
+        groups = GroupReductions.of(epilogue, traced, captured)
+        dtypes = functools.partial(groups.dtypes, out_dtypes(traced))
+        rewritten = _Call(a, b, operands, groups.row_epilogue, dtypes, options, GroupOffsets(offsets))
+        reduced = functools.partial(groups.reduced, offsets=offsets) if sums_groups else lambda outputs: outputs
+        return _Rewritten(rewritten, lambda outputs, _: (reduced(outputs), traced))
+    if is_one_factor and are_halves(arrays[1], traced.program):
+        stacked = jnp.stack(arrays[1], num_group_axes(options) + (0 if options.transpose_b else options.k_axes))
+        rewritten = _Call(
+            a, stacked, operands, epilogue, out_dtypes, dataclasses.replace(options, halves=True), group_sizes
+        )
+        return _Rewritten(
+            rewritten, lambda outputs, inner: (with_joined_halves(outputs, len(rows), inner.program), inner)
+        )
     arrays += [[jnp.asarray(x)] for x in captured]  # JAX captures a Python number as it is
     types += [jax.typeof(x) for (x,) in arrays[len(arrays) - len(captured) :]]
     check_halves(traced, arrays[1][0], options)
     b_rank = arrays[1][0].ndim - num_group_axes(options)
     axes = ArrayAxes.of(arrays[0][0].ndim, b_rank, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
-        axes = axes._replace(joined=Dimension.N if of_n else Dimension.K, pieces=len(arrays[1]))
+        axes = axes._replace(joined=Dimension.N if is_one_factor else Dimension.K, pieces=len(arrays[1]))
     spec = GemmSpec.of(
         dataclasses.replace(options, out_sharding=flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,
@@ -161,17 +221,11 @@ def product(
         axes,
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
-    return _differentiable(traced, acc, tuple(types), spec, options)(*primitive_arguments(arrays, rows, spec)), traced
+    return _Traced(traced, arrays, rows, acc, tuple(types), spec)
 
 
-def _differentiable(
-    epilogue: Epilogue, acc: Any, types: Sequence[Any], spec: GemmSpec, options: Options
-) -> Callable[..., Any]:
-    """The differentiable function of (a, b, *operands, *captured); it closes over no array.
-
-    Args:
-      acc, types: types of the product and of what follows b, as the epilogue sees them.
-    """
+def _rule(epilogue: Epilogue, acc: Any, types: Sequence[Any], spec: GemmSpec, options: Options) -> Rule:
+    """The primitive and its derivative, of arguments (a, b, *operands, *captured); it closes over no array."""
 
     @functools.cache
     def pullback(absent: frozenset[int] = frozenset()) -> Pullback:
@@ -180,32 +234,29 @@ def _differentiable(
     matrices = spec.matrices
 
     def forward(*arguments: jax.Array) -> tuple[list[jax.Array], Any]:
-        kept = None
+        kept, again, index = None, rule, None
         if pullback().needs_acc and options.residuals == "preactivation":
             dtype = kept_dtype(compute_dtype(arguments[0], arguments[len(matrices.a)]))
             index = next((i for i in epilogue.program.acc_outputs() if spec.out_dtypes[i] == dtype), None)
             if index is None:
-                with_acc = epilogue.with_acc()
+                with_acc, index = epilogue.with_acc(), len(spec.out_dtypes)
                 extended = spec.replace(program=with_acc.program, out_dtypes=(*spec.out_dtypes, dtype))
-                *outputs, kept = _differentiable(with_acc, acc, types, extended, options)(*arguments)
-            else:
-                outputs = run(*arguments)
-                kept = outputs[index]
-            kept = checkpoint_name(kept, PREACTIVATION_NAME)
-        else:
-            outputs = run(*arguments)
+                again = _rule(with_acc, acc, types, extended, options)
+        outputs = again.function(arguments)(again.zero(arguments), *arguments)
+        if index is not None:
+            kept, outputs = checkpoint_name(outputs[index], PREACTIVATION_NAME), outputs[: len(spec.out_dtypes)]
         factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
         needs = [needed for needed, pieces in zip(pullback().needs, matrices.operands, strict=True) for _ in pieces]
         offsets = None if spec.ragged is None else operands[-1]
         return outputs, (factors, kept, list(itertools.compress(operands, needs)), offsets)
 
-    run = differentiable(
+    rule = Rule(
         f"{spec.function} '{spec.name}'",
-        functools.partial(bind, spec=spec),
+        functools.partial(bind_beside, spec=spec),
         forward,
         _ProductBackward(epilogue, spec, options, pullback),
     )
-    return run
+    return rule
 
 
 @dataclasses.dataclass(frozen=True)

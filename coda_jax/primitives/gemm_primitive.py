@@ -30,12 +30,21 @@ PRIMITIVES = (coda_gemm_p, coda_gemm_auto_p)
 dispatch.prim_requires_devices_during_lowering.add(coda_gemm_auto_p)
 
 
+def bind_beside(_: jax.Array, *arguments: Any, spec: GemmSpec) -> list[jax.Array]:
+    """`bind`, of the arguments of a `Rule`'s function."""
+    outputs: list[jax.Array] = _primitive_of(arguments, spec).bind(*arguments, spec=spec)
+    return outputs
+
+
 def bind(*arguments: Any, spec: GemmSpec) -> list[jax.Array]:
     """The product of these arrays, by the primitive that their types ask for."""
-    is_auto = spec.implementation != "xla" and may_be_automatic(*arguments)
-    primitive = coda_gemm_auto_p if is_auto else coda_gemm_p
-    outputs: list[jax.Array] = primitive.bind(*arguments, spec=spec)
+    outputs: list[jax.Array] = _primitive_of(arguments, spec).bind(*arguments, spec=spec)
     return outputs
+
+
+def _primitive_of(arguments: Sequence[Any], spec: GemmSpec) -> jex_core.Primitive:
+    is_auto = spec.implementation != "xla" and may_be_automatic(*arguments)
+    return coda_gemm_auto_p if is_auto else coda_gemm_p
 
 
 def xla_form(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:

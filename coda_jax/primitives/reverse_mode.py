@@ -79,47 +79,61 @@ def differentiable(
       run, forward, backward: as `jax.custom_vjp` and its `defvjp` take them; backward may be a `Backward`.
     """
 
+    def beside_zero(_: jax.Array, *arguments: Any) -> Any:
+        return run(*arguments)
+
+    rule = Rule(name, beside_zero, forward, backward)
+
     def function(*arguments: Any) -> Any:
-        return guarded_function(run, forward, backward, arguments)(named_zero(name, arguments), *arguments)
+        return rule.function(arguments)(rule.zero(arguments), *arguments)
 
     return function
 
 
-def named_zero(name: str, arguments: Any) -> jax.Array:
-    """The zero that refuses a forward mode of these arguments, by the operator's name."""
-    zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=name)
-    return zero
+class Rule(NamedTuple):
+    """A function of arrays with its derivative: rule.function(arguments)(rule.zero(arguments), *arguments).
 
+    Attributes:
+      name: of the operator.
+      run: a function of `zero`, which it does not read, and the arguments.
+      forward, backward: as `differentiable` takes them.
+    """
 
-def guarded_function(
-    run: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any], arguments: Any
-) -> Any:
-    """`differentiable` as a function of `named_zero(name, arguments)` and the arguments."""
-    # JAX has no symbols of zeros in a shard_map outside of jit; cotangents there are arrays.
-    has_symbols = not any(isinstance(x, ShardMapTracer) for x in jax.tree.leaves(arguments))
+    name: str
+    run: Callable[..., Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
-    @jax.custom_vjp
-    def guarded(zero: jax.Array, *arguments: Any) -> Any:
-        return run(*arguments)
+    def zero(self, arguments: Any) -> jax.Array:
+        """The zero that refuses a forward mode of these arguments, by the operator's name."""
+        zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=self.name)
+        return zero
 
-    def guarded_forward(*arguments: Any) -> Any:
-        zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
-        run_forward = forward
-        if isinstance(backward, Backward):
-            leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
-            is_differentiated = [not _is_primal(x) or x.perturbed for x in leaves]
-            backward.check(jax.tree.leaves(values), is_differentiated)
-            run_forward = backward.forward_of(forward, is_differentiated)
-        outputs, kept = run_forward(*values)
-        may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
-        return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
+    def function(self, arguments: Any) -> Any:
+        """The function of the zero and such arguments."""
+        run, forward, backward = self.run, self.forward, self.backward
+        # JAX has no symbols of zeros in a shard_map outside of jit; cotangents there are arrays.
+        has_symbols = not any(isinstance(x, ShardMapTracer) for x in jax.tree.leaves(arguments))
 
-    def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
-        kept, zero, shardings = kept
-        return None, *shardings.given(_pulled_back(backward, zero, kept, cotangents))
+        def guarded_forward(*arguments: Any) -> Any:
+            zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
+            run_forward = forward
+            if isinstance(backward, Backward):
+                leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
+                is_differentiated = [not _is_primal(x) or x.perturbed for x in leaves]
+                backward.check(jax.tree.leaves(values), is_differentiated)
+                run_forward = backward.forward_of(forward, is_differentiated)
+            outputs, kept = run_forward(*values)
+            may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
+            return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
 
-    guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=has_symbols)
-    return guarded
+        def guarded_backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+            kept, zero, shardings = kept
+            return None, *shardings.given(_pulled_back(backward, zero, kept, cotangents))
+
+        guarded = jax.custom_vjp(run)
+        guarded.defvjp(guarded_forward, guarded_backward, symbolic_zeros=has_symbols)
+        return guarded
 
 
 def _pulled_back(backward: Callable[..., Any], zero: Any, kept: Any, cotangents: Any) -> tuple[Any, ...]:
