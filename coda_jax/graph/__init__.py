@@ -1,9 +1,9 @@
 """A block as a graph of products and tile-local maps, closed under differentiation.
 
-`values` are what it is made of, `derivative` the graph of their cotangents. `plan` puts the maps of both into the
+`values` are its nodes, and `derivative` makes the graph of their cotangents. `plan` puts the maps of both into the
 epilogues of their products, `run` runs a plan, and `function` is the graph as a function that JAX differentiates.
-`evaluate` runs a graph as plain JAX. `calls` are what is no product and no map. In front of all that stand `author`,
-the values that a block is written with, `norm` and `normed`, `opaque`, and `block`.
+`evaluate` runs a graph as plain JAX. `calls` are functions that are neither products nor maps. Authors of blocks see
+`author`, the values that a block is written with, `norm` and `normed`, `opaque`, and `block`.
 """
 
 from coda_jax.graph.author import Value as Value

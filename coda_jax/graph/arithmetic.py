@@ -11,7 +11,7 @@ class Arithmetic:
     """The operators of arrays, for a class that has `_with`."""
 
     def _with(self, operation: Callable[..., Any], *other: Any, swapped: bool = False) -> Any:
-        """operation(self, other), with swapped operation(other, self); of one argument operation(self)."""
+        """operation(self, other), or operation(other, self) if swapped; operation(self) without another."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Any:

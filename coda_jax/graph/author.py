@@ -30,7 +30,7 @@ from coda_jax.graph.pullbacks import Pullback
 from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
-from coda_jax.graph.values import Leaf, Product, is_float, lies, mapped, turned
+from coda_jax.graph.values import Leaf, Product, is_float, mapped, set_spec, turned
 from coda_jax.primitives.mesh_types import constrained
 
 
@@ -40,12 +40,12 @@ class BlockTrace:
     Attributes:
       name: of the block, in messages.
       dtype: of the products' factors.
-      rows: the axes of the first argument's array but its last.
+      rows: the sizes of the axes of the first argument's array but its last.
       is_plain: the author's lines are run as plain JAX, on arrays.
       recipe: by which factors of products are rounded to 8 bits; None for none.
-      stated: what the author states of maps, with the arrays, where it is asked for.
-      arrays: what it is given, by the argument's number.
-      leaves: what the graph reads of them, by the argument's number and the shape as a value.
+      stated: a list to which the pullbacks and inverses of maps are added, with the arrays; None to add none.
+      arrays: those of the arguments, by number.
+      leaves: the leaves that the graph reads of them, by the argument's number and the shape as a value.
       of_rows: which arguments have the rows; None for those that begin with their axes.
     """
 
@@ -63,13 +63,15 @@ class BlockTrace:
         self.stated, self.of_rows, self.recipe = stated, of_rows, recipe
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
         self.arrays: list[Any] = []
-        self.captured: list[Any] = []  # by the function; they are arguments behind those that are given
+        self.captured: list[Any] = []  # by the function; they are arguments after those of the call
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
         self._numbers = itertools.count()
-        self._of_captured: dict[int, tuple[Any, Argument]] = {}  # with the array, whose id is not another's then
+        self._captured_arguments: dict[
+            int, tuple[Any, Argument]
+        ] = {}  # by id, which is no other's while the array is kept
 
     def argument(self, x: Any) -> Argument:
-        """The value of one more array, or of `data_of` one of keys."""
+        """The value of one more array; for an array of keys, of its `data_of`."""
         data, number = data_of(x), next(self._numbers)
         self.arrays.append(data)
         begins = begins_with(data.shape, self.rows) or same_shape(data.shape, self.rows)
@@ -84,7 +86,7 @@ class BlockTrace:
         )
 
     def value(self, x: Any) -> Value:
-        """x as a value: an array that the function captures is one more argument, which has a gradient."""
+        """x as a value: an array that the function captures becomes one more argument, which has a gradient."""
         if isinstance(x, Value):
             if x._trace is not self:
                 raise ValueError(f"block '{self.name}': a value of block '{x._trace.name}' is used in it")
@@ -93,12 +95,12 @@ class BlockTrace:
             return self.value(x[...])
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"block '{self.name}': got {type(x).__name__} for an array or a value of the block")
-        if id(x) not in self._of_captured:
+        if id(x) not in self._captured_arguments:
             with default_types():
                 array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-            self._of_captured[id(x)] = x, self.argument(array)
+            self._captured_arguments[id(x)] = x, self.argument(array)
             self.captured.append(array)
-        return self._of_captured[id(x)][1]
+        return self._captured_arguments[id(x)][1]
 
     def shape_of(self, node: nodes.Value) -> tuple[Any, ...]:
         """The shape of a value's array."""
@@ -108,12 +110,12 @@ class BlockTrace:
 class Value(Arithmetic, Matmul, Lazy):
     """An array of a block, of which nothing is computed before the block ends.
 
-    Values are multiplied, `x @ w`, and go through functions of whole arrays, `x.map(f)`. What the library can make in
-    the epilogue of a product it makes there, in the backward pass too.
+    Values are multiplied, `x @ w`, and go through functions of entire arrays, `x.map(f)`. Maps that an epilogue of a
+    product can compute are computed there, in the backward pass too.
 
     Attributes:
       shape: of the array, with all axes.
-      dtype: as which the array would lie in memory.
+      dtype: in which the array would be stored in memory.
     """
 
     shape: tuple[Any, ...]
@@ -140,17 +142,17 @@ class Value(Arithmetic, Matmul, Lazy):
         pullback: Pullback | None = None,
         inverse: Callable[..., Any] | None = None,
     ) -> Any:
-        """f(self, *operands), a function of whole arrays; where it is local to tiles, in a product's epilogue.
+        """f(self, *operands), a function of entire arrays; where it is local to tiles, in a product's epilogue.
 
         As an epilogue of `coda.gemm` f sees matrices (M, N), M all rows; (N,) of columns, (M, 1) of rows, (); floats
-        as float32. It may return a pytree of arrays. What no epilogue can do is a pass of XLA's, as `coda.explain`
-        says.
+        as float32. It may return a pytree of arrays. A map that no epilogue can compute is a pass of XLA's, as
+        `coda.explain` says.
 
         Args:
           operands: values of the block, or arrays.
-          pullback: pullback(y, x, *operands, dy), of the one result y: the cotangents of x and of the operands, None
-            for one that has none. In the place of JAX's derivative of f, for instance since it is shorter in y.
-          inverse: inverse(*results, *operands) is x, so that the backward pass makes x of the results.
+          pullback: pullback(y, x, *operands, dy), for the one result y: the cotangents of x and of the operands, None
+            for one that has none. It replaces JAX's derivative of f, for instance because it is shorter in y.
+          inverse: inverse(*results, *operands) is x, so that the backward pass computes x from the results.
 
         Raises:
           TypeError: f captures a traced array beside a pullback; a pullback of several results.
@@ -158,26 +160,26 @@ class Value(Arithmetic, Matmul, Lazy):
         return mapped_values(self._trace, f, [self, *map(self._trace.value, operands)], pullback, inverse)
 
     def named(self, name: str) -> Value:
-        """The value; what is kept of it has this name for the policies of `jax.checkpoint`."""
+        """The value; the array that is kept for it has this name for the policies of `jax.checkpoint`."""
         self._node.name = name
         return self
 
     def kept(self) -> Value:
-        """A weight, in the products' dtype, which is kept for the backward pass and not cast anew.
+        """A weight, in the products' dtype, which is kept for the backward pass and not cast again.
 
-        Where automatic mesh axes cut it as FSDP's do, it is gathered once for both passes, for a copy's memory. With
-        the scale of an RMSNorm in it, that is kept.
+        Where automatic mesh axes shard it as FSDP's do, it is gathered once for both passes, for a copy's memory. If an
+        RMSNorm's scale is multiplied into it, the scaled weight is kept.
         """
         return Computed(self._trace, nodes.kept_weight(self._as_weight()), self._plain, self.shape)
 
     def constrained(self, spec: jax.P | None) -> Value:
-        """The value, which lies so over the mesh of `jax.set_mesh` where it is in memory; and so does its cotangent."""
+        """The value, sharded by `spec` over the mesh of `jax.set_mesh` where it is in memory; its cotangent is too."""
         if spec is not None and len(spec) > self.ndim:
             raise ValueError(
                 f"block '{self._trace.name}': constrained({spec}) has {len(spec)} entries; the value has shape "
                 f"{self.shape}"
             )
-        lies(self._node, spec)
+        set_spec(self._node, spec)
         if self._plain is not None:
             self._plain = constrained(self._plain, spec)
         return self
@@ -204,7 +206,7 @@ class Value(Arithmetic, Matmul, Lazy):
 
     @property
     def _opaque_node(self) -> nodes.Value:
-        """As any JAX function takes it: its dtype may be one that no map sees."""
+        """The node as an input of `coda.opaque`: its dtype may be one that maps do not read."""
         return self._node
 
     def _computed(self, node: nodes.Value, plain: jax.Array | None, shape: Sequence[Any]) -> Value:
@@ -212,15 +214,15 @@ class Value(Arithmetic, Matmul, Lazy):
         return Computed(self._trace, node, plain, shape)
 
     def _viewed(self, shape: Sequence[Any]) -> nodes.Value:
-        """It as a value of the graph of this shape."""
+        """The node in this shape."""
         node = self._node
         if same_shape(node.shape, shape):
             return node
-        made: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
-        return made
+        reshaped: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
+        return reshaped
 
     def _as_weight(self, lead: int = 1, halves: bool = True) -> nodes.Value:
-        """It as what multiplies: (K, N), or with lead = 2 one for each group; halves: whether (2, F) stay two axes."""
+        """The node as a weight: (K, N), or with lead = 2 (G, K, N). halves: whether (2, F) stay two axes."""
         return self._viewed((*self.shape[:lead], math.prod(self.shape[lead:])))
 
     def _array(self) -> jax.Array:
@@ -233,7 +235,7 @@ class Value(Arithmetic, Matmul, Lazy):
         return x.astype(jnp.bfloat16 if is_of_8_bits(x.dtype) else self._trace.dtype)
 
     def _as_seen(self) -> jax.Array:
-        """By a map: a matrix, float32."""
+        """The array as a map sees it: a matrix, float32."""
         x = self._array().reshape(self._node.shape)
         return x.astype(FLOAT32) if is_float(x.dtype) else x
 
@@ -269,18 +271,18 @@ class Computed(Value):
         plain: jax.Array | None = None,
         shape: Sequence[Any] | None = None,
     ):
-        self._trace, self._made = trace, node
+        self._trace, self._own_node = trace, node
         self.shape = trace.shape_of(node) if shape is None else tuple(shape)
         self.dtype = node.stored_as(trace.dtype)
         self._plain = None if plain is None else plain.reshape(self.shape)
 
     @property
     def _node(self) -> nodes.Value:
-        return self._made
+        return self._own_node
 
 
 class Argument(Value):
-    """An array that the block is given; it is a value of the graph when something reads it.
+    """An argument of the block; it becomes a leaf of the graph when something reads it.
 
     Attributes:
       has_rows: whether it begins with the block's rows.
@@ -337,13 +339,15 @@ def mapped_values(
     shape: Sequence[Any] | None = None,
     derived: str = "",
 ) -> Any:
-    """The results of a map; the one result of arithmetic has this shape, others those of what they are alike."""
-    given = [x._node for x in inputs]
-    made = mapped(f, *given, pullback=pullback, captured=lambda x: trace.value(x)._node, derived=derived)
-    found, tree = jax.tree.flatten(made)
+    """The results of a map, with arrays of `shape`, or of the shape of an input that is such a matrix."""
+    input_nodes = [x._node for x in inputs]
+    results = mapped(f, *input_nodes, pullback=pullback, captured=lambda x: trace.value(x)._node, derived=derived)
+    result_nodes, tree = jax.tree.flatten(results)
     if inverse is not None:
-        given[0].recovered = mapped(checked_inverse(inverse, given[0].shape), *found, *given[1:])
-    plain: Sequence[Any] = [None] * len(found)
+        input_nodes[0].recovered = mapped(
+            checked_inverse(inverse, input_nodes[0].shape), *result_nodes, *input_nodes[1:]
+        )
+    plain: Sequence[Any] = [None] * len(result_nodes)
     if trace.is_plain:
         arrays = [x._as_seen() for x in inputs]
         with default_types():
@@ -351,13 +355,15 @@ def mapped_values(
         if trace.stated is not None and not (pullback is None and inverse is None):
             known = [jax.lax.stop_gradient(x) for x in arrays]
             trace.stated.append(Stated(getattr(f, "__name__", type(f).__name__), f, pullback, inverse, known))
-    each = zip(found, plain, strict=True)
-    shapes = [shape or _shape_alike(trace, node, inputs) for node in found]
-    made = [Computed(trace, node, array, of) for (node, array), of in zip(each, shapes, strict=True)]
-    return jax.tree.unflatten(tree, made)
+    each = zip(result_nodes, plain, strict=True)
+    shapes = [shape or _shape_alike(trace, node, inputs) for node in result_nodes]
+    results = [
+        Computed(trace, node, array, result_shape) for (node, array), result_shape in zip(each, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, results)
 
 
 def _shape_alike(trace: BlockTrace, node: nodes.Value, inputs: Sequence[Value]) -> tuple[Any, ...]:
-    """The shape of a result: that of the first input that is such a matrix, which may have several axes."""
+    """The shape of a result's array: that of the first input whose matrix has the result's shape."""
     alike = (x.shape for x in inputs if len(node.shape) > 1 and same_shape(x._node.shape, node.shape))
     return next(alike, None) or trace.shape_of(node)

@@ -1,4 +1,4 @@
-"""Calls: JAX functions of whole arrays in a graph, as attention, which are no maps and have JAX's own derivative."""
+"""Calls: JAX functions of entire arrays in a graph, as attention, which are no maps and have JAX's own derivative."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, pla
 
 
 class Call:
-    """A function of whole arrays, with all axes of the rows, in the dtypes in which values lie in memory.
+    """A function of entire arrays, with all axes of the rows, in the dtypes in which values are stored.
 
     Attributes:
       name: of the function, in messages.
       jaxpr: the function.
       inputs: its arguments.
       results: the values that it gives.
-      lies_on_mesh: whether it was traced with shardings over explicit mesh axes.
-      linear: what it is with what its derivative keeps, by the inputs that are differentiated.
+      is_on_mesh: whether it was traced with shardings over explicit mesh axes.
+      linear: the function that also gives what its derivative keeps, by the inputs that are differentiated.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Call:
         rows: tuple[Any, ...],
         shapes: Sequence[tuple[Any, ...]] | None = None,
     ):
-        """The call; `rows` are all axes that the rows of the block's arrays are, `shapes` those of the results."""
+        """The call; `rows` are the sizes of all axes of the rows in the block's arrays, `shapes` are the results'."""
         self.name, self.jaxpr, self.inputs, self.rows = name, jaxpr, tuple(inputs), rows
         self.linear: dict[tuple[bool, ...], Linear] = {}
-        self.lies_on_mesh = any(any(explicit_cuts(x)) for x in jaxpr.in_avals)
-        given = [None] * len(jaxpr.out_avals) if shapes is None else shapes
-        each = enumerate(zip(jaxpr.out_avals, given, strict=True))
+        self.is_on_mesh = any(any(explicit_cuts(x)) for x in jaxpr.in_avals)
+        result_shapes = [None] * len(jaxpr.out_avals) if shapes is None else shapes
+        each = enumerate(zip(jaxpr.out_avals, result_shapes, strict=True))
         self.results = [
             Result(self, i, x, None, as_matrix(x.shape, rows) if shape is None else shape, begins_with(x.shape, rows))
             for i, (x, shape) in each
@@ -56,7 +56,7 @@ class Result(Value):
     Attributes:
       call: which call.
       index: among the results of the jaxpr that gives it.
-      differentiated: whose jaxpr that is, of `Call.linear`; None for the call's own.
+      differentiated: the key of that jaxpr in `Call.linear`; None for the call's own.
       has_rows: whether it has the rows of the block's arrays.
     """
 
@@ -64,12 +64,12 @@ class Result(Value):
         self,
         call: Call,
         index: int,
-        of: Any,
+        aval: Any,
         differentiated: tuple[bool, ...] | None,
         shape: Sequence[Any],
         has_rows: bool,
     ):
-        super().__init__(shape, of.dtype)
+        super().__init__(shape, aval.dtype)
         self.call, self.index, self.differentiated, self.inputs = call, index, differentiated, call.inputs
         self.has_rows, self.made_of = has_rows, frozenset({self.dtype})
         self.has_one_row = has_rows and self.shape[:1] == (1,)
@@ -80,10 +80,10 @@ class Linear:
     """A call whose derivative is to be taken: jax.vjp of its function.
 
     Attributes:
-      jaxpr: gives the call's results, and behind them all that is kept.
-      tree: of what is kept, the derivative's function.
+      jaxpr: gives the call's results, and after them all that is kept.
+      tree: the structure of the derivative's function, a pytree of what is kept.
       keys: the implementation of each array that is kept as the data of random keys; None for others.
-      kept: these values; where one is an input or a result, that.
+      kept: the values that are kept; an input or a result of the call where one is that.
       types: their types, as the function has them.
     """
 
@@ -95,7 +95,7 @@ class Linear:
 
 
 def begins_with(shape: Sequence[Any], rows: Sequence[Any]) -> bool:
-    """True for an array with the rows' axes, and columns behind them."""
+    """True for an array with the rows' axes, and columns after them."""
     return len(shape) > len(rows) > 0 and same_shape(shape[: len(rows)], rows)
 
 
@@ -107,41 +107,43 @@ def as_matrix(shape: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Result, jax.Array]:
-    """These results of one call, of the arrays of its inputs; in its shapes and dtypes."""
+    """The arrays of these results of one call, in its shapes and dtypes, from the arrays of its inputs."""
     call = results[0].call
     linear = [call.linear[x.differentiated].jaxpr for x in results if x.differentiated is not None]
     jaxpr = linear[0] if linear else call.jaxpr
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
-    given = [reshaped_as(x, of.shape).astype(of.dtype) for x, of in each]
-    if call.lies_on_mesh:  # it was traced for arrays that lie so
-        placed_so = (placed(x, explicit_sharding(of)) for x, of in zip(given, call.jaxpr.in_avals, strict=True))
-        outputs = core.jaxpr_as_fun(jaxpr)(*placed_so)
+    inputs = [reshaped_as(x, aval.shape).astype(aval.dtype) for x, aval in each]
+    if call.is_on_mesh:  # it was traced for arrays of these shardings
+        placed_inputs = (
+            placed(x, explicit_sharding(aval)) for x, aval in zip(inputs, call.jaxpr.in_avals, strict=True)
+        )
+        outputs = core.jaxpr_as_fun(jaxpr)(*placed_inputs)
     else:
-        outputs = on_mesh(jaxpr, given)
+        outputs = on_mesh(jaxpr, inputs)
     return {x: outputs[x.index] for x in results}
 
 
 def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: tuple[bool, ...]) -> list[Value | None]:
-    """The cotangents of a call's inputs from those of its results, by their index; others are zeros."""
+    """The cotangents of a call's inputs, from those of its results by index; results without one have zeros."""
     if is_differentiated not in call.linear:
         call.linear[is_differentiated] = _linearized(call, is_differentiated)
     linear, outs = call.linear[is_differentiated], call.jaxpr.out_avals
     present = sorted(cotangents)
 
     def backward(*arrays: jax.Array) -> list[jax.Array]:
-        kept, given = arrays[: len(linear.kept)], iter(arrays[len(linear.kept) :])
-        of_outputs = [next(given) if i in present else _zeros(of) for i, of in enumerate(outs)]
+        kept, remaining = arrays[: len(linear.kept)], iter(arrays[len(linear.kept) :])
+        output_cotangents = [next(remaining) if i in present else _zeros(aval) for i, aval in enumerate(outs)]
         leaves = (
             x if of is None else jax.random.wrap_key_data(x, impl=of) for x, of in zip(kept, linear.keys, strict=True)
         )
-        return list(jax.tree.unflatten(linear.tree, leaves)(of_outputs))
+        return list(jax.tree.unflatten(linear.tree, leaves)(output_cotangents))
 
     types = [*linear.types, *(typed(outs[i]) for i in present)]
     jaxpr = jax.make_jaxpr(backward)(*types)
-    wanted = [x for x, flag in zip(call.inputs, is_differentiated, strict=True) if flag]
-    inputs, shapes = [*linear.kept, *(cotangents[i] for i in present)], [x.shape for x in wanted]
-    made = iter(Call(f"the derivative of {call.name}", jaxpr, inputs, call.rows, shapes).results)
-    return [next(made) if flag else None for flag in is_differentiated]
+    differentiated = [x for x, flag in zip(call.inputs, is_differentiated, strict=True) if flag]
+    inputs, shapes = [*linear.kept, *(cotangents[i] for i in present)], [x.shape for x in differentiated]
+    derivatives = iter(Call(f"the derivative of {call.name}", jaxpr, inputs, call.rows, shapes).results)
+    return [next(derivatives) if flag else None for flag in is_differentiated]
 
 
 def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
@@ -149,24 +151,31 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
     function: Callable[..., Any] = core.jaxpr_as_fun(call.jaxpr)
 
     def forward(*arrays: jax.Array) -> list[jax.Array]:
-        def of_some(*some: jax.Array) -> Any:
-            given = iter(some)
-            return function(*(next(given) if flag else x for flag, x in zip(is_differentiated, arrays, strict=True)))
+        def partial_function(*varied: jax.Array) -> Any:
+            remaining = iter(varied)
+            return function(
+                *(next(remaining) if flag else x for flag, x in zip(is_differentiated, arrays, strict=True))
+            )
 
-        outputs, pullback = jax.vjp(of_some, *(x for flag, x in zip(is_differentiated, arrays, strict=True) if flag))
+        outputs, pullback = jax.vjp(
+            partial_function, *(x for flag, x in zip(is_differentiated, arrays, strict=True) if flag)
+        )
         leaves, tree = jax.tree.flatten(pullback)
         keys = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
         trees.append((tree, keys))
         return [*outputs, *(x if of is None else jax.random.key_data(x) for x, of in zip(leaves, keys, strict=True))]
 
     closed = jax.make_jaxpr(forward)(*map(typed, call.jaxpr.in_avals))
-    of, count = closed.jaxpr, len(call.results)
+    jaxpr, count = closed.jaxpr, len(call.results)
     known: dict[Any, Value] = {}
-    for var, value in (*zip(of.outvars[:count], call.results, strict=True), *zip(of.invars, call.inputs, strict=True)):
+    for var, value in (
+        *zip(jaxpr.outvars[:count], call.results, strict=True),
+        *zip(jaxpr.invars, call.inputs, strict=True),
+    ):
         if not isinstance(var, core.Literal):
             known[var] = value
     kept, avals = [], closed.out_avals[count:]
-    for i, (var, aval) in enumerate(zip(of.outvars[count:], avals, strict=True), count):
+    for i, (var, aval) in enumerate(zip(jaxpr.outvars[count:], avals, strict=True), count):
         value = Result(call, i, aval, is_differentiated, aval.shape, has_rows=False)
         kept.append(value if isinstance(var, core.Literal) else known.setdefault(var, value))
     types = list(map(typed, avals))
@@ -184,5 +193,5 @@ def data_of(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def _zeros(of: Any) -> Any:
-    return jnp.zeros(of.shape, of.dtype) if is_float(of.dtype) else np.zeros(of.shape, jax.dtypes.float0)
+def _zeros(aval: Any) -> Any:
+    return jnp.zeros(aval.shape, aval.dtype) if is_float(aval.dtype) else np.zeros(aval.shape, jax.dtypes.float0)

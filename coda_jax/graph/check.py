@@ -26,10 +26,10 @@ def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
       args, kwargs: as the block takes them.
 
     Returns:
-      Relative errors, |found - exact| / |exact| of each array, by what it is of.
+      The relative error |result - exact| / |exact| of each array, by the array's name.
 
     Raises:
-      TypeError: block is none.
+      TypeError: block is no result of `coda.block`.
       AssertionError: an error is more than twice the largest that the lines themselves have in the block's dtype; a
         pullback or an inverse is off by more than 1e-3. The message names them.
     """
@@ -40,13 +40,13 @@ def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
     numbers = [i for i, x in enumerate(leaves) if is_array(x) and is_float(x.dtype)]
     exact = _values_and_gradients(block.in_plain_jax(FLOAT32, stated), _in_float32(leaves), tree, numbers)
     own = _values_and_gradients(block.in_plain_jax(None, []), leaves, tree, numbers)
-    found = _values_and_gradients(block, leaves, tree, numbers)
-    errors = _errors(found, exact)
+    fused = _values_and_gradients(block, leaves, tree, numbers)
+    errors = _errors(fused, exact)
     bound = _FACTOR * max(_errors(own, exact).values(), default=0.0) + _FLOOR
     wrong = {name: error for name, error in errors.items() if not error <= bound}
-    for of in stated:
-        errors |= (of_map := of.errors())
-        wrong |= {name: error for name, error in of_map.items() if not error <= _STATED}
+    for one in stated:
+        errors |= (map_errors := one.errors())
+        wrong |= {name: error for name, error in map_errors.items() if not error <= _STATED}
     if wrong:
         told = "; ".join(f"{name} is off by {error:.1e}" for name, error in wrong.items())
         raise AssertionError(f"check of block '{block.name}': {told}. Its own lines are off by {bound / _FACTOR:.1e}")
@@ -61,22 +61,22 @@ def _values_and_gradients(f: Any, leaves: Sequence[Any], tree: Any, numbers: Seq
     """The outputs, and the cotangents of the floating arguments for random ones of the outputs."""
     paths_of_outputs: list[Any] = []
 
-    def of_floats(floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        given = dict(zip(numbers, floats, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    def floating_outputs(floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        by_number = dict(zip(numbers, floats, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [by_number.get(i, x) for i, x in enumerate(leaves)])
         outputs = jax.tree_util.tree_leaves_with_path(f(*args, **kwargs))
         paths_of_outputs[:] = [path for path, _ in outputs]
         return [x for _, x in outputs if is_float(x.dtype)], [x for _, x in outputs]
 
-    floats, pullback, outputs = jax.vjp(of_floats, [leaves[i] for i in numbers], has_aux=True)
+    floats, pullback, outputs = jax.vjp(floating_outputs, [leaves[i] for i in numbers], has_aux=True)
     keys = jax.random.split(jax.random.key(0), len(floats))
     cotangents = [jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, floats, strict=True)]
     (gradients,) = pullback(cotangents)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(len(leaves))))]
     each = zip(paths_of_outputs, outputs, strict=True)
     named = {f"output{jax.tree_util.keystr(path)}": x for path, x in each}
-    of_arguments = (f"gradient of {_argument(paths[i])}" for i in numbers)
-    return named | dict(zip(of_arguments, gradients, strict=True))
+    gradient_names = (f"gradient of {_argument(paths[i])}" for i in numbers)
+    return named | dict(zip(gradient_names, gradients, strict=True))
 
 
 def _argument(path: Any) -> str:
@@ -86,5 +86,5 @@ def _argument(path: Any) -> str:
     return f"{first}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _errors(found: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
-    return {name: relative_error(found[name], x) for name, x in exact.items()}
+def _errors(results: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
+    return {name: relative_error(results[name], x) for name, x in exact.items()}

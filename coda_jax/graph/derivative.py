@@ -50,15 +50,15 @@ def cotangents_of(
 
     Args:
       outputs: of the graph.
-      cotangents: theirs; None is zeros.
+      cotangents: those of the outputs; None is zeros.
 
     Returns:
       A value for each leaf, of its shape; None where it has none, or where that is zeros.
     """
-    found: dict[Value, list[Value]] = defaultdict(list)
+    terms: dict[Value, list[Value]] = defaultdict(list)
     for output, cotangent in zip(outputs, cotangents, strict=True):
         if cotangent is not None:
-            found[output].append(cotangent)
+            terms[output].append(cotangent)
     order = reachable(outputs)
     inner = _InnerProducts(order, outputs)
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
@@ -66,16 +66,16 @@ def cotangents_of(
         if not varies.isdisjoint(_with_cotangents(value)):
             varies.add(value)
     for group in reversed(_together(order)):
-        ys = [y for y in group if y in varies and is_float(y.dtype) and found[y] and not isinstance(y, Leaf)]
+        ys = [y for y in group if y in varies and is_float(y.dtype) and terms[y] and not isinstance(y, Leaf)]
         if ys:
-            dys = [_total(found[y]) for y in ys]
+            dys = [_total(terms[y]) for y in ys]
             for y, dy in zip(ys, dys, strict=True):
                 dy.spec = y.spec if dy.spec is None else dy.spec
                 inner.cotangents[y] = dy
-            for x, of_x in _of_inputs(ys, dys, varies, inner):
-                if x in varies and of_x is not None:
-                    found[x].append(of_x)
-    return [_total(found[leaf]) if found[leaf] and leaf.has_cotangent else None for leaf in leaves]
+            for x, dx in _input_cotangents(ys, dys, varies, inner):
+                if x in varies and dx is not None:
+                    terms[x].append(dx)
+    return [_total(terms[leaf]) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
 
 
 def _with_cotangents(value: Value) -> Sequence[Value]:
@@ -93,15 +93,15 @@ def _total(cotangents: Sequence[Value]) -> Value:
 
 
 def _together(order: Sequence[Value]) -> list[list[Value]]:
-    """The values, those of one call or of one function together: all their users are behind all of them."""
-    found: dict[Any, list[Value]] = {}
+    """The values, grouped by call or function: all users of a group's values come after all of them."""
+    groups: dict[Any, list[Value]] = {}
     for value in order:
         together = value.call if isinstance(value, Result) else value.origin if isinstance(value, Map) else value
-        found.setdefault(together, []).append(value)
-    return list(found.values())
+        groups.setdefault(together, []).append(value)
+    return list(groups.values())
 
 
-def _of_inputs(
+def _input_cotangents(
     ys: Sequence[Value], dys: Sequence[Value], varies: set[Value], inner: _InnerProducts
 ) -> Iterable[tuple[Value, Value | None]]:
     """The inputs of one product, transpose, function or call, with their cotangents."""
@@ -109,25 +109,25 @@ def _of_inputs(
         case Result(call=call):
             flags = tuple(x in varies and is_float(x.dtype) for x in call.inputs)
             indices = [y.index for y in ys if isinstance(y, Result)]
-            found = pulled_back(call, dict(zip(indices, dys, strict=True)), flags) if any(flags) else []
-            return zip(call.inputs, found, strict=False)
+            input_cotangents = pulled_back(call, dict(zip(indices, dys, strict=True)), flags) if any(flags) else []
+            return zip(call.inputs, input_cotangents, strict=False)
         case Product() as y:
             (dy,) = dys
             if y.scales is not None:
                 return rounded.cotangents(y, dy)
-            of_factors = _of_product_of_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _of_product(y, dy)
-            return zip((y.a, y.b), of_factors, strict=True)
+            factor_cotangents = _cotangents_in_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _product_cotangents(y, dy)
+            return zip((y.a, y.b), factor_cotangents, strict=True)
         case Turned(inputs=(x,)):
             return [(x, turned(dys[0]))]
         case Map(pullback=None):
-            return _of_maps([y for y in ys if isinstance(y, Map)], dys, varies)
+            return _map_cotangents([y for y in ys if isinstance(y, Map)], dys, varies)
         case Map() as y:
             beside = [inner.along_rows(y)] if y.takes_inner else []
             return zip(y.inputs, _without_zeros(_by_its_pullback(y, dys[0], beside)), strict=True)
     raise TypeError(f"no derivative of {type(ys[0]).__name__}")
 
 
-def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
+def _cotangents_in_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
     if not is_of_8_bits(dy.dtype):
         raise TypeError(
             f"product of {y.a.dtype} and {y.b.dtype}: its cotangent is {dy.dtype}; a map of the product, whose "
@@ -136,7 +136,7 @@ def _of_product_of_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
     return rounded.factor_cotangents(y, dy)
 
 
-def _of_product(y: Product, dy: Value) -> tuple[Value, Value]:
+def _product_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
     a, b, product = recovered(y.a), recovered(y.b), functools.partial(Product, groups=y.groups)
     if y.groups is not None and (y.transpose_a or y.transpose_b):
         raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
@@ -154,23 +154,25 @@ def recovered(x: Value) -> Value:
     return x if x.recovered is None else x.recovered
 
 
-def _of_maps(ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]) -> Iterable[tuple[Value, Value | None]]:
+def _map_cotangents(
+    ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]
+) -> Iterable[tuple[Value, Value | None]]:
     """The cotangents of one function's inputs, of all its results together."""
     order = sorted(zip(ys, dys, strict=True), key=lambda pair: pair[0].index)
-    jaxpr, inputs = ys[0].origin.of_results([y.index for y in ys])
+    jaxpr, inputs = ys[0].origin.with_results([y.index for y in ys])
     differentiated = [x in varies and is_float(x.dtype) for x in inputs]
     pulled_back = functools.partial(_pulled_back, jaxpr, differentiated)
-    found = mapped(
+    input_cotangents = mapped(
         pulled_back, *map(recovered, inputs), *(dy for _, dy in order), derived=f"{ys[0].origin.name} backward"
     )
-    return zip(itertools.compress(inputs, differentiated), _without_zeros(found), strict=True)
+    return zip(itertools.compress(inputs, differentiated), _without_zeros(input_cotangents), strict=True)
 
 
 class _InnerProducts:
     """Inner products of values with their cotangents, along rows.
 
-    For a function y = A x of each row, <x, dx> = <x, A^T dy> = <y, dy>: so where functions that are linear are all that
-    reads a value, the products are those of their results, and neither the value nor its cotangent need be made.
+    For a function y = A x of each row, <x, dx> = <x, A^T dy> = <y, dy>. So where linear functions alone read a value,
+    its inner products are the sum of their results', and neither the value nor its cotangent has to be computed.
 
     Attributes:
       cotangents: of the values that have been reached.
@@ -190,15 +192,15 @@ class _InnerProducts:
             terms = [self.along_rows(y) for y in users if y in self.cotangents]
             if terms:
                 return _total(terms)
-        made: Value = mapped(inner_product, recovered(x), dx, derived="inner product")
-        return made
+        inner: Value = mapped(inner_product, recovered(x), dx, derived="inner product")
+        return inner
 
 
 def _is_linear(y: Value, x: Value) -> bool:
-    """True for a map of each row that is linear in x, an array of its own among its inputs."""
+    """True for a map of each row that is linear in x, its only input of that shape."""
     if not isinstance(y, Map) or y.pullback is not None or not y.is_tile:
         return False
-    alike = [of for of in y.inputs if same_shape(of.shape, x.shape)]
+    alike = [other for other in y.inputs if same_shape(other.shape, x.shape)]
     program = program_beside(y, x.shape)
     return alike == [x] and program is not None and is_linear(program)
 
@@ -215,20 +217,20 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
             raise TypeError(
                 f"pullback of map '{name}': gives {gives}; it must give a cotangent for each of {len(y.inputs)} inputs"
             )
-        for i, (x, of) in enumerate(zip(found, y.inputs, strict=True)):
-            if x is not None and not same_shape(jnp.shape(x), of.shape):
+        for i, (x, primal) in enumerate(zip(found, y.inputs, strict=True)):
+            if x is not None and not same_shape(jnp.shape(x), primal.shape):
                 raise TypeError(
-                    f"pullback of map '{name}': cotangent {i} has shape {jnp.shape(x)}; its input has {of.shape}"
+                    f"pullback of map '{name}': cotangent {i} has shape {jnp.shape(x)}; its input has {primal.shape}"
                 )
         absent[:] = [x is None for x in found]
         return [x for x in found if x is not None]
 
-    made = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside, derived=f"{y.origin.name} backward"))
-    return [None if is_absent else next(made) for is_absent in absent]
+    remaining = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside, derived=f"{y.origin.name} backward"))
+    return [None if is_absent else next(remaining) for is_absent in absent]
 
 
 def _pulled_back(jaxpr: core.ClosedJaxpr, differentiated: Sequence[bool], *arrays: jax.Array) -> list[Any]:
-    """The cotangents of the inputs that are differentiated, of the inputs and of the results' cotangents."""
+    """The cotangents of the differentiated inputs, from all inputs and the results' cotangents."""
     inputs, cotangents = arrays[: len(differentiated)], arrays[len(differentiated) :]
     for out in jaxpr.out_avals:
         if is_of_8_bits(out.dtype):
@@ -237,12 +239,12 @@ def _pulled_back(jaxpr: core.ClosedJaxpr, differentiated: Sequence[bool], *array
                 "bits"
             )
 
-    def of_some(*some: jax.Array) -> list[jax.Array]:
-        given = iter(some)
-        return core.jaxpr_as_fun(jaxpr)(*(next(given) if flag else x for flag, x in each))
+    def partial_function(*varied: jax.Array) -> list[jax.Array]:
+        remaining = iter(varied)
+        return core.jaxpr_as_fun(jaxpr)(*(next(remaining) if flag else x for flag, x in each))
 
     each = list(zip(differentiated, inputs, strict=True))
-    outputs, pullback = jax.vjp(of_some, *itertools.compress(inputs, differentiated))
+    outputs, pullback = jax.vjp(partial_function, *itertools.compress(inputs, differentiated))
     return list(pullback([dy.astype(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]))
 
 
@@ -251,7 +253,7 @@ def _without_zeros(cotangents: Sequence[Value | None]) -> list[Value | None]:
 
 
 def _is_zero(value: Value) -> bool:
-    """True if it is zeros whatever the inputs are: what JAX makes of a result that does not depend on one."""
+    """True if it is zeros whatever its inputs: JAX's cotangent of an input that the result does not depend on."""
     if not isinstance(value, Map) or value.inputs:
         return False
     equations, (out,) = value.jaxpr.jaxpr.eqns, value.jaxpr.jaxpr.outvars

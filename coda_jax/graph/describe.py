@@ -6,31 +6,31 @@ from collections.abc import Iterator
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.calls import Result
-from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, lies_beside, program_beside, reason_beside
+from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, fits_beside, program_beside, reason_beside
 from coda_jax.graph.values import Map, Product, Value, reachable
 
 
 def described(plan: Plan, name: str) -> str:
     """Lines of text: a line for each product, with the maps that its epilogue makes; behind them XLA's tiles."""
     lines = []
-    for step, of in enumerate(plan.steps):
-        made = ", ".join(dict.fromkeys(_name(x) for x in _made_in(plan, step)))
-        tiles = sum(x.is_tile for x in of.stores)
-        stored = f"{_count(tiles, 'tile')}, {_count(len(of.stores) - tiles, 'vector')}"
-        lines.append(f"{name}_{step}  {_factors(of.product)}: {made or 'nothing'}; stores {stored}")
+    for i, step in enumerate(plan.steps):
+        maps = ", ".join(dict.fromkeys(_name(x) for x in _made_in(plan, i)))
+        tiles = sum(x.is_tile for x in step.stores)
+        stored = f"{_count(tiles, 'tile')}, {_count(len(step.stores) - tiles, 'vector')}"
+        lines.append(f"{name}_{i}  {_factors(step.product)}: {maps or 'nothing'}; stores {stored}")
     calls = dict.fromkeys(f"XLA  {x.call.name}" for x in plan.by_xla if isinstance(x, Result))
     passes = [x for x in plan.by_xla if x.is_tile and not isinstance(x, Result)]
     return "\n".join([*lines, *calls, *(f"XLA  {_name(x)} {_shape(x)}: {why_by_xla(plan, x)}" for x in passes)])
 
 
 def why_by_xla(plan: Plan, value: Value) -> str:
-    """Why no epilogue makes a value that lies in memory."""
+    """Why no epilogue makes a value that is stored in memory."""
     place = plan.place[value]
     if place.step < 0:
         return "of what is known before all products"
     if reason := not_local(value):
         return reason
-    read = reachable(value.inputs, [*plan.by_xla, *(x for of in plan.steps for x in of.stores)])
+    read = reachable(value.inputs, [*plan.by_xla, *(x for step in plan.steps for x in step.stores)])
     if not plan.too_long.isdisjoint([value, *read]):
         return f"with it an epilogue would have more than {MOST_INSTRUCTIONS} instructions"
     if any(not x.is_tile and x in plan.place and plan.place[x].step >= 0 for x in read):
@@ -39,20 +39,20 @@ def why_by_xla(plan: Plan, value: Value) -> str:
 
 
 def not_local(value: Value) -> str:
-    """Why a map cannot be made from a tile of what it reads; empty where it can, in some epilogue."""
+    """Why no epilogue can compute a map from tiles of its inputs; empty where one can."""
     tiles = [x for x in value.inputs if x.is_tile and same_size(x.shape[0], value.shape[0] if value.shape else 1)]
     if not isinstance(value, Map) or not tiles:
         return ""
     shapes = list(dict.fromkeys([*(x.shape for x in tiles), value.shape]))
     if any(program_beside(value, shape) is not None for shape in shapes if len(shape) == 2):
         return ""
-    if not any(lies_beside(x, value) for x in tiles):
+    if not any(fits_beside(x, value) for x in tiles):
         return "it joins tiles of other widths, or takes them apart"
     return reason_beside(value, value.shape).partition(": ")[2]
 
 
 def maps_that_are_not_local(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The author's maps of tiles that products make which no epilogue can make: their names, and why."""
+    """The author's maps of products' tiles that no epilogue can make: their names, and why."""
     for value in reachable(plan.by_xla, plan.given):
         is_authors = isinstance(value, Map) and value.origin.is_stated and value not in plan.given
         if is_authors and value.is_tile and plan.place[value].step >= 0 and (reason := not_local(value)):
@@ -61,14 +61,14 @@ def maps_that_are_not_local(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _made_in(plan: Plan, step: int) -> list[Value]:
     """The maps that the epilogue makes, in their order."""
-    found: set[Value] = set()
+    maps: set[Value] = set()
     open_ = [x for x in plan.steps[step].stores if not isinstance(x, Product)]
     while open_:
         value = open_.pop()
-        if value not in found:
-            found.add(value)
+        if value not in maps:
+            maps.add(value)
             open_ += [x for x in value.inputs if plan.is_made_in(x, step)]
-    return sorted(found, key=lambda value: value.number)
+    return sorted(maps, key=lambda value: value.number)
 
 
 def _name(value: Value) -> str:

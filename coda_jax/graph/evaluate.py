@@ -1,4 +1,4 @@
-"""A graph by XLA, value by value, as plain JAX: what a plan is compared with."""
+"""A graph as plain JAX, value by value: the reference that plans are compared with."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, r
 
 
 def evaluate(
-    wanted: Sequence[Value], arrays: Mapping[Value, jax.Array], dtype: jax.typing.DTypeLike
+    values: Sequence[Value], arrays: Mapping[Value, jax.Array], dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
-    """The arrays of these values: results of products float32, of maps as the maps make them.
+    """The arrays of these values: results of products in float32, of maps in the maps' own dtypes.
 
     Args:
       arrays: of leaves, and of other values that are known.
-      dtype: to which the factors of products are rounded, but those of 8 bits.
+      dtype: to which the factors of products are rounded, except factors of 8 bits.
     """
     known = dict(arrays)
     with default_types():
-        for value in reachable(wanted, known):
+        for value in reachable(values, known):
             if value not in known:
                 known[value] = _evaluated(value, known, dtype)
-    return [known[value] for value in wanted]
+    return [known[value] for value in values]
 
 
 def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
     if isinstance(value, Product):
         a, b = (_as_factor(known[x], dtype) for x in (value.a, value.b))
         if value.groups is not None:
-            return _of_groups(value, a, b, known[value.groups])
+            return _grouped_product(value, a, b, known[value.groups])
         axes = ((int(not value.transpose_a),), (int(value.transpose_b),))
         return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=FLOAT32)
     if isinstance(value, Leaf):
@@ -53,21 +53,21 @@ def applied(value: Value, inputs: Sequence[jax.Array]) -> jax.Array:
     return value(*map(as_seen, inputs))
 
 
-def _of_groups(value: Product, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each group's rows alone, the others as zeros."""
+def _grouped_product(value: Product, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A product of groups: each group's matrix times its own rows, the others as zeros."""
     ends = jnp.cumsum(sizes)
-    of_group = jnp.searchsorted(ends, jnp.arange(a.shape[0]), side="right")
-    own = (of_group == jnp.arange(sizes.shape[0])[:, None]).astype(a.dtype)  # (G, rows)
+    row_groups = jnp.searchsorted(ends, jnp.arange(a.shape[0]), side="right")
+    own = (row_groups == jnp.arange(sizes.shape[0])[:, None]).astype(a.dtype)  # (G, rows)
     b = jnp.swapaxes(b, 1, 2) if value.transpose_b else b
     which = "gr,rm,rn->gmn" if value.transpose_a else "gr,rk,gkn->rn"
     return jnp.einsum(which, own, a, b, preferred_element_type=FLOAT32)
 
 
 def _as_factor(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Rounded; but one of 8 bits keeps its values, which bfloat16 has too."""
+    """x rounded; an x of 8 bits keeps its values, which bfloat16 has too."""
     return x.astype(jnp.bfloat16 if is_of_8_bits(x.dtype) else dtype)
 
 
 def as_seen(x: jax.Array) -> jax.Array:
-    """As a map sees it."""
+    """x as a map sees it."""
     return x.astype(jnp.float32) if is_float(x.dtype) else x

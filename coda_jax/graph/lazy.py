@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class NotAnArrayError(ValueError):
-    """A value of a block was given to what takes arrays. (Of a TypeError jit would tell its own message alone.)"""
+    """A value of a block was given to a function of arrays. (In the place of a TypeError jit shows its own message.)"""
 
 
 class Lazy:

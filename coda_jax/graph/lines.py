@@ -1,4 +1,4 @@
-"""The library's operators write their lines with these functions, beside what any author of a block has."""
+"""The functions with which the library's operators write their lines, beside those of any author of a block."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def fused(
     **options: Any,
 ) -> Any:
     """x.map(f, *operands, inverse=inverse) under a name; f gets operands that are None as None, and the options."""
-    function = with_absent(functools.partial(f, **options), [of is not None for of in operands])
+    function = with_absent(functools.partial(f, **options), [operand is not None for operand in operands])
     function.__name__ = name
     back = None if inverse is None else functools.partial(inverse, **options)
-    inputs = [x, *(of for of in operands if of is not None)]
+    inputs = [x, *(operand for operand in operands if operand is not None)]
     return mapped_values(x._trace, function, inputs, inverse=back, derived=derived)
 
 
@@ -44,11 +44,11 @@ def with_absent(f: Callable[..., Any], present: Sequence[bool]) -> Callable[...,
 
 
 def by_xla(name: str, f: Callable[..., Any], x: Value, *operands: Value | None, **options: Any) -> Any:
-    """`fused` of what no kernel's epilogue can make, which nobody has to be told of."""
-    made = fused(name, f, x, *operands, derived=name, **options)
-    for value in jax.tree.leaves(made):
+    """`fused` for a function that no kernel's epilogue can compute; no note says so."""
+    results = fused(name, f, x, *operands, derived=name, **options)
+    for value in jax.tree.leaves(results):
         value._node.is_pass = True
-    return made
+    return results
 
 
 def product(
@@ -59,17 +59,17 @@ def product(
     recipe: Recipe | None = None,
     history: Any = None,
 ) -> Value:
-    """x w, of weights (K, N_i) that are pieces of w, or of one (K, N), or (K, 2, F) of which a mesh may cut F.
+    """x w, where w is given as pieces (K, N_i), or as one (K, N), or (K, 2, F) of which a mesh may shard F.
 
-    With keep_weights w is kept for the backward pass in the products' dtype, or in its place the norm's scale in it.
-    A recipe is in the place of the block's; history: as of `Value.matmul`.
+    With keep_weights w is kept for the backward pass in the products' dtype, multiplied by the scale of x's RMSNorm.
+    A recipe replaces the block's; history: as in `Value.matmul`.
     """
     w = weights[0] if len(weights) == 1 else joined(weights)
     return x._times(w, keep=keep_weights, recipe=recipe, history=history)
 
 
 def grouped_product(x: Value, w: Value, group_sizes: Value, *, keep_weights: bool) -> Value:
-    """As `Value.ragged_dot` for w (G, K, N), or (G, K, 2, F)."""
+    """`Value.ragged_dot` for w (G, K, N), or (G, K, 2, F)."""
     node = w._as_weight(2)
     node = kept_weight(node) if keep_weights else node
     flat = Computed(w._trace, node, None, (*w.shape[:2], math.prod(w.shape[2:])))
@@ -79,10 +79,10 @@ def grouped_product(x: Value, w: Value, group_sizes: Value, *, keep_weights: boo
 
 
 def joined(arrays: Sequence[Value]) -> Value:
-    """Matrices (K, N_i), or vectors (N_i,), side by side."""
+    """Matrices (K, N_i), or vectors (N_i,), concatenated along their last axis."""
     first, *others = arrays
-    made: Value = mapped_values(first._trace, _concatenated, [first, *others])
-    return made
+    matrix: Value = mapped_values(first._trace, _concatenated, [first, *others])
+    return matrix
 
 
 def column(x: Value) -> Value:
@@ -92,7 +92,7 @@ def column(x: Value) -> Value:
 
 
 def like(value: Value, x: Value) -> Value:
-    """A product, sharded as x over explicit mesh axes."""
+    """The value; a product is sharded as x over explicit mesh axes."""
     if isinstance(value._node, Product):
         value._node.like = x._node
     return value

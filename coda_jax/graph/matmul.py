@@ -36,25 +36,25 @@ class Matmul:
         Args:
           w: a value or an array.
           fp8: a `coda.fp8.Recipe` for this product; default the block's.
-          history: float32 (2, H), of a recipe that has one: the maxima of self and of the result's cotangent in H
-            steps before, the last one first, 0 where there is none. Its gradient is no derivative: it holds this
-            step's maxima, and `coda.fp8.next_history` makes the next step's history of it. Without one, scales are
+          history: float32 (2, H), for a recipe that has one: the maxima of self and of the result's cotangent in the H
+            steps before, the latest first, 0 where there is none. Its gradient is no derivative: it holds this step's
+            maxima, from which `coda.fp8.next_history` makes the next step's history. Without a history, scales are
             those of the arrays themselves.
 
         Raises:
           ValueError: shapes that do not fit.
-          TypeError: fp8 is no recipe; a history beside none.
+          TypeError: fp8 is no recipe; a history without a recipe.
         """
         return self._times(self._trace.value(w), recipe=fp8, history=history)
 
     def _times(self, w: Any, *, keep: bool = False, recipe: Recipe | None = None, history: Any = None) -> Any:
-        """`matmul` of a value; keep: as of `Value.kept`."""
+        """`matmul` with a value; keep: as by `Value.kept`."""
         self._check_factor(w)
         rounding = self._rounding(w, recipe, history)
         node = w._as_weight(halves=rounding is None)
-        made = self._product(kept_weight(node) if keep else node, rounding)
+        product = self._product(kept_weight(node) if keep else node, rounding)
         plain = self._plain_product(w, rounding) if self._trace.is_plain else None
-        return self._computed(made, plain, (*self.shape[:-1], *w.shape[1:]))
+        return self._computed(product, plain, (*self.shape[:-1], *w.shape[1:]))
 
     def _rounding(self, w: Any, recipe: Recipe | None, history: Any) -> Rounding | None:
         """How both factors are rounded, if they are."""
@@ -67,16 +67,16 @@ class Matmul:
             return None
         if history is None:
             return Rounding(recipe)
-        of = self._trace.value(history)
-        if of.ndim != 2 or of.shape[0] != 2 or of.dtype != FLOAT32:
-            raise ValueError(f"{name}: history is {of.dtype} of shape {of.shape}; it must be float32 (2, H)")
-        node = of._viewed((math.prod(of.shape),))
+        value = self._trace.value(history)
+        if value.ndim != 2 or value.shape[0] != 2 or value.dtype != FLOAT32:
+            raise ValueError(f"{name}: history is {value.dtype} of shape {value.shape}; it must be float32 (2, H)")
+        node = value._viewed((math.prod(value.shape),))
         if isinstance(node, Leaf):
             node.is_history = True
-        return Rounding(recipe, node, of._array() if self._trace.is_plain else None)
+        return Rounding(recipe, node, value._array() if self._trace.is_plain else None)
 
     def _check_factor(self, w: Any) -> None:
-        """Raises ValueError where it cannot be multiplied by w."""
+        """Raises ValueError if this value cannot be multiplied by w."""
         what = f"block '{self._trace.name}': {self.shape} @ {w.shape}"
         if len(self.shape) < 2 or w.ndim < 2 or not same_size(self.shape[-1], w.shape[0]):
             raise ValueError(f"{what}; they must be (..., K) and (K, ...), each of two axes or more")
@@ -85,7 +85,7 @@ class Matmul:
             raise ValueError(f"{what}; the first has not {rows}. rows= names another argument")
 
     def _product(self, b: Node, rounding: Rounding | None) -> Node:
-        """It times b, a matrix, as a value of the graph."""
+        """The product with b, a matrix, as a value of the graph."""
         a = self._node
         if rounding is not None:
             return rounded.multiplied(a, b, rounding)
@@ -97,7 +97,7 @@ class Matmul:
         return Product(a, b, **options)
 
     def _plain_product(self, w: Any, rounding: Rounding | None) -> jax.Array:
-        """It times w in plain JAX."""
+        """The product with w in plain JAX."""
         if rounding is not None:
             return rounded.in_jax(self._array(), w._array(), rounding)
         axes = (((len(self.shape) - 1,), (0,)), ((), ()))
@@ -105,7 +105,7 @@ class Matmul:
 
     @property
     def _node(self) -> Node:
-        """It as a value of the graph."""
+        """The value of the graph."""
         raise NotImplementedError
 
     def _array(self) -> jax.Array:
@@ -113,7 +113,7 @@ class Matmul:
         raise NotImplementedError
 
     def _as_factor(self) -> jax.Array:
-        """The same, in the products' dtype."""
+        """The same array, in the products' dtype."""
         raise NotImplementedError
 
     def _computed(self, node: Node, plain: jax.Array | None, shape: tuple[Any, ...]) -> Any:

@@ -4,19 +4,19 @@
     z = norm(x) W = u = rstd * (x W'),   W' = scale[:, None] * W
 
 The backward pass states two things, which no derivative gives: the statistic is known, and its gradient goes to x; the
-sum that rstd's gradient needs is made of u, which is kept, and not of x W'. With t = rstd * dz the rest is derived:
+sum that rstd's gradient needs is computed from u, which is kept, not from x W'. With t = rstd * dz the rest is derived:
 
     s[m] = sum_n dz[m, n] u[m, n]                       in the epilogue that makes dz
     dx = t W'^T - x * (rstd^2 s / D)                    in that of t W'^T, with other cotangents of x
     G = x^T t,   dW = scale[:, None] * G,   dscale[j] = sum_n W[j, n] G[j, n]
 
-So the gradient needs no pass over rows of its own. Where dz is a linear map's cotangent, as a rotation's, s is made of
-that map's results.
+So the gradient needs no pass over rows of its own. Where dz is a linear map's cotangent, as a rotation's, s is computed
+from that map's results.
 
-A LayerNorm is applied, in a pass. One that is not would sum columns of its cotangent twice and rows twice: on an H100
-`mlp` of it takes 5438 us so, and 5099 with the norm applied, (16384, 2048) through 8192; `norm_projection` onto 6144
-columns 2352 and 2126. Products of float16 read an RMSNorm applied too: rstd, 5e-5 for a stream of 2e4, would take t out
-of the range where it has all its digits.
+A LayerNorm is applied, in a pass. Otherwise columns of its cotangent would be summed twice, and rows twice: on an H100
+`mlp` with it takes 5438 us so, and 5099 with the norm applied, (16384, 2048) through 8192; `norm_projection` onto 6144
+columns 2352 and 2126. Products of float16 read an applied RMSNorm too: an rstd of 5e-5, for a stream of 2e4, would make
+t smaller than float16's normal numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NormValues:
 
     @property
     def is_applied(self) -> bool:
-        """True for a norm that products read applied: a LayerNorm, and one of products of a narrow range."""
+        """True if products read the normalised array: for a LayerNorm, and for products of a narrow range."""
         return self.mean is not None or has_narrow_range(self.dtype)
 
     def product(self, w: Value, times: Callable[[Value, Value], Value] = Product) -> Value:
@@ -65,8 +65,8 @@ class NormValues:
         if self.is_applied:
             return times(self.applied, w)
         is_kept = isinstance(w, Map) and w.is_weight
-        of = w.inputs[0] if is_kept else w
-        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), of, derived="scale")
+        weight = w.inputs[0] if is_kept else w
+        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), weight, derived="scale")
         scaled_weight.is_factor = is_kept  # in the weight's place
         acc = times(self.x, scaled_weight)
         scaled: Value = mapped(

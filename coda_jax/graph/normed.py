@@ -19,7 +19,7 @@ from coda_jax.graph.values import Value as Node
 
 
 class NormedValue(Value):
-    """A norm of a value, x. What multiplies it scales its product; for anything else it is applied."""
+    """A norm of a value, x. A product with it is scaled; anything else reads the normalised array."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ def layer_norm(x: Value, scale: Any, bias: Any, epsilon: float) -> NormedValue:
     trace, scale = x._trace, x._trace.value(scale)
     bias = None if bias is None else trace.value(bias)
     _check_width("layer_norm", x, scale=scale, bias=bias)
-    of_bias = None if bias is None else bias._node
-    norm, plain = norms.layer_norm(x._node, scale._node, of_bias, float(epsilon), trace.dtype), None
+    bias_node = None if bias is None else bias._node
+    norm, plain = norms.layer_norm(x._node, scale._node, bias_node, float(epsilon), trace.dtype), None
     if trace.is_plain:
         wide = x._array().astype(FLOAT32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -94,7 +94,7 @@ def _check_width(name: str, x: Value, **vectors: Value | None) -> None:
 def sum_of_squares(x: Value, *, is_column: bool = True) -> Value:
     """(...,), the row sums of the squares of a value (..., D), through which no gradient flows.
 
-    In the graph they are a column (M, 1), as norms read them; or a vector, of which a batch of rows is more rows.
+    In the graph they are a column (M, 1), as norms read them; or a vector, for which a batch of rows is more rows.
     """
     plain = None
     if x._trace.is_plain:

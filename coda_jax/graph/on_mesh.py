@@ -1,4 +1,4 @@
-"""Functions that were traced for no mesh, evaluated on one: what they make of constants lies as what it meets."""
+"""Functions that were traced without a mesh, evaluated on one: constants are sharded as the arrays beside them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from coda_jax.primitives.mesh_types import (
 def on_mesh(
     jaxpr: core.ClosedJaxpr, arrays: Sequence[jax.Array], function: Callable[..., list[Any]] | None = None
 ) -> list[Any]:
-    """The results of a jaxpr, or of the function that it was traced of.
+    """The results of a jaxpr, or of the function that it was traced from.
 
     Over manual mesh axes all vary alike; over explicit ones arrays of one shape are sharded alike.
     """
@@ -89,14 +89,14 @@ def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if x.ndim != arrays[first].ndim:
             return x
         same = (same_size(*pair) for pair in zip(x.shape, arrays[first].shape, strict=True))
-        wanted = [names if is_same else () for names, is_same in zip(cuts[first], same, strict=True)]
-        return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(wanted)))
+        target = [names if is_same else () for names, is_same in zip(cuts[first], same, strict=True)]
+        return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(target)))
 
-    return [x if of == cuts[first] else beside(x) for x, of in zip(arrays, cuts, strict=True)]
+    return [x if names == cuts[first] else beside(x) for x, names in zip(arrays, cuts, strict=True)]
 
 
-def lie_on_explicit_axes(arrays: Sequence[Any]) -> bool:
-    """True for arrays, not types, of which some lie over explicit mesh axes, and none varies over a manual one."""
+def are_on_explicit_axes(arrays: Sequence[Any]) -> bool:
+    """True for arrays, not types, some of them sharded over explicit mesh axes, and none varying over a manual one."""
     if not all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in arrays) or varying_axes(*arrays):
         return False
     return not jax.sharding.get_abstract_mesh().manual_axes and any(any(explicit_cuts(x)) for x in arrays)
@@ -115,17 +115,17 @@ def reshaped_as(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
 
 
 def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x, lying over explicit mesh axes as an array of its shape."""
+    """x, sharded over explicit mesh axes as an array of its shape."""
     return placed(x, explicit_sharding(like)) if any(explicit_cuts(like)) else x
 
 
 def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
-    """x in this shape: what cuts an axis that is split cuts the first of its parts, if evenly; else it is gathered."""
+    """x in this shape: mesh axes of an axis that is split shard the first new axis, if evenly; else x is gathered."""
     first = next((i for i, pair in enumerate(zip(x.shape, shape, strict=False)) if not same_size(*pair)), None)
     if first is None:
         first = min(x.ndim, len(shape))
     lead, (cut, *others) = explicit_cuts(x)[:first], [*explicit_cuts(x)[first:], ()]
     kept = cutting_evenly(cut, jax.typeof(x).sharding.mesh.shape, shape[first]) if cut and first < len(shape) else ()
-    wanted = [*lead, kept, *(() for _ in others)][: x.ndim]
-    x = placed(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(wanted)))
+    target = [*lead, kept, *(() for _ in others)][: x.ndim]
+    x = placed(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(target)))
     return reshaped(x, tuple(shape), cuts=[*lead, kept, *(() for _ in shape)][: len(shape)])

@@ -1,4 +1,4 @@
-"""One value by XLA, from what it reads, on the axes that arrays have."""
+"""One value by XLA, from its inputs, on all axes that their arrays have."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from coda_jax.primitives.mesh_types import vary, varying_axes
 
 
 def in_pass(value: Map | Turned, inputs: Sequence[Part | Pieces]) -> Part | Pieces:
-    """A map or a transpose, of what it reads."""
+    """A map or a transpose, from its inputs."""
     if isinstance(value, Turned):
         matrix: jax.Array = unflattened.flat(whole(inputs[0]))
         return matrix.T
-    arrays = [x for of in inputs for x in jax.tree.leaves(of.parts if isinstance(of, Pieces) else of)]
+    arrays = [x for one in inputs for x in jax.tree.leaves(one.parts if isinstance(one, Pieces) else one)]
     bind, axes = bind_on_mesh(*arrays), varying_axes(*arrays)
-    given = [_varied(axes, x) for x in inputs]
+    varied = [_varied(axes, x) for x in inputs]
     if value.is_weight:
-        return given[0]
+        return varied[0]
     with default_types():
         if value.pullback is None:
-            (made,) = in_pieces(value.jaxpr, list(map(_seen, given)), bind)
+            (result,) = in_pieces(value.jaxpr, list(map(_seen, varied)), bind)
         elif is_of_8_bits(value.dtype):  # products alone read it, which are differentiated but once
             primal, is_read = value.primal()
-            (made,) = in_pieces(primal, [_seen(x) for x in itertools.compress(given, is_read)], bind)
+            (result,) = in_pieces(primal, [_seen(x) for x in itertools.compress(varied, is_read)], bind)
         else:
-            made = _by_its_pullback(value, list(map(whole, given)), bind)
-    return _varied(axes, made)
+            result = _by_its_pullback(value, list(map(whole, varied)), bind)
+    return _varied(axes, result)
 
 
 def _seen(x: Any) -> Any:
@@ -49,12 +49,12 @@ def _varied(axes: frozenset[str], x: Any) -> Any:
     if not axes:
         return x
     if isinstance(x, Pieces):
-        return Pieces([_varied(axes, of) for of in x.parts])
-    return jax.tree.map(lambda of: vary(axes, of)[0], x)
+        return Pieces([_varied(axes, part) for part in x.parts])
+    return jax.tree.map(lambda leaf: vary(axes, leaf)[0], x)
 
 
 def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
-    """A map with a pullback, by which the pass is differentiated once more."""
+    """A map with a pullback, by which JAX differentiates the pass."""
 
     primal, is_read = value.primal()
 
@@ -67,19 +67,19 @@ def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
         return y, (y, *inputs)
 
     def backward(kept: tuple[Part, ...], dy: Part) -> tuple[Part, ...]:
-        found = in_pieces(value.backward(), list(map(_seen, [*kept, dy])), bind)
-        return tuple(_like(x, whole(d)) for x, d in zip(kept[1:], found, strict=True))
+        cotangents = in_pieces(value.backward(), list(map(_seen, [*kept, dy])), bind)
+        return tuple(_like(x, whole(d)) for x, d in zip(kept[1:], cotangents, strict=True))
 
     function = jax.custom_vjp(made)
     function.defvjp(forward, backward)
     return function(*inputs)
 
 
-def _like(x: Part, of_x: Part) -> Part:
+def _like(x: Part, dx: Part) -> Part:
     """A cotangent with the axes and the dtype that x has."""
     if not isinstance(x, Unflattened):
-        flat: jax.Array = unflattened.flat(of_x)
+        flat: jax.Array = unflattened.flat(dx)
         return flat.astype(x.dtype)
-    is_alike = isinstance(of_x, Unflattened) and of_x.halves == x.halves
-    array = of_x.array if isinstance(of_x, Unflattened) and is_alike else unflattened.flat(of_x).reshape(x.array.shape)
+    is_alike = isinstance(dx, Unflattened) and dx.halves == x.halves
+    array = dx.array if isinstance(dx, Unflattened) and is_alike else unflattened.flat(dx).reshape(x.array.shape)
     return Unflattened(array.astype(x.array.dtype), x.rows, x.halves)

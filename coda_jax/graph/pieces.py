@@ -1,4 +1,4 @@
-"""Tiles in pieces of their columns, in XLA's passes: a concatenation is not made if only its parts are read.
+"""Tiles as pieces of their columns, in XLA's passes: a concatenation is not computed if only its pieces are read.
 
 XLA makes one kernel of elementwise operations and a sum along rows, but not of a concatenation and the sum along it.
 """
@@ -27,7 +27,7 @@ Part = jax.Array | Unflattened
 
 
 class Pieces:
-    """A matrix (M, N) as several (M, N_i), side by side; or a vector (N,) as several (N_i,)."""
+    """A matrix (M, N) as pieces (M, N_i) that are concatenated to it; or a vector (N,) as pieces (N_i,)."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = list(parts)
@@ -45,12 +45,12 @@ class Pieces:
 
 
 def whole(x: Any) -> Any:
-    """One array; of pieces the matrix that they are."""
+    """x as one array: pieces are concatenated."""
     return x.whole() if isinstance(x, Pieces) else x
 
 
 def in_pieces(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], bind: Bind, opens: Collection[str] = CALLS) -> list[Any]:
-    """The results of a map of arrays, `Unflattened` and `Pieces`: these too. `opens` as `evaluate` takes it."""
+    """The results of a map of arrays, `Unflattened` and `Pieces`, which may be these too; `opens` as in `evaluate`."""
     return evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, functools.partial(_apply, bind), opens)
 
 
@@ -59,32 +59,32 @@ def _apply(bind: Bind, equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[A
         parts = (x.parts if isinstance(x, Pieces) else [x] for x in inputs)
         return [Pieces(list(itertools.chain(*parts)))]
 
-    def apply(*given: Any) -> Sequence[Any]:
-        return unflattened.apply(equation, given, bind)
+    def apply(*operands: Any) -> Sequence[Any]:
+        return unflattened.apply(equation, operands, bind)
 
-    found = next((x for x in inputs if isinstance(x, Pieces)), None)
-    made = None if found is None else _of_pieces(equation, found, inputs, apply)
-    return apply(*map(whole, inputs)) if made is None else made
+    pieces = next((x for x in inputs if isinstance(x, Pieces)), None)
+    results = None if pieces is None else _by_piece(equation, pieces, inputs, apply)
+    return apply(*map(whole, inputs)) if results is None else results
 
 
-def _of_pieces(
-    equation: core.JaxprEqn, found: Pieces, inputs: list[Any], apply: Callable[..., Sequence[Any]]
+def _by_piece(
+    equation: core.JaxprEqn, pieces: Pieces, inputs: list[Any], apply: Callable[..., Sequence[Any]]
 ) -> Sequence[Any] | None:
-    """The results, made of the pieces of `found`, one of the inputs; None where that takes the whole matrix."""
+    """The results piece by piece of `pieces`, one of the inputs; None where they depend on the entire matrix."""
     name, params = equation.primitive.name, equation.params
-    widths, ends = found.widths, list(itertools.accumulate(found.widths))
+    widths, ends = pieces.widths, list(itertools.accumulate(pieces.widths))
     if name in ELEMENTWISE and all(_fits(x, widths) for x in inputs):
-        made = [apply(*of) for of in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
-        return [Pieces([outputs[0] for outputs in made])]
+        results = [apply(*piece) for piece in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
+        return [Pieces([outputs[0] for outputs in results])]
     if name == "reduce_sum" and tuple(params["axes"]) == (1,):
-        return [functools.reduce(_sum, (apply(x)[0] for x in found.parts))]
-    if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(found)) == 2:
-        return [Pieces([apply(x)[0] for x in found.parts])]
-    if name == "reduce_max" and len(params["axes"]) == len(_shape(found)):
-        return [functools.reduce(jnp.maximum, (apply(x)[0] for x in found.parts))]
-    if name == "split" and params["axis"] == len(_shape(found)) - 1 and list(params["sizes"]) == widths:
-        return found.parts
-    if name == "slice" and (part := _slice_of(params, found, ends)) is not None:
+        return [functools.reduce(_sum, (apply(x)[0] for x in pieces.parts))]
+    if name == "reduce_sum" and tuple(params["axes"]) == (0,) and len(_shape(pieces)) == 2:
+        return [Pieces([apply(x)[0] for x in pieces.parts])]
+    if name == "reduce_max" and len(params["axes"]) == len(_shape(pieces)):
+        return [functools.reduce(jnp.maximum, (apply(x)[0] for x in pieces.parts))]
+    if name == "split" and params["axis"] == len(_shape(pieces)) - 1 and list(params["sizes"]) == widths:
+        return pieces.parts
+    if name == "slice" and (part := _slice_of(params, pieces, ends)) is not None:
         return [part]
     return None
 
@@ -114,12 +114,12 @@ def _apart(x: Any, widths: list[int], ends: list[int]) -> Sequence[Any]:
 def _sum(x: Part, y: Part) -> Part:
     if isinstance(x, Unflattened) and isinstance(y, Unflattened):
         return Unflattened(x.array + y.array, x.rows)
-    made: jax.Array = unflattened.flat(x) + unflattened.flat(y)
-    return made
+    total: jax.Array = unflattened.flat(x) + unflattened.flat(y)
+    return total
 
 
 def _slice_of(params: Any, x: Pieces, ends: list[int]) -> Part | None:
-    """The piece that a slice of all rows and of these columns is; None where it is none."""
+    """The piece that is this slice of the columns, of all rows; None if the slice is no piece."""
     *rows, _ = _shape(x)
     *first, start = params["start_indices"]
     *last, limit = params["limit_indices"]
@@ -127,4 +127,4 @@ def _slice_of(params: Any, x: Pieces, ends: list[int]) -> Part | None:
         return None
     columns = start, limit
     starts = [0, *ends[:-1]]
-    return next((x.parts[i] for i, of in enumerate(zip(starts, ends, strict=True)) if of == columns), None)
+    return next((x.parts[i] for i, span in enumerate(zip(starts, ends, strict=True)) if span == columns), None)

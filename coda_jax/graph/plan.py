@@ -1,13 +1,13 @@
-"""The plan of a graph: which maps a product's epilogue makes, which XLA makes, and what lies in memory between them.
+"""The plan of a graph: which maps a product's epilogue makes, which XLA makes, and what is in memory between them.
 
 Each product is a step, in the order in which the values were made. A value's `Place` says when it is known: in the
-epilogue of the last product that it depends on, or behind it. The rules are these:
+epilogue of the last product that it depends on, or after it. The rules are these:
 
     a map joins the epilogue of the last product that it reads, if it is local to its tiles
-    what reads a sum along rows or columns stands behind the product whose epilogue makes the sum
-    a tile map that stands behind a product is made again where it is read, in an epilogue or a pass of XLA's
-    but as a factor it has to lie in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
-    an epilogue has `MOST_INSTRUCTIONS`: what would make it longer stands behind
+    a map that reads a sum along rows or columns is placed after the product whose epilogue makes the sum
+    a tile map that is placed after a product is computed again where it is read, in an epilogue or a pass of XLA's
+    but a factor has to be in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
+    an epilogue has at most `MOST_INSTRUCTIONS`: a map that would exceed them is placed after the product
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from coda_jax.graph.calls import Result
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 # Of an epilogue's maps, as `code_size.instructions` counts them for an element. Of (16384, 2048) @ (2048, 8192) on an
-# H100 a chain of tanh is as fast in the epilogue as in a pass behind it at 257, and 2 % slower at 513.
+# H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, and 2 % slower at 513.
 MOST_INSTRUCTIONS = 256
 
 
@@ -39,36 +39,36 @@ class Place(NamedTuple):
     """When a value is known.
 
     Attributes:
-      step: the number of the last product that it depends on; -1 of none.
-      behind: only when that product is done; else in its epilogue.
+      step: the number of the last product that it depends on; -1 for none.
+      after: whether only after that product; else in its epilogue.
     """
 
     step: int
-    behind: bool
+    after: bool
 
 
 @dataclasses.dataclass
 class Step:
-    """A product, and what its epilogue stores: tiles, the maps that it makes for others last, then reductions."""
+    """A product, and what its epilogue stores: tiles, last those of maps made for other epilogues, then reductions."""
 
     product: Product
     stores: list[Value]
 
 
 class Plan:
-    """How to make values from others.
+    """How to compute values from others.
 
     Args:
-      wanted: to be made.
-      given: known, beside the leaves.
+      wanted: the values to compute.
+      given: values that are known, beside the leaves.
 
     Attributes:
       steps: the products, in order.
-      by_xla: the maps that XLA makes and that lie in memory, in order.
+      by_xla: the maps that XLA makes and stores in memory, in order.
       factors_alone: the tiles in memory that products alone read, as factors.
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
-      epilogues: of what runs the plan, by the step's number.
+      epilogues: a cache for the function that runs the plan, by the step's number.
     """
 
     def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
@@ -84,7 +84,7 @@ class Plan:
         self.place: dict[Value, Place] = {}
         for value in order:
             has_halves(value)
-            has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
+            has_rows(value)  # inputs have been asked before, so that no recursion is deep
             self.place[value] = self._placed(value)
         self._in_memory: dict[Value, None] = {}
         factors = [x for product in products for x in product.inputs]
@@ -97,7 +97,7 @@ class Plan:
                 self.steps[self._epilogue[value]].stores.append(value)
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
         read = [x for step in range(len(products)) for x in self.operands(step)]
-        read += _leaves([x for of in self.by_xla for x in of.inputs], self._behind_pass)
+        read += _leaves([x for value in self.by_xla for x in value.inputs], self._pass_inputs)
         self.leaves_of_passes = frozenset(x for x in self._read_by_passes() if isinstance(x, Leaf))
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
 
@@ -112,23 +112,23 @@ class Plan:
             assert last < Place(step, False), "a product before what it reads"
             self._epilogue[value] = step
             return Place(step, False)
-        if not last.behind and self._joins(value, last.step):
+        if not last.after and self._joins(value, last.step):
             self._epilogue[value] = last.step
-            return Place(last.step, not value.is_tile or not self._lies_beside(value, last.step))
+            return Place(last.step, not value.is_tile or not self._fits_beside(value, last.step))
         return Place(last.step, True)
 
     def _joins(self, value: Value, step: int) -> bool:
         """True if the epilogue of this product may make the value."""
         product = self.steps[step].product
         if len(product.shape) != 2 or (product.groups is not None and _reduces_rows(value)):
-            return False  # by group it has no epilogue, and its sums over rows would be those of each group
+            return False  # one (G, M, N) has no epilogue, and with groups a sum over rows would be one a group
         if isinstance(value, Turned):
-            return lies_beside(value.inputs[0], product)
+            return fits_beside(value.inputs[0], product)
         if isinstance(value, Result):
             return False
         assert isinstance(value, Map)
         tiles = [x for x in value.inputs if x.is_tile and not isinstance(x, Leaf)]  # a leaf may be a table of heads
-        if not all(lies_beside(x, product) for x in tiles) or not is_local(value, product.shape):
+        if not all(fits_beside(x, product) for x in tiles) or not is_local(value, product.shape):
             return False
         program = program_beside(value, product.shape)
         assert program is not None
@@ -139,12 +139,12 @@ class Plan:
         self._lengths[step] = length
         return True
 
-    def _lies_beside(self, value: Value, step: int) -> bool:
-        """False for a slice of the columns: it is stored, and what reads it stands behind the product."""
-        return lies_beside(value, self.steps[step].product)
+    def _fits_beside(self, value: Value, step: int) -> bool:
+        """False for a slice of the columns: it is stored, and its readers are placed after the product."""
+        return fits_beside(value, self.steps[step].product)
 
     def is_inlined(self, value: Value) -> bool:
-        """True for a map of tiles that is made again where it is read."""
+        """True for a map of tiles that is computed again where it is read."""
         return (
             isinstance(value, Map)
             and value.is_tile
@@ -155,10 +155,10 @@ class Plan:
             and is_local(value, value.shape)
         )
 
-    # --- what lies in memory
+    # --- which values are in memory
 
     def _ask(self, value: Value) -> None:
-        """The value is needed in memory."""
+        """Notes that the value is needed in memory."""
         if value in self._in_memory or value in self.given or isinstance(value, Leaf):
             return
         self._in_memory[value] = None
@@ -170,20 +170,20 @@ class Plan:
                 self._ask_for_pass(x)
 
     def _ask_for_pass(self, value: Value) -> None:
-        """XLA reads the value in a pass."""
-        for x in _leaves([value], self._behind_pass):
+        """Notes that a pass of XLA's reads the value."""
+        for x in _leaves([value], self._pass_inputs):
             self._ask(x)
 
-    def _behind_pass(self, value: Value) -> Sequence[Value] | None:
-        """The values from which a pass makes this one itself; None for a value that it reads in memory."""
+    def _pass_inputs(self, value: Value) -> Sequence[Value] | None:
+        """The inputs from which a pass computes this value itself; None for a value that it reads from memory."""
         by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
         return value.inputs if by_xla and value not in self._in_memory else None
 
     def _read_by_passes(self) -> list[Value]:
-        def behind(value: Value) -> Sequence[Value] | None:
-            return None if self._behind_pass(value) is None else inputs_read(value)
+        def inputs_of(value: Value) -> Sequence[Value] | None:
+            return None if self._pass_inputs(value) is None else inputs_read(value)
 
-        return _leaves([x for of in self.by_xla for x in inputs_read(of)], behind)
+        return _leaves([x for value in self.by_xla for x in inputs_read(value)], inputs_of)
 
     def operands(self, step: int) -> list[Value]:
         """The values that its epilogue reads beside this product, as its stores need them."""
@@ -192,24 +192,24 @@ class Plan:
     def _read(self, values: Iterable[Value], step: int) -> list[Value]:
         """The values that the epilogue of this product reads to make the given ones."""
         product = self.steps[step].product
-        wanted = [x for value in values if value is not product for x in value.inputs if x is not product]
+        inputs = [x for value in values if value is not product for x in value.inputs if x is not product]
 
-        def behind(x: Value) -> list[Value] | None:
-            return [of for of in x.inputs if of is not product] if self.is_made_in(x, step) else None
+        def inputs_of(x: Value) -> list[Value] | None:
+            return [y for y in x.inputs if y is not product] if self.is_made_in(x, step) else None
 
-        return _leaves(wanted, behind)
+        return _leaves(inputs, inputs_of)
 
     def is_made_in(self, value: Value, step: int) -> bool:
         """True for a tile that the epilogue of this product makes for itself, where it reads it."""
         if not value.is_tile or isinstance(value, Product):
             return False
         if self._epilogue.get(value) == step:
-            return not self.place[value].behind
+            return not self.place[value].after
         tiles = [x for x in (*value.inputs, value) if x.is_tile]
-        return self.is_inlined(value) and all(lies_beside(x, self.steps[step].product) for x in tiles)
+        return self.is_inlined(value) and all(fits_beside(x, self.steps[step].product) for x in tiles)
 
     def _attach(self, factors: Sequence[Value]) -> None:
-        """Gives maps of what is in memory to earlier epilogues that read it anyway."""
+        """Assigns maps of values in memory to earlier epilogues that read these values anyway."""
         first_use: dict[Value, int] = {}  # as a factor
         for step, product in enumerate(self._number):
             for factor in product.inputs:
@@ -221,12 +221,12 @@ class Plan:
             if value in self._epilogue:
                 stores[self._epilogue[value]].append(value)
         readers = defaultdict(set)  # of a tile in memory: the products whose epilogues read it
-        for step, of in stores.items():
-            for x in self._read(of, step):
+        for step, stored in stores.items():
+            for x in self._read(stored, step):
                 readers[x].add(step)
         for value in [x for x in self._in_memory if isinstance(x, Map | Turned) and x not in self._epilogue]:
             sources = self._sources(value)
-            # Of a tile the epilogue that makes it may read it; a sum is known behind it.
+            # The epilogue that makes a tile may read it; a sum is known only after that epilogue.
             last = min([len(self.steps), *(step + value.is_tile for step in [*users[value], *readers[value]])])
             if value.is_tile:
                 last = min(last, first_use.get(value, 0))
@@ -240,14 +240,14 @@ class Plan:
                     break
 
     def _sources(self, value: Value) -> set[Value]:
-        """The tiles in memory that the map reads, through those that are made again."""
-        found = _leaves(value.inputs, self._behind_pass)
-        return {x for x in found if x.is_tile}
+        """The tiles in memory that the map reads, directly or through maps that are computed again."""
+        leaves = _leaves(value.inputs, self._pass_inputs)
+        return {x for x in leaves if x.is_tile}
 
 
-def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] | None]) -> list[Value]:
-    """Each value once, with what is behind it in its place, and behind that; None where nothing is."""
-    found: dict[Value, None] = {}
+def _leaves(values: Iterable[Value], inputs_of: Callable[[Value], Iterable[Value] | None]) -> list[Value]:
+    """The values, each once, after replacing a value by its `inputs_of`, repeatedly; None keeps the value."""
+    leaves: dict[Value, None] = {}
     seen: set[Value] = set()
     open_ = list(values)[::-1]
     while open_:
@@ -255,21 +255,21 @@ def _leaves(values: Iterable[Value], behind: Callable[[Value], Iterable[Value] |
         if value in seen:
             continue
         seen.add(value)
-        inputs = behind(value)
-        if inputs is None:
-            found[value] = None
+        new = inputs_of(value)
+        if new is None:
+            leaves[value] = None
         else:
-            open_ += list(inputs)[::-1]
-    return list(found)
+            open_ += list(new)[::-1]
+    return list(leaves)
 
 
 def is_of_tile(value: Value, product: Value) -> bool:
-    """False for a vector that is made of vectors, though a tile is among its inputs, as a norm's rstd of x."""
+    """False for a vector computed from vectors, though a tile is among its inputs, as a norm's rstd for x."""
     program = program_beside(value, product.shape) if isinstance(value, Map) and not value.is_tile else None
     return program is None or bool(program.reductions)
 
 
-def lies_beside(value: Value, product: Value) -> bool:
+def fits_beside(value: Value, product: Value) -> bool:
     """True if the epilogue of the product may read or make a tile of this shape: N columns, 2N or N/2."""
     (m, n), shape = product.shape, value.shape
     if len(shape) != 2 or not same_size(shape[0], m):
@@ -287,7 +287,7 @@ def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
 
 
 def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
-    """f, asked once of each value."""
+    """f, called once for each value."""
     answers: weakref.WeakKeyDictionary[Value, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(f)
@@ -306,17 +306,17 @@ def has_rows(value: Value) -> bool:
         return value.has_rows
     if isinstance(value, Product):
         return not value.transpose_a and has_rows(value.a)
-    lies_along = is_of_rows(value) if len(value.shape) == 1 else isinstance(value, Map) and len(value.shape) == 2
+    may_have_rows = is_of_rows(value) if len(value.shape) == 1 else isinstance(value, Map) and len(value.shape) == 2
     alike = [x for x in value.inputs if same_shape(x.shape, value.shape)]
     beside = alike or [
         x for x in value.inputs if same_size(x.shape[0] if x.shape else 1, value.shape[0] if value.shape else 1)
     ]
-    return lies_along and any(map(has_rows, beside))
+    return may_have_rows and any(map(has_rows, beside))
 
 
 @remembered
 def has_halves(value: Value) -> bool:
-    """True if the columns of its array are two axes, (2, N / 2), as those of a weight of which a mesh cuts N / 2."""
+    """True if the columns of its array are two axes, (2, N / 2), as for a weight of which a mesh shards N / 2."""
     if isinstance(value, Leaf):
         return value.has_halves
     if isinstance(value, Product):
@@ -328,7 +328,7 @@ def has_halves(value: Value) -> bool:
 
 
 def _reduces_rows(value: Value) -> bool:
-    """True for what has no row of its own for each of a tile that it reads."""
+    """True for a value that reads a tile and does not have a row for each of the tile's."""
     return not value.is_tile and any(x.is_tile for x in value.inputs) and not (is_of_rows(value) or is_column(value))
 
 
@@ -338,7 +338,7 @@ def is_column(value: Value) -> bool:
 
 @remembered
 def is_of_rows(value: Value) -> bool:
-    """True for a vector (M,) with an element for each row. One that is given has an element for each column."""
+    """True for a vector (M,) with an element for each row. A leaf (N,) has an element for each column."""
     if len(value.shape) != 1 or not isinstance(value, Map):
         return False
     tiles = [x for x in value.inputs if x.is_tile]
@@ -357,7 +357,7 @@ def program_beside(value: Map, shape: tuple[Any, ...]) -> Program | None:
 
 
 def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
-    """Why there is no such epilogue."""
+    """Why there is no such epilogue; empty if there is one."""
     program_beside(value, shape)
     reason = value.programs[shape]
     return reason if isinstance(reason, str) else ""
@@ -366,22 +366,22 @@ def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
 def _traced(value: Map, shape: tuple[Any, ...]) -> Program | str:
     if value.is_pass:
         return "no kernel's epilogue can make it"
-    types, of_rows = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
-    of_acc = next((i for i, x in enumerate(types) if x.shape == shape and x.dtype == FLOAT32), -1)
+    types, row_flags = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
+    acc_index = next((i for i, x in enumerate(types) if x.shape == shape and x.dtype == FLOAT32), -1)
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[Any]:
         given = iter(arrays)
-        inputs = [acc if i == of_acc else next(given) for i in range(len(types))]
+        inputs = [acc if i == acc_index else next(given) for i in range(len(types))]
         return [value(*(jnp.reshape(x, of.shape) for x, of in zip(inputs, types, strict=True)))]
 
     epilogue.__name__ = value.origin.name
-    others = [as_operand(x, one) for i, (x, one) in enumerate(zip(types, of_rows, strict=True)) if i != of_acc]
+    others = [as_operand(x, one) for i, (x, one) in enumerate(zip(types, row_flags, strict=True)) if i != acc_index]
     try:
         return trace(epilogue, jax.ShapeDtypeStruct(shape, FLOAT32), others)[0].program
     except NotTileLocalError as error:
         return str(error)
 
 
-def as_operand(type_: Any, of_rows: bool) -> Any:
+def as_operand(type_: Any, is_row_vector: bool) -> Any:
     """The type of a value as an operand, where a vector of rows is (M, 1)."""
-    return jax.ShapeDtypeStruct((*type_.shape, 1), type_.dtype) if of_rows else type_
+    return jax.ShapeDtypeStruct((*type_.shape, 1), type_.dtype) if is_row_vector else type_

@@ -8,17 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# of the output, the inputs and the output's cotangent: the inputs' cotangents, None where there is none
+# (output, *inputs, the output's cotangent) -> the inputs' cotangents, None where there is none
 Pullback = Callable[..., Sequence[Any]]
 
 
 def inner_product(y: jax.Array, dy: jax.Array) -> jax.Array:
-    """Along rows, (M, 1)."""
+    """The inner products of rows, (M, 1)."""
     return jnp.sum(y * dy, axis=1, keepdims=True)
 
 
 def with_pullback(f: Callable[..., Any], pullback: Pullback, takes_inner: bool) -> Callable[..., Any]:
-    """f with this derivative, which what runs the graph is differentiated by once more."""
+    """f with this derivative, by which JAX differentiates a function that runs the graph."""
 
     def forward(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (result,) = jax.tree.leaves(f(*inputs))
@@ -33,7 +33,7 @@ def backward_of(pullback: Pullback, takes_inner: bool) -> Callable[..., tuple[ja
     """The pullback as `jax.custom_vjp` takes it."""
 
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        found = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
-        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], found, strict=True))
+        cotangents = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))
+        return tuple(jnp.zeros_like(x) if d is None else d for x, d in zip(kept[1:], cotangents, strict=True))
 
     return backward

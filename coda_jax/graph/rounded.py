@@ -5,18 +5,18 @@
     g8 = saturate(u dy)                           u of dy as s of x
     dx = g8 w8^T / (u t),  dw = x8^T g8 / (s u)
 
-`largest` is that of the format, 448 of float8_e4m3fn. With delayed scaling s and u come of maxima of steps before, so
-that x and dy are rounded by the epilogues that make them:
+`largest` is that of the format, 448 for float8_e4m3fn. With delayed scaling s and u come from maxima of earlier steps,
+so that x and dy are rounded by the epilogues that make them:
 
     s = 2^floor(log2(largest / (headroom max_i amax_i)))      of the history amax_1 ... amax_H; 1 where all are 0
 
-A history's cotangent is no derivative: it is max |x|, and max |dy|, in the first places, and 0 in all others. So both
-leave a backward pass by the way that it has, as in Flax's fp8_ops. Sums of such cotangents, of a layer that is called
-twice or of microbatches, bound the maxima, where whole histories would add up.
+A history's cotangent is no derivative: its first entries are max |x| and max |dy|, and all others 0. So both leave a
+backward pass as a gradient, as in Flax's fp8_ops. Sums of such cotangents, for a layer that is called twice or for
+microbatches, bound the maxima, where entire histories would add up.
 
-The derivative takes rounding for the identity and scales for constants, as that of arXiv 2209.05433 does. A scale that
-is a power of two adds no rounding of its own. All six factors lie along k, so that x, w and dy have a transposed copy
-each; the plan says who makes it.
+The derivative treats rounding as the identity and scales as constants, as that of arXiv 2209.05433 does. A scale that
+is a power of two adds no rounding of its own. All six factors are contiguous along k, so that x, w and dy each have a
+transposed copy; the plan decides where it is made.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
 class Recipe:
     """How products train in 8 bits: both factors and the result's cotangent are rounded, each by one scale.
 
-    Scales are powers of two. With scaling="current" they are of the tensor's own largest value, for which it is read
-    once more, and there is no state. With "delayed", of the largest in `history` steps before, `headroom` times which
-    is in range (arXiv 2209.05433, section 3.2): x and cotangents are then rounded where they are made, and what is
-    beyond the range is clipped to it. Weights have current scales in both.
+    Scales are powers of two. With scaling="current" they come from the tensor's own largest value, for which it is read
+    once more, and there is no state. With "delayed" they come from the largest value of the `history` steps before, and
+    `headroom` times that value is in range (arXiv 2209.05433, section 3.2): x and cotangents are then rounded where
+    they are made, and values beyond the range are clipped to it. Weights have current scales in both.
 
     Attributes:
       scaling: "current" or "delayed".
@@ -84,7 +84,7 @@ class Rounding:
     """How the factors of a product x w and its cotangent are rounded.
 
     Attributes:
-      recipe: says how.
+      recipe: the dtypes and the scaling.
       history: (2 H,), of x and of the cotangent of x w; None for none.
       array: the history (2, H), where lines are run as plain JAX.
     """
@@ -96,11 +96,11 @@ class Rounding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scales:
-    """The scales with which a product's factors were rounded, and how its cotangent is.
+    """The scales with which a product's factors were rounded, and how its cotangent is rounded.
 
     Attributes:
       a, b: the factors' scales.
-      cotangent_scale: the cotangent's; None for that of its own largest value.
+      cotangent_scale: the cotangent's scale; None for that of its own largest value.
       gradient_dtype: to which the cotangent is rounded.
       history: (2 H,), of a and of the cotangent; None for none.
       amax: of a.
@@ -118,15 +118,15 @@ def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     """x w for x (M, K) and w (K, N)."""
     recipe, history = rounding.recipe, rounding.history
     is_turned = isinstance(w, Turned)
-    of = w.inputs[0] if is_turned else w
-    is_kept = of.is_factor
-    if is_kept:  # rounded in the place of what would be kept in the products' dtype
-        of = of.inputs[0] if isinstance(of, Map) and of.is_weight else of
-        of.is_factor = False
+    weight = w.inputs[0] if is_turned else w
+    is_kept = weight.is_factor
+    if is_kept:  # the rounded weight is kept, not the one in the products' dtype
+        weight = weight.inputs[0] if isinstance(weight, Map) and weight.is_weight else weight
+        weight.is_factor = False
     x_scale, dy_scale = (
         (None, None) if history is None or recipe.scaling == "current" else _history_scales(history, recipe)
     )
-    (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(of, recipe.dtype)
+    (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(weight, recipe.dtype)
     w8.is_factor = is_kept
     acc = Product(x8, w8 if is_turned else turned(w8), transpose_b=True)
     acc.scales = Scales(x_scale, w_scale, dy_scale, recipe.gradient_dtype, history, amax_of(x))
@@ -165,17 +165,17 @@ def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
 
 
 def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
-    """A product's factors with the cotangents of what was rounded to them; its history with this step's maxima."""
+    """Pairs: a product's factors and the cotangents of the unrounded ones; its history and this step's maxima."""
     assert y.scales is not None
     dy8, dy_scale = rounded(dy, y.scales.gradient_dtype, y.scales.cotangent_scale)
     da, db = factor_cotangents(y, dy8)
     is_copy = isinstance(db, Turned)
     dw: Value = mapped(_unscaled, turned(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
-    found = [(y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")), (y.b, turned(dw) if is_copy else dw)]
+    pairs = [(y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")), (y.b, turned(dw) if is_copy else dw)]
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy)
-        found.append((y.scales.history, mapped(_in_front, *inputs, derived="history")))
-    return found
+        pairs.append((y.scales.history, mapped(_in_front, *inputs, derived="history")))
+    return pairs
 
 
 def _in_front(history: jax.Array, *amaxes: jax.Array) -> jax.Array:
@@ -188,10 +188,10 @@ def _finite(amax: jax.Array) -> jax.Array:
 
 
 def next_history(history: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The history of the next step, (..., 2, H), of this step's and of its gradient.
+    """The history of the next step, (..., 2, H), from this step's and its gradient.
 
-    Its maxima are in front and the oldest are gone. What has none, as of a layer that had no part in the loss or whose
-    values were not finite, stays as it is.
+    The gradient's maxima come first, and the oldest are dropped. A history without a new maximum is unchanged, as that
+    of a layer that did not contribute to the loss or whose values were not finite.
     """
     amax = _finite(gradient[..., :1])
     return jnp.where(amax > 0, jnp.concatenate([amax, history[..., :-1]], axis=-1), history)
@@ -202,7 +202,7 @@ def factor_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
     a = turned(y.a) if y.transpose_a else y.a
     b = y.b if y.transpose_b else turned(y.b)
     a_factors = (turned(b), dy) if y.transpose_a else (dy, turned(b))
-    is_copy = isinstance(y.b, Turned)  # then the array in front of it has the cotangent, and that is not stored turned
+    is_copy = isinstance(y.b, Turned)  # then the transposed array has the cotangent, which is not stored transposed
     b_factors = (turned(dy), turned(a)) if y.transpose_b != is_copy else (turned(a), turned(dy))
     da = Product(*a_factors, transpose_b=True, like=y.a)
     db = Product(*b_factors, transpose_b=True, like=y.b.inputs[0] if is_copy else y.b)
@@ -217,12 +217,12 @@ def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
 
 
 def history_scale(history: jax.Array, recipe: Recipe, *, is_cotangent: bool = False) -> jax.Array:
-    """The scale by the maxima (..., H) of steps before, (...,); 1 where all are 0, as before the first step.
+    """The scale (...,) from the maxima (..., H) of earlier steps; 1 where all are 0, as before the first step.
 
     Args:
       history: of a product's input, or of its result's cotangent.
       recipe: with delayed scaling.
-      is_cotangent: which of both it is.
+      is_cotangent: whether it is the cotangent's.
     """
     amax = jnp.max(history, axis=-1)
     dtype = recipe.gradient_dtype if is_cotangent else recipe.dtype
@@ -249,8 +249,8 @@ def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.
     x8, s, w8, t, history, amax = kept
     g8, u = _in_8_bits(dy, recipe.gradient_dtype, recipe, history, 1)
     dx, dw = _unscaled(_wide(g8) @ _wide(w8).T, u, t), _unscaled(_wide(x8).T @ _wide(g8), s, u)
-    of_history = None if history is None else _in_front(history.ravel(), amax, _largest(dy)).reshape(history.shape)
-    return dx, dw, of_history
+    dhistory = None if history is None else _in_front(history.ravel(), amax, _largest(dy)).reshape(history.shape)
+    return dx, dw, dhistory
 
 
 _product.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Shapes of the values of a block: what arithmetic takes, and an inverse gives."""
+"""Shapes of the values of a block: those that arithmetic accepts, and those that an inverse has to give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def broadcast(what: str, x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, .
         shape = jnp.broadcast_shapes(x, y)
     except ValueError:
         shape = None
-    if shape is not None and all(_is_beside(of, shape) for of in (x, y)):
+    if shape is not None and all(_is_beside(one, shape) for one in (x, y)):
         return tuple(shape)
     raise ValueError(
         f"{what} of shapes {x} and {y}; arithmetic takes values of one shape, beside (..., N) also (..., 1) of all "
@@ -31,9 +31,9 @@ def broadcast(what: str, x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, .
     )
 
 
-def _is_beside(shape: tuple[Any, ...], whole: tuple[Any, ...]) -> bool:
-    of_rows = len(shape) == len(whole) and same_shape(shape[:-1], whole[:-1])
-    return of_rows or all(same_size(size, 1) for size in shape[:-1])
+def _is_beside(shape: tuple[Any, ...], full: tuple[Any, ...]) -> bool:
+    has_all_rows = len(shape) == len(full) and same_shape(shape[:-1], full[:-1])
+    return has_all_rows or all(same_size(size, 1) for size in shape[:-1])
 
 
 def named(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,9 +52,9 @@ def checked_inverse(inverse: Callable[..., Any], shape: tuple[Any, ...]) -> Call
 
     def recovered(*arrays: jax.Array) -> jax.Array:
         result: jax.Array = inverse(*arrays)
-        found = getattr(result, "shape", type(result).__name__)
-        if found != shape:
-            raise ValueError(f"inverse: gives {found}; the map is of an array of shape {shape}")
+        result_shape = getattr(result, "shape", type(result).__name__)
+        if result_shape != shape:
+            raise ValueError(f"inverse: gives {result_shape}; the map is of an array of shape {shape}")
         return result
 
     return recovered

@@ -1,7 +1,7 @@
-"""Maps of matrices, applied to arrays that have several axes in the place of rows, or of columns.
+"""Maps of matrices, applied to arrays whose rows, or columns, are several axes.
 
-A map is traced for matrices (M, N). To make a matrix of an array (B, T, N) would cost its sharding over a mesh, where
-that cuts both B and T. So XLA's passes apply each operation to the axes that the array has. An operation that has no
+A map is traced for matrices (M, N). An array (B, T, N) that is reshaped to a matrix would lose its sharding over a mesh
+that shards both B and T. So XLA's passes apply each operation to the axes that the array has. An operation that has no
 rule here is applied to matrices.
 """
 
@@ -55,41 +55,43 @@ class Unflattened:
 
 
 def flat(x: Any) -> Any:
-    """The matrix that it is; another array as it is."""
+    """x as a matrix; an array unchanged."""
     return x.flat() if isinstance(x, Unflattened) else x
 
 
 def apply(equation: core.JaxprEqn, inputs: Sequence[Any], bind: Bind) -> Sequence[Any]:
     """The results of an equation of matrices, `Unflattened` where its inputs are and the operation keeps the rows."""
-    found = [x for x in inputs if isinstance(x, Unflattened)]
-    if found and all(x.rows == found[0].rows for x in found):
-        made = _unflattened(equation, inputs, found, bind)
-        if made is not None:
-            return made
+    unflattened_inputs = [x for x in inputs if isinstance(x, Unflattened)]
+    if unflattened_inputs and all(x.rows == unflattened_inputs[0].rows for x in unflattened_inputs):
+        results = _unflattened(equation, inputs, unflattened_inputs, bind)
+        if results is not None:
+            return results
     return bind(equation.primitive, [flat(x) for x in inputs], equation.params)
 
 
 def _unflattened(
-    equation: core.JaxprEqn, inputs: Sequence[Any], found: Sequence[Unflattened], bind: Bind
+    equation: core.JaxprEqn, inputs: Sequence[Any], unflattened_inputs: Sequence[Unflattened], bind: Bind
 ) -> Sequence[Any] | None:
     """The results, or None where there is no rule."""
     out: Any = equation.outvars[0].aval
     name, shape = equation.primitive.name, tuple(out.shape)
-    rows, has_halves = found[0].rows, any(x.halves for x in found)
+    rows, has_halves = unflattened_inputs[0].rows, any(x.halves for x in unflattened_inputs)
     size = math.prod(rows)
 
     def bound(arrays: Sequence[Any], **params: Any) -> list[jax.Array]:
         return list(bind(equation.primitive, arrays, equation.params | params))
 
     if name in ELEMENTWISE:
-        like = _Axes(rows, next((x.array.shape[-2:] for x in found if x.halves), None))
-        made = bound([like.of(x) for x in inputs])
-        return [Unflattened(x, rows, has_halves) for x in made]
+        like = _Axes(rows, next((x.array.shape[-2:] for x in unflattened_inputs if x.halves), None))
+        results = bound([like.of(x) for x in inputs])
+        return [Unflattened(x, rows, has_halves) for x in results]
     if name in _REDUCTIONS:
-        return _reduced(equation, found[0], bound)
+        return _reduced(equation, unflattened_inputs[0], bound)
     if has_halves or name not in _BY_AXIS:
         return None
-    keeps_rows = bool(shape) and same_size(shape[0], size) and all(same_size(x.shape[0], size) for x in found)
+    keeps_rows = (
+        bool(shape) and same_size(shape[0], size) and all(same_size(x.shape[0], size) for x in unflattened_inputs)
+    )
     params = _BY_AXIS[name](equation.params, _Shift(rows)) if keeps_rows else None
     if params is None:
         return None
@@ -105,7 +107,7 @@ class _Axes:
     halves: tuple[Any, ...] | None
 
     def of(self, x: Any) -> Any:
-        """An array that is no `Unflattened` too, with these axes."""
+        """x, an array or `Unflattened`, as an array with these axes."""
         own = np.shape(x)
         if not own:
             return x
@@ -123,18 +125,18 @@ class _Axes:
 
 
 def _reduced(equation: core.JaxprEqn, x: Unflattened, bound: Callable[..., list[jax.Array]]) -> Sequence[Any] | None:
-    """Along rows, columns or both; an argument of the maximum along what is one axis."""
+    """A reduction along rows, columns or both; argmax and argmin only along a single axis."""
     axes, count = tuple(equation.params["axes"]), len(x.rows)
-    taken = [*range(count)] if 0 in axes else []
+    reduced_axes = [*range(count)] if 0 in axes else []
     for axis in axes:
         if axis:
-            taken += range(count, count + 2) if x.halves else [axis - 1 + count]
-    if equation.primitive.name.startswith("arg") and len(taken) > 1:
+            reduced_axes += range(count, count + 2) if x.halves else [axis - 1 + count]
+    if equation.primitive.name.startswith("arg") and len(reduced_axes) > 1:
         return None
-    made = bound([x.array], axes=tuple(taken))
+    results = bound([x.array], axes=tuple(reduced_axes))
     if 0 in axes:
-        return [of.reshape(-1) if x.halves and of.ndim else of for of in made]
-    return [Unflattened(of, x.rows) for of in made]
+        return [y.reshape(-1) if x.halves and y.ndim else y for y in results]
+    return [Unflattened(y, x.rows) for y in results]
 
 
 @dataclasses.dataclass(frozen=True)

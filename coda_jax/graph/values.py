@@ -1,9 +1,9 @@
-"""The values of a graph: arrays that are given, products of two values, and maps of values.
+"""The values of a graph: its leaves, products of two values, and maps of values.
 
 A value is a matrix (M, N), or one for each group, a vector of columns (N,) or (1, N) or of rows (M,) or (M, 1), or a
-scalar; those of rows that are given are (M, 1). A product sums in float32, and a map sees
-every floating value as float32. Nothing is computed when a value is made: its function is traced, so that a mistake is
-told at the line that makes it.
+scalar; leaves that are vectors of rows are (M, 1). A product sums in float32, and a map sees every floating value as
+float32. Nothing is computed when a value is made: its function is traced, so that an error is raised at the line that
+makes it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Value:
     """A node of a graph. Two values are the same if they are one object.
 
     Attributes:
-      shape, dtype: of the array that it is.
-      inputs: what it is a function of; these were made before it.
+      shape, dtype: of its array.
+      inputs: the values that it is a function of; these were made before it.
       number: in the order in which values are made.
       transpose: as `turned` made it.
       rounded, amax: in 8 bits with the scale, by dtype and scale; its largest magnitude: as `graph.rounded` made them.
-      name: for the policies of `jax.checkpoint`, where it or what it is made again of is kept.
-      spec: how it lies over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
-      recovered: the same, made of values behind it; backward passes read that.
-      has_one_row: its rows are the block's, which are one, so that (1, N) is a tile.
-      is_factor: it lies in memory in the dtype of products' factors, and is kept for a backward pass that reads it.
+      name: for the policies of `jax.checkpoint`, where it or a value that it is computed again from is kept.
+      spec: its sharding over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
+      recovered: the same value, computed from its users; backward passes read that.
+      has_one_row: its rows are the block's, which has one, so that (1, N) is a tile.
+      is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
     """
 
@@ -63,21 +63,21 @@ class Value:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
 
     def stored_as(self, dtype: Any) -> np.dtype[Any]:
-        """The dtype in which it lies in memory, where products are of this dtype.
+        """The dtype in which it is stored in memory, where products have this dtype.
 
-        A tile has the widest of the floating tiles that it is made of, those with most columns, as a sum of a float32
-        stream and a product is float32; other floats are float32, and all else is as it is.
+        A tile has that of the floating tiles with most columns that it is made of; float32 if they differ, as for the
+        sum of a float32 stream and a product. Other floats are float32, and other dtypes are unchanged.
         """
         if not is_float(self.dtype) or is_of_8_bits(self.dtype):
             return self.dtype
         if self.is_factor:
             return np.dtype(dtype)
-        found = {np.dtype(dtype if x is None else x) for x in self.made_of}
-        return found.pop() if len(found) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
+        dtypes = {np.dtype(dtype if x is None else x) for x in self.made_of}
+        return dtypes.pop() if len(dtypes) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
 
     @property
     def type(self) -> jax.ShapeDtypeStruct:
-        """As a map sees it."""
+        """The type as a map sees it."""
         return jax.ShapeDtypeStruct(self.shape, FLOAT32 if is_float(self.dtype) else self.dtype)
 
     @property
@@ -89,13 +89,13 @@ class Value:
 
 
 class Leaf(Value):
-    """An array that is given.
+    """An argument of the graph.
 
     Attributes:
       has_cotangent: whether it is differentiated.
       has_rows: whether its rows are those of the block's arrays, which may be several axes of these.
       has_halves: whether its columns are two axes of the array, (2, N / 2).
-      is_history: whether it holds maxima of steps before, whose gradient is this step's.
+      is_history: whether it holds maxima of earlier steps; its gradient is this step's.
     """
 
     is_history: bool = False
@@ -126,7 +126,7 @@ class Product(Value):
 
     Attributes:
       groups: (G,) int32, how many rows each has; None for a plain product.
-      like: what the result is a cotangent of: it is sharded alike over explicit mesh axes. None for nothing.
+      like: the value that the result is a cotangent of, and is sharded as over explicit mesh axes; else None.
       scales: of factors that `graph.rounded` rounds, with its cotangent; None for others.
 
     Raises:
@@ -147,9 +147,9 @@ class Product(Value):
         if len(a.shape) != 2 or len(b.shape) != 2 + has_groups:
             kinds = "a matrix and one for each group" if has_groups else "both matrices"
             raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}; they must be {kinds}")
-        (m, k), (of_b, n) = _sizes(a.shape, transpose_a), _sizes(b.shape[-2:], transpose_b)
-        if not same_size(k, of_b):
-            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {of_b}")
+        (m, k), (b_k, n) = _sizes(a.shape, transpose_a), _sizes(b.shape[-2:], transpose_b)
+        if not same_size(k, b_k):
+            raise ValueError(f"product: factors have shapes {a.shape} and {b.shape}, which sum over {k} and {b_k}")
         if is_of_8_bits(a.dtype) != is_of_8_bits(b.dtype):
             raise ValueError(f"product: factors are {a.dtype} and {b.dtype}; both must be of 8 bits, or neither")
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
@@ -166,7 +166,7 @@ class Function:
     Attributes:
       jaxpr: of the inputs as maps see them.
       inputs: the values.
-      name: for people.
+      name: for messages.
       is_stated: whether an author wrote it; else it is derived.
     """
 
@@ -175,10 +175,10 @@ class Function:
     name: str = "map"
     is_stated: bool = True
 
-    def of_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
-        """The jaxpr that gives these results alone, and the inputs that it has."""
-        wanted = [i in indices for i in range(len(self.jaxpr.out_avals))]
-        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, wanted)
+    def with_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
+        """The jaxpr with these results alone, and the inputs that it reads."""
+        flags = [i in indices for i in range(len(self.jaxpr.out_avals))]
+        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, flags)
         return core.ClosedJaxpr(jaxpr, self.jaxpr.consts), list(itertools.compress(self.inputs, used))
 
 
@@ -187,14 +187,14 @@ class Map(Value):
 
     Attributes:
       jaxpr: the function, of `inputs` as maps see them.
-      pullback: its derivative in other terms than JAX's own; None for JAX's.
+      pullback: a derivative that replaces JAX's own; None for JAX's.
       function: of a map with a pullback, of arrays; None for another, which is its jaxpr.
       takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function with all its results, which are differentiated together.
       index: among these.
       is_pass: no epilogue makes it, though the language has one.
       is_weight: true of `kept_weight`.
-      programs: what it is as an epilogue, by the product's shape, or why it is none; of a plan.
+      programs: its program as an epilogue, or why there is none, by the product's shape; a cache of the plans'.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def _made_of(value: Value, inputs: Sequence[Value]) -> frozenset[np.dtype[Any] |
 
 
 class Turned(Value):
-    """The transpose of a matrix, as a product that reads its other axis along k takes it."""
+    """The transpose of a matrix, for a product that sums over its other axis."""
 
     def __init__(self, x: Value):
         rows, columns = x.shape
@@ -282,12 +282,12 @@ def mapped(
     """f(*inputs): a value for each array that f returns, in the structure that it has.
 
     Args:
-      f: a JAX function of whole arrays.
-      pullback: of f's one result, its inputs and the result's cotangent: the inputs' cotangents in their order, None
-        for one that has none. It takes the place of JAX's derivative of f, for instance because it is shorter in terms
-        of the result.
-      takes_inner: as `Map` has it.
-      derived: a name, where f is no author's.
+      f: a JAX function of entire arrays.
+      pullback: a function of f's one result, its inputs and the result's cotangent that gives the inputs' cotangents
+        in their order, None for one that has none. It replaces JAX's derivative of f, for instance because it is
+        shorter in terms of the result.
+      takes_inner: as in `Map`.
+      derived: a name, where no author wrote f.
       captured: makes an input of a traced array that f closes over.
 
     Raises:
@@ -314,8 +314,8 @@ def mapped(
         if count != 1:
             raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
         origin = Function(closed, tuple(inputs), derived or name, not derived)
-        whole = functools.partial(_leaves, function)
-        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner, function=whole)  # of all inputs
+        flat_function = functools.partial(_leaves, function)
+        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner, function=flat_function)  # of all inputs
         return jax.tree.unflatten(trees[-1], [one])
     origin = Function(closed, tuple(inputs), derived or name, not derived)
     return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
@@ -323,18 +323,18 @@ def mapped(
 
 def kept_weight(w: Value) -> Value:
     """w, in the dtype of products' factors, which is kept for a backward pass."""
-    made: Map = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
-    made.is_factor = made.is_weight = True
-    return made
+    weight: Map = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
+    weight.is_factor = weight.is_weight = True
+    return weight
 
 
 def has_captured(closed: core.ClosedJaxpr) -> bool:
-    """True for a function that closes over arrays of JAX, traced or not: another time they are others."""
+    """True for a function that closes over arrays of JAX, traced or not, which may be others in the next call."""
     return any(isinstance(x, jax.Array) for x in closed.consts)
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The jaxpr whose constants are its first inputs."""
+    """The jaxpr with its constants as its first inputs."""
     count = len(closed.consts)
 
     def function(*arrays: Any) -> list[Any]:
@@ -346,8 +346,8 @@ def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _result(origin: Function, index: int) -> Value:
-    """One result, of those inputs that it depends on; an input where it is one."""
-    closed, inputs = origin.of_results([index])
+    """One result, as a map of the inputs that it depends on; the input itself where it is one."""
+    closed, inputs = origin.with_results([index])
     (out,) = closed.jaxpr.outvars
     if out in closed.jaxpr.invars:
         return inputs[closed.jaxpr.invars.index(out)]
@@ -358,32 +358,32 @@ def _leaves(f: Callable[..., Any], *arrays: jax.Array) -> list[Any]:
     return jax.tree.leaves(f(*arrays))
 
 
-def lies(value: Value, spec: jax.P | None) -> None:
-    """Says how the value lies over the mesh, and what the library made it of too, as a product that a norm scales."""
+def set_spec(value: Value, spec: jax.P | None) -> None:
+    """Sets the sharding of the value, and of the values of its shape that the library made it from, as a product."""
     value.spec = spec
     if isinstance(value, Map) and not value.origin.is_stated:
         for x in value.inputs:
             if isinstance(x, Map | Product) and x.shape == value.shape:
-                lies(x, spec)
+                set_spec(x, spec)
 
 
 def inputs_read(value: Value) -> Sequence[Value]:
-    """The inputs that are read: one with a pullback is formally a function of more."""
+    """The inputs that are read; a map with a pullback is formally a function of more."""
     if isinstance(value, Map) and value.pullback is not None:
         return list(itertools.compress(value.inputs, value.primal()[1]))
     return value.inputs
 
 
-def reachable(wanted: Iterable[Value], given: Iterable[Value] = ()) -> list[Value]:
-    """The wanted values and what they are made of, inputs before users, but not what the given ones are made of."""
-    stops, found = set(given), set(wanted)
-    open_ = list(found)
+def reachable(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
+    """The values and all that they are made of, inputs before users; it stops at values that are `known`."""
+    stops, reached = set(known), set(values)
+    open_ = list(reached)
     while open_:
         value = open_.pop()
-        new = set() if value in stops else set(value.inputs) - found
-        found |= new
+        new = set() if value in stops else set(value.inputs) - reached
+        reached |= new
         open_ += new
-    return sorted(found, key=lambda value: value.number)
+    return sorted(reached, key=lambda value: value.number)
 
 
 def is_float(dtype: Any) -> bool:
