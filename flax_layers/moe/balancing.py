@@ -1,4 +1,4 @@
-"""How evenly tokens are spread over experts: what is counted of it in each layer, and auxiliary losses of that."""
+"""How evenly tokens are spread over experts: statistics of each layer, and auxiliary losses of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax_layers.moe.router import Routing
 
 
 class RouterStatistics(NamedTuple):
-    """The statistics of a router, over the tokens that count. For several layers each has an axis L in front.
+    """The statistics of a router, over the tokens that count. For several layers each has a leading axis L.
 
     They are sums, so that those of shards of a batch may be added up.
 
@@ -39,7 +39,7 @@ def router_statistics(
 
     Args:
       routing: what the router decided.
-      token_mask: (...) bool, False of tokens that do not count, as padding; default all count.
+      token_mask: (...) bool, False for tokens that do not count, as padding; default all count.
       dropped: the number of choices that were dropped.
     """
     experts = routing.logits.shape[-1]
@@ -64,7 +64,7 @@ def load_balancing_loss(statistics: RouterStatistics) -> jax.Array:
     have as many tokens. Its gradient goes to the probabilities. Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
     Args:
-      statistics: of one layer, or of several with an axis in front.
+      statistics: of one layer, or of several with a leading axis.
     """
     tokens = jnp.maximum(jnp.sum(statistics.tokens), 1).astype(jnp.float32)
     experts = statistics.counts.shape[-1]
@@ -79,7 +79,7 @@ def router_z_loss(statistics: RouterStatistics) -> jax.Array:
     """The mean of logsumexp(logits)^2 over the tokens of all layers, () float32: ST-MoE, arXiv 2202.08906, equation 5.
 
     Args:
-      statistics: of one layer, or of several with an axis in front.
+      statistics: of one layer, or of several with a leading axis.
     """
     return jnp.sum(statistics.squared_lse) / jnp.maximum(jnp.sum(statistics.tokens), 1).astype(jnp.float32)
 

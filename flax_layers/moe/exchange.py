@@ -1,17 +1,17 @@
-"""Rows of tokens to the devices of their experts and back, along a mesh axis that the experts are cut by.
+"""Rows of tokens to the devices of their experts and back, along a mesh axis that shards the experts.
 
 Each of P devices has T tokens and E / P experts, device p those from p E / P on. Its T k routed rows, sorted by expert
-(`flax_layers.moe.routing`), are sorted by device as well: those of one expert are a slice of them. Every slice goes to
-its place in the receiver's buffer, which is sorted by expert, and of an expert by sender. So what arrives is already
-what the experts' products take, and nothing is permuted a second time.
+(`flax_layers.moe.routing`), are sorted by device as well: those of one expert are a slice of them. Every slice is sent
+to its place in the receiver's buffer, which is sorted by expert, and of an expert by sender. So the experts' products
+can read the received rows, and nothing is permuted a second time.
 
     sorted rows of device 0:  | expert 0 | expert 1 | expert 2 | expert 3 |        E = 4, P = 2
     buffer of device 1:       | expert 2 of 0 | of 1 | expert 3 of 0 | of 1 | zeros |
 
 `exchange_of` computes sizes and offsets of all slices from how many rows each device has for each expert: P E integers,
-the only numbers that all devices learn of each other. `send` moves the slices: by `jax.lax.ragged_all_to_all`, and on
-CPUs, where XLA has none, by an all-to-all of blocks that hold all rows that one device may have for another. Both give
-the same. The way back is the same exchange with its ends swapped, and so is the gradient of either.
+the only numbers that all devices learn of each other. `send` sends the slices: by `jax.lax.ragged_all_to_all`, and on
+CPUs, where XLA has none, by an all-to-all of blocks that hold all rows that one device may have for another. Results
+are equal. The way back is the same exchange with its ends swapped, and so is the gradient of either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AxisName = str | tuple[str, ...]
 
 
 class Slices(NamedTuple):
-    """One end of an exchange on a device: the slices of its buffer, [peer, expert of the receiver], int32 each.
+    """One end of an exchange on a device: the slices of its buffer, int32 arrays [peer, expert of the receiver].
 
     Attributes:
       sizes: how many rows a slice has.
@@ -66,7 +66,7 @@ def exchange_of(counts: jax.Array, device: Any, receive_rows: int | None = None)
       counts: (P, E) integers, the rows that each device has for each expert; E a multiple of P.
       device: this one, 0 to P - 1.
       receive_rows: rows of every receive buffer; None where it is large enough for all. Rows without a place are the
-        last ones in the order of the buffer: by expert, of an expert by sender.
+        last ones in the order of the buffer: by expert, and of an expert by sender.
     """
     devices, experts = counts.shape
     sender_receiver_expert = (devices, devices, experts // devices)
@@ -93,7 +93,7 @@ def _exclusive_cumsum(sizes: jax.Array) -> jax.Array:
 
 
 class Buffers(NamedTuple):
-    """Rows of the two buffers of an exchange, the sender's and the receiver's."""
+    """The numbers of rows of the two buffers of an exchange, the sender's and the receiver's."""
 
     source: int
     target: int
@@ -106,7 +106,7 @@ def send(rows: jax.Array, source: Slices, target: Slices, buffers: Buffers, axis
     Args:
       rows: (buffers.source, ...), this device's.
       source, target: the ends of an `Exchange`, either way round.
-      axis_name: of the mesh axis, manual here.
+      axis_name: of the mesh axis, which is manual here.
 
     Returns:
       (buffers.target, ...), zeros where no slice is.
@@ -115,13 +115,13 @@ def send(rows: jax.Array, source: Slices, target: Slices, buffers: Buffers, axis
     arguments = vary(axes, rows, *source, *target)
 
     def move(way: Any, rows: jax.Array, *ends: jax.Array) -> jax.Array:
-        moved: jax.Array = way(rows, Slices(*ends[:3]), Slices(*ends[3:]), buffers, axis_name)
-        return moved
+        received: jax.Array = way(rows, Slices(*ends[:3]), Slices(*ends[3:]), buffers, axis_name)
+        return received
 
-    moved: jax.Array = lax.platform_dependent(
+    received: jax.Array = lax.platform_dependent(
         *arguments, cpu=functools.partial(move, send_in_blocks), default=functools.partial(move, send_ragged)
     )
-    return moved
+    return received
 
 
 def _send_forward(
@@ -141,7 +141,7 @@ send.defvjp(_send_forward, _send_backward)
 
 
 def send_ragged(rows: jax.Array, source: Slices, target: Slices, buffers: Buffers, axis_name: AxisName) -> jax.Array:
-    """`send` by JAX's collective: no row that is not sent moves."""
+    """`send` by JAX's collective, which sends no other rows."""
     output = jnp.zeros((buffers.target, *rows.shape[1:]), rows.dtype)
     (output,) = vary(varying_axes(rows), output)
     sent_sizes, offsets, peer_offsets = (x.reshape(-1) for x in source)
@@ -215,7 +215,7 @@ def exchanged_experts(
     Args:
       experts: called with rows (R, D), sorted by expert, their weights (R,) float32 and the number of rows of each of
         this device's experts (E / P,) int32; returns (R, D), multiplied by the weights. Rows beyond the numbers' sum
-        are zeros, and what is returned of them is ignored.
+        are zeros, and their results are ignored.
       x: (T, D), this device's tokens.
       ids: (T, k) integers, the experts of each token, of all E.
       weights: (T, k) float32.

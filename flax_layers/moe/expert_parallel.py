@@ -1,18 +1,18 @@
 """Experts on a mesh under plain `jit`: each device sorts its own tokens, and experts are where the rules put them.
 
 Where rules are in force (`flax_layers.sharding`) a layer's experts run in one `jax.shard_map` over all mesh axes, in
-which every product is a kernel on what its device has. What a mesh axis does there follows from what the rules cut by
-it:
+which every product is a kernel on its device's shards. The role of a mesh axis there follows from the names whose axes
+it shards by the rules:
 
-    tokens      "batch", or "length": each device sorts the rows of its own tokens. An axis that cuts parameters as
-                well, FSDP's, has them gathered in the compute dtype, and their gradients scattered in their own.
-    experts     "expert": rows go to the devices of their experts and back (`flax_layers.moe.exchange`). Such an axis
-                usually cuts the tokens, too. Where it does not, each of its devices takes a share of the tokens that
-                they all have, and they gather the results.
-    F           "mlp": each device has a share of every expert's hidden features, and results are summed over the axis,
-                in the compute dtype. Where it cuts "length" as well, each device keeps its part of the sum.
+    tokens      "batch", or "length": each device sorts the rows of its own tokens. Parameters that such an axis shards
+                as well, FSDP's, are gathered in the compute dtype, and their gradients scattered in their own.
+    experts     "expert": rows are sent to the devices of their experts and back (`flax_layers.moe.exchange`). Such an
+                axis usually shards the tokens, too. Where it does not, each of its devices computes a share of the
+                tokens that they all have, and they gather the results.
+    F           "mlp": each device has a shard of every expert's hidden features, and results are summed over the axis,
+                in the compute dtype. Where it shards "length" as well, each device keeps its shard of the sum.
 
-XLA left to itself would sort and gather over the tokens of all devices.
+XLA alone would sort and gather over the tokens of all devices.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def expert_parallel(
 ) -> Any:
     """`sorted_experts`, over the mesh of `jax.set_mesh` as the rules in force say; on one device where none are.
 
-    Inside a `jax.shard_map` over some mesh axes it is over the others, without gradients: JAX does not differentiate a
-    map in a map.
+    Inside a `jax.shard_map` over some mesh axes it runs over the others, without gradients: JAX does not differentiate
+    a map in a map.
 
     Args:
       experts: called as experts(rows (R, D), row_scale (R,) float32, group_sizes (E',), *parameters) -> (R, D) with the
-        E' experts of one device; see `exchanged_experts`. Where F is cut, it is called with a share of F, and what it
-        returns is summed: it must be a sum over F.
+        E' experts of one device; see `exchanged_experts`. Where F is sharded, it is called with a shard of F, and its
+        results are summed: they must be sums over F.
       x: (..., D), as (B, T, D).
       ids: (..., k) integers, the experts of each token.
       weights: (..., k) float32.
       parameters: arrays (E, ...).
       axes: the names of each parameter's axes, "expert" the first; see `flax_layers.axis_names`.
       capacity_factor: rows of a device's receive buffer, in multiples of the T k rows of its own tokens: as many as it
-        receives if all experts are chosen equally often. Others are dropped, as `exchanged_experts` says. Default there
-        is a place for all. Where no mesh axis cuts the experts nothing is received, and nothing dropped.
-      compute_dtype: of parameters that are gathered, and of sums over devices; default the promotion of x's and theirs.
+        receives if all experts are chosen equally often. Others are dropped, as `exchanged_experts` says. Default is
+        room for all. Where no mesh axis shards the experts nothing is received, and nothing dropped.
+      compute_dtype: of gathered parameters, and of sums over devices; default the promotion of x's and theirs.
       dtype: of the result; default that of what `experts` returns.
 
     Returns:
@@ -100,11 +100,11 @@ def expert_parallel(
 
 
 class _Parameter(NamedTuple):
-    """How a parameter comes to the devices.
+    """The shards of a parameter that devices are given, and how they are gathered.
 
     Attributes:
-      spec: of the part that each device is given.
-      gathered: the mesh axes over which that is gathered, of each of its axes.
+      spec: of the shard that each device is given.
+      gathered: for each of its axes the mesh axes over which it is gathered.
     """
 
     spec: PartitionSpec
@@ -116,13 +116,13 @@ class _Plan(NamedTuple):
 
     Attributes:
       tokens: the entries of x's PartitionSpec but the last one.
-      results: those of the result's.
-      scattered: the axis of the result of whose sum each device keeps a shard.
+      results: those of the result's PartitionSpec.
+      scattered: the axis along which each device keeps a shard of the result's sum.
       experts: the mesh axes that shard the experts.
       idle: those of them that do not shard the tokens.
-      summed: those that shard F, over which results are summed.
-      varying: all over which devices have different arrays.
-      parameters: of each.
+      summed: the mesh axes that shard F, over which results are summed.
+      varying: all mesh axes over which devices have different arrays.
+      parameters: one for each parameter.
     """
 
     tokens: tuple[MeshAxes | None, ...]
@@ -136,21 +136,21 @@ class _Plan(NamedTuple):
 
 
 def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -> _Plan | None:
-    """None where no rules are in force, no mesh is, or no mesh axis is left to cut anything."""
+    """The plan; None where no rules are in force, no mesh is, or no mesh axis is free."""
     names = (*(None,) * (x.ndim - len(STREAM)), *STREAM)[-x.ndim :]
     stream, free = activation_spec(x.shape, *names), _free_axes()
     if stream is None or not free:
         return None
     cuts = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
-    experts = _cut_of_experts(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
-    of_stream = _entries(stream, free)[:-1]
-    batch = mesh_axes(entry for name, entry in zip(names, of_stream, strict=False) if name != "length")
-    # Sequence parallelism cuts the length by the axis that cuts F, whose devices want the same tokens here.
-    summed = _without(_cut_of_hidden(cuts, axes), batch)
-    tokens = [_without(entry, summed) for entry in of_stream]
-    of_tokens = frozenset(mesh_axes(tokens))
+    experts = _expert_axes(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
+    stream_entries = _entries(stream, free)[:-1]
+    batch = mesh_axes(entry for name, entry in zip(names, stream_entries, strict=False) if name != "length")
+    # Sequence parallelism shards the length by the axis that shards F, whose devices need the same tokens here.
+    summed = _without(_hidden_axes(cuts, axes), batch)
+    tokens = [_without(entry, summed) for entry in stream_entries]
+    token_axes = frozenset(mesh_axes(tokens))
     results, scattered = list(tokens), None
-    for i, entry in enumerate(of_stream):
+    for i, entry in enumerate(stream_entries):
         if summed and entry == (*tokens[i], *summed):
             results[i], scattered = entry, i
     return _Plan(
@@ -158,10 +158,10 @@ def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -
         tuple(entry or None for entry in results),
         scattered,
         experts,
-        _without(experts, of_tokens),
+        _without(experts, token_axes),
         summed,
-        of_tokens.union(experts, summed),
-        tuple(_parameter(cut, each, experts, summed, of_tokens) for cut, each in zip(cuts, axes, strict=True)),
+        token_axes.union(experts, summed),
+        tuple(_parameter(entries, each, experts, summed, token_axes) for entries, each in zip(cuts, axes, strict=True)),
     )
 
 
@@ -169,39 +169,43 @@ def _without(axes: MeshAxes, others: Collection[str]) -> MeshAxes:
     return tuple(axis for axis in axes if axis not in others)
 
 
-def _cut_of_experts(
-    parameters: Sequence[jax.Array], cuts: Sequence[tuple[MeshAxes, ...]], wanted: set[MeshAxes]
+def _expert_axes(
+    parameters: Sequence[jax.Array], cuts: Sequence[tuple[MeshAxes, ...]], allowed: set[MeshAxes]
 ) -> MeshAxes:
-    """The mesh axes that cut the experts of all parameters."""
-    if len(wanted) != 1 or {cut[0] for cut in cuts} != wanted:
+    """The mesh axes that shard the experts of all parameters."""
+    if len(allowed) != 1 or {entries[0] for entries in cuts} != allowed:
         raise ValueError(
             f"the rules cut experts, of parameters of shapes {[p.shape for p in parameters]}, by mesh axes "
-            f"{sorted(wanted)}: these must be the same for all, and divide the number of experts evenly"
+            f"{sorted(allowed)}: these must be the same for all, and divide the number of experts evenly"
         )
-    return next(iter(wanted))
+    return next(iter(allowed))
 
 
-def _cut_of_hidden(cuts: Sequence[tuple[MeshAxes, ...]], axes: Sequence[Axes]) -> MeshAxes:
-    """The mesh axes that cut F of all parameters which have it, in their order."""
-    of_f = [
+def _hidden_axes(cuts: Sequence[tuple[MeshAxes, ...]], axes: Sequence[Axes]) -> MeshAxes:
+    """The mesh axes that shard F of all parameters which have it, in their order."""
+    hidden_entries = [
         entry
-        for cut, each in zip(cuts, axes, strict=True)
-        for entry, name in zip(cut, each, strict=True)
+        for entries, each in zip(cuts, axes, strict=True)
+        for entry, name in zip(entries, each, strict=True)
         if _is_f(name)
     ]
-    return tuple(axis for axis in of_f[0] if all(axis in entry for entry in of_f)) if of_f else ()
+    return (
+        tuple(axis for axis in hidden_entries[0] if all(axis in entry for entry in hidden_entries))
+        if hidden_entries
+        else ()
+    )
 
 
 def _parameter(
-    cut: tuple[MeshAxes, ...], names: Axes, experts: MeshAxes, summed: MeshAxes, of_tokens: frozenset[str]
+    sharded: tuple[MeshAxes, ...], names: Axes, experts: MeshAxes, summed: MeshAxes, token_axes: frozenset[str]
 ) -> _Parameter:
-    """Mesh axes that neither cut F nor tokens are left to XLA, which gathers over them."""
+    """The plan of a parameter; XLA gathers over mesh axes that shard neither F nor tokens."""
     entries: list[MeshAxes] = [experts]
     gathered: list[MeshAxes] = [()]
-    for name, entry in zip(names[1:], cut[1:], strict=True):
+    for name, entry in zip(names[1:], sharded[1:], strict=True):
         kept = summed if _is_f(name) else ()
-        over = tuple(axis for axis in entry if axis in of_tokens)
-        entries.append((*kept, *over))  # those that stay come first: what is gathered is one piece of F
+        over = tuple(axis for axis in entry if axis in token_axes)
+        entries.append((*kept, *over))  # those that stay come first: the gathered shards are one piece of F
         gathered.append(over)
     return _Parameter(PartitionSpec(*(entry or None for entry in entries)), tuple(gathered))
 
@@ -211,12 +215,12 @@ def _is_f(name: Name) -> bool:
 
 
 def _entries(spec: PartitionSpec, free: MeshAxes) -> tuple[MeshAxes, ...]:
-    """The mesh axes of each entry, but those that are manual."""
+    """The mesh axes of each entry that are not manual."""
     return tuple(tuple(axis for axis in mesh_axes([entry]) if axis in free) for entry in spec)
 
 
 def _free_axes() -> MeshAxes:
-    """Mesh axes that no shard_map around this has made manual."""
+    """The mesh axes that no shard_map around this has made manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(
         axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is not AxisType.Manual
@@ -235,15 +239,17 @@ def _run(
     *parameters: jax.Array,
 ) -> Any:
     """The result of a device, from its tokens and its shards of the parameters."""
-    x, weights, *given = vary(plan.varying, x, weights, *parameters)
-    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in given]
-    whole = [_gathered(p, way.gathered, dtype) for p, way, dtype in zip(given, plan.parameters, dtypes, strict=True)]
+    x, weights, *shards = vary(plan.varying, x, weights, *parameters)
+    dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in shards]
+    gathered = [
+        _gathered(p, way.gathered, dtype) for p, way, dtype in zip(shards, plan.parameters, dtypes, strict=True)
+    ]
     own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
     run: Any = sorted_experts
     if plan.experts:
         limit = None if capacity_factor is None else math.ceil(capacity_factor * own_ids.size)
         run = functools.partial(exchanged_experts, axis_name=plan.experts, receive_rows=limit)
-    y = _on_device(run, experts, own, own_ids, own_weights, whole, **options)
+    y = _on_device(run, experts, own, own_ids, own_weights, gathered, **options)
     y, dropped = y if plan.experts and capacity_factor is not None else (y, jnp.int32(0))
     if plan.idle:
         y = _joined(y, plan.idle, x.shape[:-1])
@@ -272,7 +278,7 @@ def _on_device(
 
 
 def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
-    """This device's share of tokens (..., n) that all devices along these axes have: (T', n), of zeros at the end."""
+    """This device's share (T', n), padded with zeros, of tokens (..., n) that all devices along these axes have."""
     flat = x.reshape(-1, x.shape[-1])
     devices = lax.axis_size(axes)
     size = -(-flat.shape[0] // devices)
@@ -293,7 +299,7 @@ def _summed(y: jax.Array, plan: _Plan) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(x: jax.Array, axes: tuple[MeshAxes, ...], dtype: Any) -> jax.Array:
-    """A parameter, gathered along its axes in `dtype`; its gradient is summed and scattered in its own."""
+    """A parameter, gathered along its axes in `dtype`; its gradient is summed and scattered in its own dtype."""
     if not any(axes):
         return x
     x = x.astype(dtype)
@@ -307,9 +313,9 @@ def _gathered_forward(x: jax.Array, axes: tuple[MeshAxes, ...], dtype: Any) -> t
 
 
 def _gathered_backward(
-    axes: tuple[MeshAxes, ...], dtype: Any, of_x: jax.Array, cotangent: jax.Array
+    axes: tuple[MeshAxes, ...], dtype: Any, empty_x: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    cotangent = cotangent.astype(of_x.dtype)
+    cotangent = cotangent.astype(empty_x.dtype)
     for dimension, names in enumerate(axes):
         if names:
             cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=dimension, tiled=True)

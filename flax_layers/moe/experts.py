@@ -1,4 +1,4 @@
-"""Gated feed-forward experts: their parameters, and what they make of rows that are sorted by expert."""
+"""Gated feed-forward experts: their parameters, and their outputs for rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax_layers.sharding import keeps_weights
 
 
 class Experts(nnx.Module):
-    """E gated feed-forward layers, each of the rows of its tokens.
+    """E gated feed-forward layers, each for the rows of its tokens.
 
     y = row_scale * (activation(x @ gate[e]) * (x @ up[e])) @ down[e]           e the expert of a row
 
@@ -28,7 +28,7 @@ class Experts(nnx.Module):
       activation: applied to the gate; a function, or its name: see `flax_layers.activation`.
       dtype: compute dtype; default the promotion of input and parameters.
       param_dtype: storage dtype of `gate_up` (E, D, 2, F) and `down` (E, F, D).
-      kernel_init: initialiser of all; it sees one expert's, (D, 2F) and (F, D), and returns an array.
+      kernel_init: initialiser of all; it sees one expert's shapes, (D, 2F) and (F, D), and returns an array.
       rngs: source of keys.
     """
 
@@ -44,19 +44,19 @@ class Experts(nnx.Module):
         kernel_init: nnx.Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        def of_each_expert(rows: int, columns: int) -> jax.Array:
+        def kernels(rows: int, columns: int) -> jax.Array:
             def one(key: jax.Array) -> Any:
-                made = kernel_init(key, (rows, columns), param_dtype)
-                if isinstance(made, nnx.VariableMetadata):
+                kernel = kernel_init(key, (rows, columns), param_dtype)
+                if isinstance(kernel, nnx.VariableMetadata):
                     raise TypeError("Experts: kernel_init has metadata; give one that returns an array, and axis rules")
-                return made
+                return kernel
 
             return jax.vmap(one)(jax.random.split(rngs.params(), num_experts))
 
-        gate_up = of_each_expert(in_features, 2 * hidden_features)
+        gate_up = kernels(in_features, 2 * hidden_features)
         gate_up = gate_up.reshape(num_experts, in_features, 2, hidden_features)
         self.gate_up = parameter(gate_up, "expert", "embed", None, "mlp")
-        self.down = parameter(of_each_expert(hidden_features, in_features), "expert", ("mlp", "fan_in"), "embed")
+        self.down = parameter(kernels(hidden_features, in_features), "expert", ("mlp", "fan_in"), "embed")
         self.activation = activation_of(activation)
         self.dtype = dtype
 
@@ -71,12 +71,12 @@ class Experts(nnx.Module):
         Returns:
           (R, D) in the compute dtype.
         """
-        return self.of_rows(rows, row_scale, group_sizes, self.gate_up[...], self.down[...])
+        return self.apply(rows, row_scale, group_sizes, self.gate_up[...], self.down[...])
 
-    def of_rows(
+    def apply(
         self, rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array, gate_up: jax.Array, down: jax.Array
     ) -> jax.Array:
-        """As a call, with these in the place of the module's parameters: a device's experts, or its share of F."""
+        """As a call, with these parameters instead of the module's: a device's experts, or its shard of F."""
         dtype = self.dtype or jnp.result_type(rows, gate_up)
         return coda.expert_mlp(
             rows.astype(dtype),

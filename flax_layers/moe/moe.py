@@ -33,7 +33,7 @@ class MoE(nnx.Module):
     Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32, which the
     residual joins before the one rounding: no scatter with additions, in either pass. `router` is a `Router`, `experts`
     an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it. On a mesh rows
-    go to the devices of their experts, as the rules in force say: see `flax_layers.moe.expert_parallel`.
+    are sent to the devices of their experts, as the rules in force say: see `flax_layers.moe.expert_parallel`.
 
     Args:
       in_features: D.
@@ -45,8 +45,8 @@ class MoE(nnx.Module):
       use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
       shared_features: F of the shared expert; default there is none.
       use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
-      capacity_factor: how many rows a device may receive over a mesh axis that cuts the experts, in multiples of what
-        it receives if all are chosen equally often; others are dropped, and counted. Default there is a place for all.
+      capacity_factor: how many rows a device may receive over a mesh axis that shards the experts, in multiples of what
+        it receives if all are chosen equally often; others are dropped, and counted. Default is room for all.
       dtype: compute dtype of the experts; default the promotion of input and parameters.
       param_dtype: storage dtype of `router.kernel` (D, E), `experts.gate_up` (E, D, 2, F), `experts.down` (E, F, D) and
         of the shared expert.
@@ -135,8 +135,8 @@ class MoE(nnx.Module):
         Args:
           x: (..., D). A norm that is not applied yet is formed, once for router and experts.
           residual: (..., D) to add before the one rounding; True for what x, a norm, normalises.
-          statistics: whether to return what is counted of the router too.
-          token_mask: (...,) bool, False of tokens that the statistics leave out, as padding. They are computed all the
+          statistics: whether to return the router's statistics too.
+          token_mask: (...,) bool, False for tokens that the statistics leave out, as padding. They are computed all the
             same.
 
         Returns:
@@ -164,7 +164,7 @@ class MoE(nnx.Module):
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)
         y: Any = expert_parallel(
-            self.experts.of_rows,
+            self.experts.apply,
             formed.astype(dtype),
             routing.ids,
             routing.weights,
@@ -180,7 +180,7 @@ class MoE(nnx.Module):
         return (added, router_statistics(routing, token_mask, dropped)) if statistics else added
 
     def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
-        """The summand of the shared expert for x (..., D), of the dtype `wide`."""
+        """The shared expert's term of the sum for x (..., D), of the dtype `wide`."""
         rows = x if x.ndim > 1 else x[None]
         y: jax.Array = self.shared(rows).astype(wide)
         if self.shared_gate is not None:

@@ -67,7 +67,7 @@ def route(
     groups: int | None = None,
     groups_kept: int | None = None,
 ) -> Routing:
-    """The choice and the weights of `Router`, of logits (..., E) float32 and a bias (E,) float32."""
+    """The choice and the weights of `Router`, from logits (..., E) float32 and a bias (E,) float32."""
     scores = jax.nn.softmax(logits, axis=-1) if scoring == "softmax" else jax.nn.sigmoid(logits)
     eligible = lax.stop_gradient(scores if bias is None else scores + bias)
     if groups is not None and groups_kept is not None:
@@ -92,12 +92,12 @@ def _chosen(scores: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _within_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
-    """-inf outside of the groups of experts with the largest sums of their two best scores."""
-    of_groups = scores.reshape(*scores.shape[:-1], groups, -1)
-    group_scores = jnp.sum(lax.top_k(of_groups, 2)[0], axis=-1)
+    """The scores, -inf outside of the groups of experts with the largest sums of their two best scores."""
+    grouped_scores = scores.reshape(*scores.shape[:-1], groups, -1)
+    group_scores = jnp.sum(lax.top_k(grouped_scores, 2)[0], axis=-1)
     best = lax.top_k(group_scores, kept)[1]
     is_kept = jnp.any(best[..., None] == jnp.arange(groups, dtype=best.dtype), axis=-2)
-    return jnp.where(is_kept[..., None], of_groups, -jnp.inf).reshape(scores.shape)
+    return jnp.where(is_kept[..., None], grouped_scores, -jnp.inf).reshape(scores.shape)
 
 
 class Router(nnx.Module):
@@ -111,16 +111,16 @@ class Router(nnx.Module):
       experts_per_token: k.
       scoring: "softmax" over the experts, or "sigmoid" of each.
       normalized: whether a token's weights are divided by their sum.
-      scaling: what weights are multiplied by.
-      groups, groups_kept: experts in so many equal groups, consecutive ones in each; only those of the groups_kept
-        best groups can be chosen. A group's score is the sum of its two best.
+      scaling: a factor of the weights.
+      groups, groups_kept: the experts form this number of equal groups, consecutive ones in each; only those of the
+        groups_kept best groups can be chosen. A group's score is the sum of its two best.
       use_bias: whether there is a BalanceBias, at first 0.
       param_dtype: storage dtype of `kernel` (D, E).
       kernel_init: initialiser of `kernel`.
       rngs: source of keys.
 
     Raises:
-      ValueError: more experts of a token than there are, groups that do not fit, or an unknown scoring.
+      ValueError: more experts for a token than there are, groups that do not fit, or an unknown scoring.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Router(nnx.Module):
 def check_router(
     num_experts: int, experts_per_token: int, scoring: str, groups: int | None, groups_kept: int | None
 ) -> None:
-    """Checks what a router is made with.
+    """Checks a router's arguments.
 
     Raises:
       ValueError: counts that are no positive integers, more experts of a token than there are, groups that do not fit,
@@ -236,7 +236,7 @@ def update_balance_bias(model: T, counts: jax.Array, rate: float) -> T:
 
 
 def _balance_biases(model: nnx.Module | nnx.State) -> Iterator[BalanceBias]:
-    """In the order of the layers."""
+    """The balance biases in the order of the layers."""
     state = nnx.state(model, BalanceBias) if isinstance(model, nnx.Module) else nnx.filter_state(model, BalanceBias)
     for _, variable in nnx.to_flat_state(state):
         yield variable

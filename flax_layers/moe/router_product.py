@@ -5,9 +5,9 @@ float32 number is the sum of three bfloat16 numbers, each of which rounds what t
 
     kernel = k0 + k1 + k2,   x @ kernel = x @ k0 + x @ k1 + x @ k2
 
-So three products of bfloat16 numbers that are summed in float32, side by side as one product of 3 E columns, are the
-float32 product but for the order of its sums. Going back the kernel's gradient is made in the same way, of three parts
-of the logits' cotangent; that of x, which is rounded to bfloat16, of two parts of each factor.
+So three products of bfloat16 numbers that are summed in float32, concatenated as one product of 3 E columns, are the
+float32 product but for the order of its sums. In the backward pass the kernel's gradient is made in the same way, from
+three parts of the logits' cotangent; that of x, which is rounded to bfloat16, from two parts of each factor.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """So many bfloat16 arrays whose sum is x, float32, but for its last bits with fewer than three; one of bfloat16."""
+    """The bfloat16 arrays, `count` or x alone, whose sum is float32 x, up to last bits with fewer than three."""
     if x.dtype == jnp.bfloat16:
         return [x]
-    found = []
+    summands = []
     for _ in range(count):
         rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # a cast and back may be dropped
-        found.append(rounded.astype(jnp.bfloat16))
+        summands.append(rounded.astype(jnp.bfloat16))
         x = x - rounded
-    return found
+    return summands
 
 
 @jax.custom_vjp
 def _in_parts(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    of_kernel = parts(kernel, 3)
-    return _summed(jnp.dot(x, jnp.concatenate(of_kernel, axis=1), preferred_element_type=jnp.float32), len(of_kernel))
+    summands = parts(kernel, 3)
+    return _summed(jnp.dot(x, jnp.concatenate(summands, axis=1), preferred_element_type=jnp.float32), len(summands))
 
 
 def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -66,7 +66,7 @@ _in_parts.defvjp(_forward, _backward)
 
 
 def _summed(products: jax.Array, count: int) -> jax.Array:
-    """The sum of products side by side (..., count E), the smallest first."""
+    """The sum of concatenated products (..., count E), the smallest first."""
     first, *rest = jnp.split(products, count, axis=-1)
     for product in reversed(rest[:-1]):
         rest[-1] = rest[-1] + product

@@ -1,13 +1,13 @@
 """Rows of tokens to their experts and back: the permutation that sorts by expert, its gather and its sum.
 
-A token t of T has k choices, the routed rows t k .. t k + k - 1. `Order` is the permutation that puts routed rows of
-one expert one after another, by expert, of each expert by token. With G the (T k, T) matrix whose row n is the unit
+A token t of T has k choices, the routed rows t k .. t k + k - 1. `Order` is the permutation that sorts routed
+rows by expert, and those of an expert by token. With G the (T k, T) matrix whose row n is the unit
 vector of the token of sorted row n,
 
     gathered(x) = G x,   combined(y) = G^T y
 
-so each is the gradient of the other, and neither is a scatter with additions: combined(y)[t] is a sum of the k rows
-that the inverse permutation names. Sums are in float32, in the order of the choices: results do not depend on chance.
+so each is the other's gradient, and neither is a scatter with additions: combined(y)[t] is a sum of the k rows
+that the inverse permutation names. Sums are in float32, in the order of the choices: results are deterministic.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _combined_forward(y: jax.Array, order: Order, k: int, dtype: Any) -> tuple[j
 
 
 def _combined_backward(k: int, dtype: Any, kept: tuple[Order, jax.Array], cotangent: jax.Array) -> Any:
-    order, of_y = kept
-    return gathered(cotangent.astype(of_y.dtype), order, k), None
+    order, empty_y = kept
+    return gathered(cotangent.astype(empty_y.dtype), order, k), None
 
 
 gathered.defvjp(_gathered_forward, _gathered_backward)
