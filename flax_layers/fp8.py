@@ -1,8 +1,8 @@
 """State of layers that train in 8 bits with delayed scaling: histories, their update, and what went out of range.
 
 A layer with `fp8=coda.fp8.Recipe(scaling="delayed")` has a `History` for each of its products. Histories are no
-parameters: optimisers, weight decay and norms of gradients do not see them. They are differentiated, for their
-gradients are the maxima of the step, and `update` makes the next histories of these:
+parameters: optimisers, weight decay and norms of gradients do not see them. They are differentiated: their
+gradients are the maxima of the step, from which `update` makes the next histories:
 
     recipe = coda.fp8.Recipe(scaling="delayed")
     model = Llama(config, fp8=recipe, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -33,7 +33,7 @@ _Tree = TypeVar("_Tree")
 
 
 class History(nnx.Variable[Any]):
-    """Maxima of a product's input and of its result's cotangent, float32 (2, H): of the last step first, 0 of none."""
+    """Maxima of a product's input and of its result's cotangent, float32 (2, H): the last step first, 0 for no step."""
 
 
 DIFFERENTIATED = (nnx.Param, History)  # for nnx.DiffState: any of both
@@ -41,7 +41,7 @@ COLLECTION = "fp8_history"  # of linen's variables
 nnx.register_variable_name(COLLECTION, History)
 
 Recipes: TypeAlias = coda.fp8.Recipe | Sequence[coda.fp8.Recipe | None] | None
-"""Of a model's layers: one for all, or one for each, None for those in the compute dtype."""
+"""The recipes of a model's layers: one for all, or one for each, None for those in the compute dtype."""
 
 
 def history_of(recipe: coda.fp8.Recipe | None) -> Any:
@@ -51,8 +51,8 @@ def history_of(recipe: coda.fp8.Recipe | None) -> Any:
     return History(jnp.zeros((2, recipe.history), jnp.float32))
 
 
-def of_layers(fp8: Recipes | str, count: int) -> Sequence[coda.fp8.Recipe | None]:
-    """The recipe of each of so many layers.
+def layer_recipes(fp8: Recipes | str, count: int) -> Sequence[coda.fp8.Recipe | None]:
+    """The recipe of each of `count` layers.
 
     Raises:
       TypeError: a string.
@@ -74,8 +74,8 @@ def next_histories(histories: _Tree, gradients: _Tree) -> _Tree:
       histories: pytree of arrays (..., 2, H), as the collection of a linen module's variables.
       gradients: those of the histories, of the same structure.
     """
-    found: _Tree = jax.tree.map(coda.fp8.next_history, histories, gradients)
-    return found
+    result: _Tree = jax.tree.map(coda.fp8.next_history, histories, gradients)
+    return result
 
 
 def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
@@ -83,7 +83,7 @@ def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, 
 
     Args:
       model: with histories or without.
-      gradients: of `DIFFERENTIATED`, as nnx.value_and_grad returns them; also sums of several, of microbatches.
+      gradients: of `DIFFERENTIATED`, as nnx.value_and_grad returns them; also sums of those of microbatches.
 
     Returns:
       The gradients without those of histories, for an optimiser.
@@ -91,19 +91,19 @@ def update(model: nnx.Module, gradients: nnx.State[Any, Any]) -> nnx.State[Any, 
     Raises:
       ValueError: there are no gradients of the model's histories.
     """
-    found, others = nnx.split_state(gradients, History, ...)
+    history_gradients, others = nnx.split_state(gradients, History, ...)
     histories = nnx.state(model, History)
-    if dict(nnx.to_flat_state(found)).keys() != dict(nnx.to_flat_state(histories)).keys():
+    if dict(nnx.to_flat_state(history_gradients)).keys() != dict(nnx.to_flat_state(histories)).keys():
         raise ValueError(
             "fp8.update: there are no gradients of the model's histories. Differentiate with "
             "argnums=nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED)"
         )
-    nnx.update(model, next_histories(histories, found))
+    nnx.update(model, next_histories(histories, history_gradients))
     return others
 
 
 def calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]) -> None:
-    """Fills the model's histories by a step with current scales, which needs none: before the first step of training.
+    """Fills the model's histories by a step with current scales, which reads none: before the first step of training.
 
     Args:
       model: whose histories are written.
@@ -121,30 +121,30 @@ def calibrate(model: nnx.Module, loss: Callable[[Any], jax.Array]) -> None:
 
 
 def saturated(model: nnx.Module, gradients: nnx.State[Any, Any]) -> dict[str, jax.Array]:
-    """Tells which tensors of a step were clipped, for they went out of the range of their scale.
+    """Tells which tensors of a step were clipped because they were out of the range of their scale.
 
     Args:
       model: before `update`.
       gradients: as `update` takes them.
 
     Returns:
-      By the path of a history, booleans (2,): its product's input, and the result's cotangent; of layers that are
-      scanned (L, 2).
+      By the path of a history, booleans (2,): its product's input, and the result's cotangent; (L, 2) for scanned
+      layers.
     """
-    found = dict(nnx.to_flat_state(nnx.filter_state(gradients, History)))
-    made = {}
+    history_gradients = dict(nnx.to_flat_state(nnx.filter_state(gradients, History)))
+    clipped = {}
     for path, module in _rounding(model):
         for name in ("fp8_history", "gate_up_history"):
             history = getattr(module, name, None)
-            if history is None or (*path, name) not in found:
+            if history is None or (*path, name) not in history_gradients:
                 continue
-            amax = found[*path, name][...][..., 0]
+            amax = history_gradients[*path, name][...][..., 0]
             dtypes = jnp.array([float(jnp.finfo(x).max) for x in (module.fp8.dtype, module.fp8.gradient_dtype)])
             scales = [
                 coda.fp8.history_scale(history[...][..., i, :], module.fp8, is_cotangent=bool(i)) for i in range(2)
             ]
-            made[".".join(map(str, (*path, name)))] = amax * jnp.stack(scales, axis=-1) > dtypes
-    return made
+            clipped[".".join(map(str, (*path, name)))] = amax * jnp.stack(scales, axis=-1) > dtypes
+    return clipped
 
 
 def _rounding(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:

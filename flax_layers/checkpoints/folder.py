@@ -13,23 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Folders of a save that was killed go at the next save there; a younger one may be of a process that is still writing.
+# The next save there removes folders of killed saves; a process may still be writing into a younger one.
 _LEFTOVER_SECONDS = 24 * 3600
 _COMPARED_BYTES = 2**20  # settings are smaller, parameters need not be compared
 _MOST_LINKED = 4096
-# What a leftover may have alone: files that are written here.
+# Files that are written here: a leftover may have the only copy of these.
 _OURS = re.compile(r".*\.safetensors|.*\.index\.json|((generation|adapter)_)?config\.json")
 
 
 def write_folder(path: Path, write: Callable[[Path], None], *, key: str, former: Sequence[str] = ()) -> None:
-    """Writes files into a folder, so that whoever reads it later finds all of the new ones or all of the former ones.
+    """Writes files into a folder, so that later readers find all of the new ones or all of the former ones.
 
     This holds for a process that is killed too: all files are written into a hidden folder and are on the disk before
-    one renaming puts them in their place. A new folder is renamed as a whole. In an existing one a file is renamed, if
-    only one differs from its namesake. If several do, a copy of the folder, of hard links to its other files, changes
-    places with it, where the system can do that: Linux, on most local file systems, unless it is the folder in which
-    this process works. Elsewhere `key` is taken away before the others are put there, and put there last: a process
-    that is killed in between leaves a folder that cannot be read.
+    one renaming puts them in their place. A new folder is renamed as one. In an existing one a file is renamed, if only
+    one differs from its namesake. If several do, a copy of the folder, with hard links to its other files, is exchanged
+    with it, where the system can do that: Linux, on most local file systems, unless it is the working directory of this
+    process. Elsewhere `key` is removed before the others are put there, and put there last: a process that is killed in
+    between leaves a folder that cannot be read.
 
     Args:
       path: the folder, resolved; its other files stay.
@@ -45,26 +45,26 @@ def write_folder(path: Path, write: Callable[[Path], None], *, key: str, former:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
     if not path.exists():
-        with _hidden(path, path.parent) as made:
-            write(made)
-            _reach_disk(*made.iterdir(), made)
-            os.rename(made, path)
+        with _hidden(path, path.parent) as hidden:
+            write(hidden)
+            _reach_disk(*hidden.iterdir(), hidden)
+            os.rename(hidden, path)
         _reach_disk(path.parent)
         return
-    with _hidden(path, path) as made:
-        write(made)
-        names = sorted(file.name for file in made.iterdir())
-        _reach_disk(*made.iterdir(), made)
-        changed = [name for name in names if not _is_same(made / name, path / name)]
+    with _hidden(path, path) as hidden:
+        write(hidden)
+        names = sorted(file.name for file in hidden.iterdir())
+        _reach_disk(*hidden.iterdir(), hidden)
+        changed = [name for name in names if not _is_same(hidden / name, path / name)]
         if len(changed) == 1:
-            os.replace(made / changed[0], path / changed[0])
-        elif changed and not _swapped(path, made, {*names, *former}):
+            os.replace(hidden / changed[0], path / changed[0])
+        elif changed and not _swapped(path, hidden, {*names, *former}):
             (path / key).unlink(missing_ok=True)
             _reach_disk(path)
             for name in sorted(changed, key=lambda name: name == key):
-                os.replace(made / name, path / name)
+                os.replace(hidden / name, path / name)
             if key not in changed:
-                os.replace(made / key, path / key)
+                os.replace(hidden / key, path / key)
         _reach_disk(path)
         for name in former:
             if name not in names and (path / name).is_file():
@@ -74,22 +74,22 @@ def write_folder(path: Path, write: Callable[[Path], None], *, key: str, former:
 @contextmanager
 def _hidden(path: Path, parent: Path) -> Iterator[Path]:
     """A hidden folder of this call, removed at the end."""
-    made = parent / f".{path.name}.{uuid.uuid4().hex}"
-    made.mkdir()
+    hidden = parent / f".{path.name}.{uuid.uuid4().hex}"
+    hidden.mkdir()
     try:
-        yield made
+        yield hidden
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _is_same(made: Path, file: Path) -> bool:
+def _is_same(new: Path, file: Path) -> bool:
     """Whether a small file has the content of another one."""
-    size = made.stat().st_size
+    size = new.stat().st_size
     return (
         size <= _COMPARED_BYTES
         and file.is_file()
         and file.stat().st_size == size
-        and file.read_bytes() == made.read_bytes()
+        and file.read_bytes() == new.read_bytes()
     )
 
 
@@ -106,13 +106,13 @@ def _reach_disk(*paths: Path) -> None:
             os.close(opened)
 
 
-def _swapped(path: Path, made: Path, names: set[str]) -> bool:
-    """Whether the folder changed places with one that has the files of `made`, and all others but `names`."""
-    twin = path.parent / f"{made.name}.twin"
-    others = names | {made.name}
+def _swapped(path: Path, hidden: Path, names: set[str]) -> bool:
+    """Whether the folder was exchanged with one that has the files of `hidden` and its own others but `names`."""
+    twin = path.parent / f"{hidden.name}.twin"
+    others = names | {hidden.name}
     unfinished = {file.name for file in path.iterdir() if _hidden_name(path).fullmatch(file.name)}
     try:
-        if not (_linked(made, twin, set()) and _linked(path, twin, others | unfinished) and _exchanged(path, twin)):
+        if not (_linked(hidden, twin, set()) and _linked(path, twin, others | unfinished) and _exchanged(path, twin)):
             return False
         _reach_disk(path.parent)
         _bring_late_files(twin, path, others)
@@ -122,8 +122,8 @@ def _swapped(path: Path, made: Path, names: set[str]) -> bool:
             shutil.rmtree(twin, ignore_errors=True)
 
 
-def _linked(folder: Path, twin: Path, but: set[str]) -> bool:
-    """Whether all entries of a folder but these are in its twin now, files as hard links."""
+def _linked(folder: Path, twin: Path, excluded: set[str]) -> bool:
+    """Whether all entries of a folder but the excluded ones are in its twin now, files as hard links."""
     try:
         if Path.cwd().is_relative_to(folder):  # the process would go on in the former folder
             return False
@@ -133,7 +133,7 @@ def _linked(folder: Path, twin: Path, but: set[str]) -> bool:
         if (before.st_uid, before.st_gid, before.st_dev) != (after.st_uid, after.st_gid, after.st_dev):
             return False
         folders = []
-        for number, (file, is_folder) in enumerate(_tree(folder, but)):
+        for number, (file, is_folder) in enumerate(_tree(folder, excluded)):
             if number == _MOST_LINKED:
                 return False
             place = twin / file.relative_to(folder)
@@ -150,10 +150,10 @@ def _linked(folder: Path, twin: Path, but: set[str]) -> bool:
         return False
 
 
-def _tree(folder: Path, but: set[str]) -> Iterator[tuple[Path, bool]]:
-    """All that is in a folder, without the entries `but`, and whether each is a folder, which comes before its own."""
+def _tree(folder: Path, excluded: set[str]) -> Iterator[tuple[Path, bool]]:
+    """All paths in a folder but the excluded entries, and whether each is a folder; folders precede their contents."""
     for file in sorted(folder.iterdir()):
-        if file.name not in but:
+        if file.name not in excluded:
             is_folder = file.is_dir() and not file.is_symlink()
             yield file, is_folder
             if is_folder:
@@ -167,10 +167,10 @@ def _exchanged(a: Path, b: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
 
 
-def _bring_late_files(former: Path, path: Path, but: set[str]) -> None:
-    """Moves what other processes put into the former folder and was not linked: no other folder has it."""
+def _bring_late_files(former: Path, path: Path, excluded: set[str]) -> None:
+    """Moves files and folders that other processes put into the former folder and that are in no other one."""
     folders = []
-    for file, is_folder in list(_tree(former, but)):
+    for file, is_folder in list(_tree(former, excluded)):
         place = path / file.relative_to(former)
         if is_folder:
             if not place.is_dir():
@@ -184,22 +184,22 @@ def _bring_late_files(former: Path, path: Path, but: set[str]) -> None:
 
 
 def _hidden_name(path: Path, is_named: str = "") -> re.Pattern[str]:
-    """Names of hidden folders of this folder; with "?" also those without its name, as inside of it they once were."""
+    """A pattern of names of hidden folders of this folder; with "?" also those without its name."""
     return re.compile(rf"\.({re.escape(path.name)}\.){is_named}[0-9a-f]{{32}}(\.twin)?")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes hidden folders that a killed process left a day ago or earlier, and nothing that is there alone."""
+    """Removes hidden folders that a killed process left a day ago or earlier, if they are dispensable."""
     for folder, pattern in ((path.parent, _hidden_name(path)), (path, _hidden_name(path, "?"))):
-        for made in list(folder.iterdir()) if folder.is_dir() else []:
-            if not pattern.fullmatch(made.name) or made.is_symlink() or not made.is_dir():
+        for leftover in list(folder.iterdir()) if folder.is_dir() else []:
+            if not pattern.fullmatch(leftover.name) or leftover.is_symlink() or not leftover.is_dir():
                 continue
-            if time.time() - made.stat().st_mtime > _LEFTOVER_SECONDS and _is_dispensable(made):
-                shutil.rmtree(made, ignore_errors=True)
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS and _is_dispensable(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_dispensable(leftover: Path) -> bool:
-    """Whether a leftover has no file that nobody else has, but parameters and settings."""
+    """Whether all files of a leftover are parameters, settings, or links to files that other folders have."""
     return all(
         is_folder or file.lstat().st_nlink > 1 or _OURS.fullmatch(file.name) is not None
         for file, is_folder in _tree(leftover, set())

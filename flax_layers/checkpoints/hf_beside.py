@@ -1,4 +1,4 @@
-"""The arrays of Hugging Face's checkpoints beside the parameters of a config: heads of tied models, buffers."""
+"""Further arrays in Hugging Face's checkpoints than a config's parameters: heads of tied models, buffers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _BFLOAT16_ERROR = 2**-7  # frequencies may have been rounded
 
 
 def without_buffers(arrays: dict[str, Any], config: LlamaConfig | GPT2Config) -> dict[str, Any]:
-    """The arrays but for buffers: rotary frequencies, causal masks. They are computed from the config.
+    """The arrays without buffers: rotary frequencies, causal masks. They are computed from the config.
 
-    Warns if one is not what the config makes it; transformers does not read it either.
+    Warns if a buffer is not what the config makes it; transformers does not read it either.
     """
-    found, others = dict(arrays), []
+    kept, others = dict(arrays), []
     for name in arrays:
         is_expected = _is_expected(name, arrays[name], config)
         if is_expected is not None:
-            del found[name]
+            del kept[name]
             others += [] if is_expected else [name]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -38,7 +38,7 @@ def without_buffers(arrays: dict[str, Any], config: LlamaConfig | GPT2Config) ->
             "transformers: does the config belong to it, its rope_theta and rope_scaling above all?",
             stacklevel=3,
         )
-    return found
+    return kept
 
 
 def with_its_head(
@@ -63,7 +63,7 @@ def with_its_head(
 
 
 def _is_expected(name: str, array: Any, config: LlamaConfig | GPT2Config) -> bool | None:
-    """Whether a buffer is what the config makes it; None of what is no buffer."""
+    """Whether a buffer is what the config makes it; None for other arrays."""
     shape = tuple(array.shape)
     if isinstance(config, LlamaConfig):
         if not name.endswith("rotary_emb.inv_freq"):

@@ -1,4 +1,4 @@
-"""Experts in Hugging Face's checkpoints: an array for each, as files have them, or one of all, as models in memory.
+"""Experts in Hugging Face's checkpoints: an array for each, as in files, or one for all, as in models in memory.
 
     file       block_sparse_moe.experts.3.w1.weight, .w3, .w2           Mixtral: gate, up, down
                mlp.experts.3.gate_proj.weight, .up_proj, .down_proj      Qwen2-MoE and Qwen3-MoE
@@ -61,28 +61,28 @@ def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
 
 
 def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
-    """The arrays with the names and shapes that files have; what are all experts' becomes a view for each.
+    """The arrays with the names and shapes that files have; an array of all experts becomes a view for each.
 
-    A balance bias that none of the layers has is zeros.
+    Balance biases are zeros if no layer has one.
 
     Raises:
       ValueError: an array of all experts of another shape than the config makes it.
     """
-    found = dict(arrays)
+    result = dict(arrays)
     begins_at_zero = config.use_balance_bias and not any(name.endswith(_BIAS) for name in arrays)
     hidden, width = config.resolved_moe_intermediate_size, config.hidden_size
     for layer in filter(config.has_experts, range(config.num_hidden_layers)):
         memory = f"model.layers.{layer}.mlp"
         mlp, gate, up, down = _names(config, layer)
         if begins_at_zero:
-            found[f"{mlp}.{_BIAS}"] = np.zeros(config.num_experts, np.float32)
-        if (router := f"{memory}.gate.weight") in found:
-            found[f"{mlp}.gate.weight"] = found.pop(router)
+            result[f"{mlp}.{_BIAS}"] = np.zeros(config.num_experts, np.float32)
+        if (router := f"{memory}.gate.weight") in result:
+            result[f"{mlp}.gate.weight"] = result.pop(router)
         for name, shape, rows in (
             ("gate_up_proj", (2 * hidden, width), {gate: slice(0, hidden), up: slice(hidden, 2 * hidden)}),
             ("down_proj", (width, hidden), {down: slice(0, width)}),
         ):
-            if (array := found.pop(f"{memory}.experts.{name}", None)) is None:
+            if (array := result.pop(f"{memory}.experts.{name}", None)) is None:
                 continue
             if tuple(array.shape) != (config.num_experts, *shape):
                 raise ValueError(
@@ -90,9 +90,9 @@ def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
                     f"{(config.num_experts, *shape)}"
                 )
             for i in range(config.num_experts):
-                for kind, of_kind in rows.items():
-                    found[f"{mlp}.experts.{i}.{kind}.weight"] = _OfOne(array, i, of_kind)
-    return found
+                for kind, kind_rows in rows.items():
+                    result[f"{mlp}.experts.{i}.{kind}.weight"] = _ExpertRows(array, i, kind_rows)
+    return result
 
 
 def _names(config: MoEConfig, layer: int) -> tuple[str, str, str, str]:
@@ -103,8 +103,8 @@ def _names(config: MoEConfig, layer: int) -> tuple[str, str, str, str]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OfOne:
-    """Some rows of one expert in an array (E, rows, columns) of all; its slices are in the host's memory."""
+class _ExpertRows:
+    """Some rows of one expert in an array (E, rows, columns) of all experts; slices are in the host's memory."""
 
     array: Any
     expert: int
@@ -117,5 +117,5 @@ class _OfOne:
     def __getitem__(self, index: Index) -> np.ndarray:
         rows, columns = index
         first = self.rows.start
-        whole = (slice(self.expert, self.expert + 1), slice(first + rows.start, first + rows.stop), columns)
-        return block_of(self.array, whole)[0]
+        full_index = (slice(self.expert, self.expert + 1), slice(first + rows.start, first + rows.stop), columns)
+        return block_of(self.array, full_index)[0]

@@ -15,7 +15,7 @@ from flax_layers.models.llama import LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
 
-# How a file says which layers have a sliding window: none has; all have; Qwen's settings; a list, or a pattern.
+# How a file says which layers have a sliding window: none; all; Qwen's settings; a list or a pattern; SmolLM3's.
 Windows = Literal["none", "all", "qwen", "pattern", "smollm3"]
 
 _NO_WINDOW = {"a window that models of this kind do not have": ("sliding_window", "max_window_layers")}
@@ -45,15 +45,15 @@ class Family:
 
     Attributes:
       config: their configuration here.
-      known: what is known of their settings.
-      defaults: of their fields where they are not those of `config`.
-      fields: of the configuration, beside those that the file says.
-      aliases: other names of settings, which win in `transformers`.
-      names: names of settings -> of fields, where they differ; what stands under the field's name is not read.
+      known: their known settings.
+      defaults: of fields, where they are not those of `config`.
+      fields: fields of the configuration that the file does not have, with their values.
+      aliases: other names of settings, which take precedence in `transformers`.
+      names: names of settings -> of fields, where they differ; a setting with the field's name is not read.
       windows: which layers have a sliding window.
       turns_parts: whether partial_rotary_factor is read.
-      own_class: the class of `transformers` that files name as their own code, too.
-      pattern: where neither a list of layers nor another pattern is given, every so many layers one has none.
+      own_class: the class of `transformers` that files also name as code of their own.
+      pattern: one layer in so many has no window, where a file has neither a list of layers nor another pattern.
     """
 
     config: type[LlamaConfig] | type[GPT2Config]
@@ -84,7 +84,7 @@ def _rotary(
     values: Mapping[str, tuple[Any, ...]] | None = None,
     harmless: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Known:
-    """The known settings of a family of Llamas that reads these beside those of all."""
+    """The known settings of a family of Llamas that reads these settings beside those that all read."""
     names = _LLAMA_NAMES | {*_ROTARY, *read, "layer_types", "auto_map"}
     return Known(names, {**_VALUES, **_ROTARY_VALUES, **(values or {})}, {**HARMLESS, **(harmless or {})})
 

@@ -1,4 +1,4 @@
-"""The files of a folder that are read, and the errors of a folder that lacks them."""
+"""The files of a folder that are read, and the errors for a folder that lacks them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def weight_files(path: Path) -> list[str]:
 
 
 def former_files(path: Path) -> list[str]:
-    """Names of the files with parameters that a single new one replaces, the index last: those in the folder itself."""
+    """Names of the files in the folder itself whose parameters a single new file replaces, the index last."""
     try:
         weight_map: Any = settings_of(path, INDEX).get("weight_map")
     except (OSError, ValueError):
@@ -99,8 +99,8 @@ def _weights_instead(path: Path) -> str:
     if shards := sorted(path.glob("*-of-*.safetensors")):
         return f"{shards[0].name} wants the {INDEX} that belongs to it: copy that too from where the model came from"
     others = [file for kind in ("*.safetensors", "*.bin", "*.pth", "*.gguf") for file in sorted(path.glob(kind))]
-    found = f", not in {others[0].name}" if others else ""
+    elsewhere = f", not in {others[0].name}" if others else ""
     return (
-        f"its parameters must be in safetensors files{found}: save_pretrained of transformers writes them so, "
+        f"its parameters must be in safetensors files{elsewhere}: save_pretrained of transformers writes them so, "
         "from_hf takes arrays from elsewhere"
     )

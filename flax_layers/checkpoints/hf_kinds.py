@@ -11,7 +11,7 @@ from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
-from flax_layers.models.llama_config import OF_OTHERS, LlamaConfig, check_is_plain
+from flax_layers.models.llama_config import EXTRA_FIELDS, LlamaConfig, check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
 from flax_layers.models.origin import settings_in
@@ -30,16 +30,16 @@ def model_types(config: LlamaConfig) -> list[str]:
     if config.rope_theta is None:
         raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
     if isinstance(config, MoEConfig):
-        return _of_experts(config)
+        return _expert_model_types(config)
     kinds = next(kinds for cls, kinds in _KINDS.items() if isinstance(config, cls))
     broken = {name: _broken(config, rules) for name, rules in kinds.items()}
-    if found := [name for name, faults in broken.items() if not faults]:
-        return found
+    if fitting := [name for name, faults in broken.items() if not faults]:
+        return fitting
     if config.is_plain and type(config) is LlamaConfig:
-        given = f"attention_bias={config.attention_bias}, attention_out_bias={config.resolved_attention_out_bias}, "
-        given += f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
+        fields = f"attention_bias={config.attention_bias}, attention_out_bias={config.resolved_attention_out_bias}, "
+        fields += f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
         raise ValueError(
-            f"{given} has no place in a config.json: a Llama has both biases "
+            f"{fields} has no place in a config.json: a Llama has both biases "
             "or none, and no window; a Mistral has no biases; a Qwen2 has attention_bias alone; a Qwen3 has qk_norm, "
             "and both biases or none"
         )
@@ -51,7 +51,7 @@ def model_types(config: LlamaConfig) -> list[str]:
 
 
 def is_phi3(config: LlamaConfig) -> bool:
-    """Whether files of a model with this configuration are a Phi-3's, with packed weights: as it came with."""
+    """Whether files of a model with this configuration are a Phi-3's, with packed weights, as those it came from."""
     former = settings_in(config.origin, CONFIG) or {}
     if former.get("model_type") != "phi3" or config.rope_theta is None or isinstance(config, MoEConfig):
         return False
@@ -64,19 +64,19 @@ class _Rule:
 
     Attributes:
       name: of the field.
-      wanted: what it must be, in words.
-      holds: whether it is that in a configuration.
+      requirement: what the field must be, in words.
+      holds: whether a configuration's field is that.
     """
 
     name: str
-    wanted: str
+    requirement: str
     holds: Callable[[Any], bool]
 
 
 def _broken(config: LlamaConfig, rules: Sequence[_Rule]) -> list[str]:
     """The fields that break a rule, with value and rule."""
-    found = [rule for rule in rules if not rule.holds(config)]
-    return [f"{rule.name}={getattr(config, rule.name)!r} must be {rule.wanted}" for rule in found]
+    broken = [rule for rule in rules if not rule.holds(config)]
+    return [f"{rule.name}={getattr(config, rule.name)!r} must be {rule.requirement}" for rule in broken]
 
 
 def _is(**fields: Any) -> list[_Rule]:
@@ -95,12 +95,12 @@ _ALIKE = _Rule(
 _OUT_BIAS = _Rule("attention_out_bias", "False", lambda config: not config.resolved_attention_out_bias)
 _NO_BIASES = [*_is(attention_bias=False), _OUT_BIAS]
 _NO_QK_NORM = _is(qk_norm=False)
-# No more than a Llama, but for windows of some layers.
-_PLAIN_LAYERS = _is(**{name: value for name, value in OF_OTHERS.items() if name != "layer_types"})
+# No more than a Llama, except for windows of some layers.
+_PLAIN_LAYERS = _is(**{name: value for name, value in EXTRA_FIELDS.items() if name != "layer_types"})
 _NO_EXTRAS = [*_PLAIN_LAYERS, _ALIKE]
 # Without a window, and no more than a Llama.
 _UNIFORM = [*_is(layer_types=None, sliding_window=None), *_NO_EXTRAS]
-_NO_MULTIPLIERS = _is(**{name: OF_OTHERS[name] for name in ("attention_multiplier", *MULTIPLIERS)})
+_NO_MULTIPLIERS = _is(**{name: EXTRA_FIELDS[name] for name in ("attention_multiplier", *MULTIPLIERS)})
 
 # Class of configurations -> kind -> what the fields of one must be; the first that fits is written by default.
 _KINDS: Mapping[type, Mapping[str, Sequence[_Rule]]] = {
@@ -159,7 +159,7 @@ _KINDS: Mapping[type, Mapping[str, Sequence[_Rule]]] = {
 }
 
 
-def _of_experts(config: MoEConfig) -> list[str]:
+def _expert_model_types(config: MoEConfig) -> list[str]:
     """The kind of models with experts that computes what this configuration says."""
     check_is_plain(config, "a config.json of a Mixtral or a Qwen3-MoE")
     default = {field.name: field.default for field in dataclasses.fields(config)}
@@ -176,8 +176,8 @@ def _of_experts(config: MoEConfig) -> list[str]:
         "qwen2_moe": not config.qk_norm and biases == (True, False) and config.shared_expert_gate and not has_window,
         "qwen3_moe": config.qk_norm and biases[0] == biases[1] and not shared and not has_window,
     }
-    found = [name for name, does in fits.items() if does]
-    if not found:
+    fitting = [name for name, does in fits.items() if does]
+    if not fitting:
         raise ValueError(
             f"attention_bias={biases[0]}, attention_out_bias={biases[1]}, qk_norm={config.qk_norm}, "
             f"sliding_window={config.sliding_window}, shared_expert_gate={config.shared_expert_gate}, "
@@ -185,4 +185,4 @@ def _of_experts(config: MoEConfig) -> list[str]:
             "norm_topk_prob and a window, and experts of intermediate_size in each layer; a Qwen2-MoE attention_bias "
             "alone, and a shared expert with a gate; a Qwen3-MoE qk_norm, both biases or none, and no shared expert"
         )
-    return found
+    return fitting

@@ -31,12 +31,12 @@ def _llama(config: LlamaConfig) -> list[Entry]:
     orders = {"q_proj": order, "k_proj": order, "v_proj": ()}
     is_packed = is_phi3(config)
     kernel = partial(Part, transposed=True)
-    found = [
+    table = [
         Entry(("embed", "embedding"), (Part("model.embed_tokens.weight", (vocab, width)),)),
         Entry(("norm", "scale"), (Part("model.norm.weight", (width,)),)),
     ]
     if not config.tie_word_embeddings:
-        found.append(Entry(("head", "kernel"), (kernel("lm_head.weight", (vocab, width)),)))
+        table.append(Entry(("head", "kernel"), (kernel("lm_head.weight", (vocab, width)),)))
     for i in range(config.num_hidden_layers):
         path: Path = ("layers", i)
         layer = f"model.layers.{i}"
@@ -51,7 +51,7 @@ def _llama(config: LlamaConfig) -> list[Entry]:
                 kernel(f"{attention}.{name}.weight", (n, width), order=orders[name]) for name, n in projections.items()
             )
             gate_up = tuple(kernel(f"{mlp}.{name}_proj.weight", (hidden, width)) for name in ("gate", "up"))
-        found += [
+        table += [
             *(
                 Entry((*path, ours, "scale"), (Part(f"{layer}.{name}.weight", (width,)),))
                 for ours, name in norms.items()
@@ -60,9 +60,9 @@ def _llama(config: LlamaConfig) -> list[Entry]:
             Entry((*path, "attention", "out", "kernel"), (kernel(f"{attention}.o_proj.weight", (width, queries)),)),
         ]
         if isinstance(config, MoEConfig) and config.has_experts(i):
-            found += expert_entries(config, i)
+            table += expert_entries(config, i)
         else:
-            found += [
+            table += [
                 Entry((*path, "mlp", "gate_up"), gate_up),
                 Entry((*path, "mlp", "down", "kernel"), (kernel(f"{mlp}.down_proj.weight", (width, hidden)),)),
             ]
@@ -70,19 +70,19 @@ def _llama(config: LlamaConfig) -> list[Entry]:
             biases = tuple(
                 Part(f"{attention}.{name}.bias", (n,), order=orders[name]) for name, n in projections.items()
             )
-            found.append(Entry((*path, "attention", "qkv", "bias"), biases))
+            table.append(Entry((*path, "attention", "qkv", "bias"), biases))
         if config.resolved_attention_out_bias:
-            found.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)))
+            table.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)))
         if config.qk_norm:
             is_wide = isinstance(config, Olmo2Config)
             for x, size in (("q", queries), ("k", keys)):
                 part = Part(f"{attention}.{x}_norm.weight", (size if is_wide else head_dim,))
-                found.append(Entry((*path, "attention", f"{x}_norm", "scale"), (part,)))
-    return found
+                table.append(Entry((*path, "attention", f"{x}_norm", "scale"), (part,)))
+    return table
 
 
 def _norms(config: LlamaConfig) -> dict[str, str]:
-    """Our norms of a block -> theirs."""
+    """Our names of a block's norms -> theirs."""
     if isinstance(config, CohereConfig):
         return {"norm": "input_layernorm"}
     if isinstance(config, Olmo2Config):
@@ -98,10 +98,10 @@ def _norms(config: LlamaConfig) -> dict[str, str]:
 
 
 def _order(config: LlamaConfig) -> tuple[int, ...]:
-    """The column of theirs that each of our columns is, in a head of queries or keys; empty if they are the same.
+    """Their number of each of our columns, in a head of queries or keys; empty if the numbers are the same.
 
-    Ours turn columns i and i + Dh / 2. Cohere's are 2 i and 2 i + 1. Where R columns of a head are turned theirs are i
-    and i + R / 2, in front of those that are not.
+    Ours turn columns i and i + Dh / 2, Cohere's 2 i and 2 i + 1. Where only R columns of a head are turned, theirs turn
+    i and i + R / 2 of the first R.
     """
     size = config.resolved_head_dim
     if isinstance(config, CohereConfig):
@@ -123,12 +123,12 @@ def _packed(order: tuple[int, ...], heads: int, columns: int) -> tuple[int, ...]
 
 
 def _gpt2(config: GPT2Config) -> list[Entry]:
-    """GPT2LMHeadModel, whose Conv1D layers store (in, out), query, key and value packed as ours."""
+    """GPT2LMHeadModel, whose Conv1D layers store (in, out), with query, key and value in one kernel as ours."""
     width, hidden = config.n_embd, config.n_inner or 4 * config.n_embd
-    found: list[Entry] = []
+    table: list[Entry] = []
 
     def add(path: Path, name: str, shape: tuple[int, ...]) -> None:
-        found.append(Entry(path, (Part(f"transformer.{name}", shape),)))
+        table.append(Entry(path, (Part(f"transformer.{name}", shape),)))
 
     def add_with_bias(path: Path, kind: str, name: str, shape: tuple[int, ...]) -> None:
         add((*path, kind), f"{name}.weight", shape)
@@ -137,7 +137,7 @@ def _gpt2(config: GPT2Config) -> list[Entry]:
     add(("embed", "embedding"), "wte.weight", (config.vocab_size, width))
     if not config.tie_word_embeddings:
         head = Part("lm_head.weight", (config.vocab_size, width), transposed=True)
-        found.append(Entry(("head", "kernel"), (head,)))
+        table.append(Entry(("head", "kernel"), (head,)))
     add(("position_embed", "embedding"), "wpe.weight", (config.n_positions, width))
     add_with_bias(("norm",), "scale", "ln_f", (width,))
     for i in range(config.n_layer):
@@ -147,4 +147,4 @@ def _gpt2(config: GPT2Config) -> list[Entry]:
         add_with_bias(("layers", i, "mlp_norm"), "scale", f"h.{i}.ln_2", (width,))
         add_with_bias(("layers", i, "mlp", "up"), "kernel", f"h.{i}.mlp.c_fc", (width, hidden))
         add_with_bias(("layers", i, "mlp", "down"), "kernel", f"h.{i}.mlp.c_proj", (hidden, width))
-    return found
+    return table

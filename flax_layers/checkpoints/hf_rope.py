@@ -1,4 +1,4 @@
-"""Rotary embeddings in Hugging Face's config.json: base, scaling, and the part of a head that is turned."""
+"""Rotary embeddings in Hugging Face's config.json: base, scaling, and the fraction of a head that is turned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flax_layers.rope_scaling import SCALINGS, DynamicRopeScaling, LongRopeScali
 # Dictionaries of rotary settings; `transformers` reads the first.
 ROPE = ("rope_scaling", "rope_parameters")
 ORIGINAL = "original_max_position_embeddings"
-# A Phi-3's own name of it.
+# A Phi-3's own name for a rope_type.
 _LONG = {"su": "longrope"}
 
 
@@ -24,7 +24,7 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of our configuration that say how heads are turned."""
     default_theta = family.defaults.get("rope_theta", 10000.0)
     where, rope = _rope_dictionary(settings)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "rope_local_base_freq" in family.known.read:
         local = settings.get("rope_local_base_freq") or family.defaults["rope_local_base_freq"]
         if set(rope) & set(LAYER_TYPES):
@@ -35,7 +35,7 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
             rope, local = full, sliding.get("rope_theta", local)
         elif settings.get("rope_parameters"):
             raise refusal("rope_parameters", rope, f"it must have a dictionary for each of {', '.join(LAYER_TYPES)}")
-        found["rope_local_base_freq"] = local
+        fields["rope_local_base_freq"] = local
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", kind) != kind:
         raise refusal("type", rope["type"], f"rope_type is {kind!r} in {where}")
@@ -44,14 +44,14 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if kind not in known:
         raise refusal(where, rope, f"rope_type {kind!r} must be one of {', '.join(known)}")
     theta = rope.get("rope_theta", default_theta)
-    found["rope_theta"] = float(theta) if is_number(theta) else theta
-    found["rope_scaling"] = _scaling(kind, rope, settings, where, family.defaults.get(ORIGINAL))
+    fields["rope_theta"] = float(theta) if is_number(theta) else theta
+    fields["rope_scaling"] = _scaling(kind, rope, settings, where, family.defaults.get(ORIGINAL))
     partial = rope.get("partial_rotary_factor", 1)
     if family.turns_parts:
-        found["partial_rotary_factor"] = partial
+        fields["partial_rotary_factor"] = partial
     elif not same(partial, 1):
         raise refusal("partial_rotary_factor", partial, "heads are turned whole, as with 1.0")
-    return found
+    return fields
 
 
 def _scaling(
@@ -64,18 +64,18 @@ def _scaling(
             raise refusal(name, value, f"it is not known of rope_type {kind!r} in {where}")
     if cls is None:
         return None
-    given = {name: rope[name] for name in fields if rope.get(name) is not None}
+    values = {name: rope[name] for name in fields if rope.get(name) is not None}
     original = settings.get(ORIGINAL, default_original)
     if kind == "dynamic":
         original = settings.get("max_position_embeddings")
-    if original is not None and given.get(ORIGINAL, original) != original:
+    if original is not None and values.get(ORIGINAL, original) != original:
         raise refusal(ORIGINAL, original, f"it is another one in {where}")
     if kind != "llama3":
-        given = _implied(kind, fields, settings, given.get(ORIGINAL, original)) | given
-    wanted = [name for name, field in fields.items() if kind == "llama3" or field.default is dataclasses.MISSING]
-    if missing := [name for name in wanted if name not in given]:
+        values = _implied(kind, fields, settings, values.get(ORIGINAL, original)) | values
+    required = [name for name, field in fields.items() if kind == "llama3" or field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
         raise ValueError(f"rope_type {kind!r} lacks {', '.join(missing)}: {dict(rope)}")
-    return cls(**given)
+    return cls(**values)
 
 
 def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any], original: Any) -> dict[str, Any]:
@@ -84,28 +84,30 @@ def _implied(kind: str, fields: Collection[str], settings: Mapping[str, Any], or
     original = context if original is None else original
     if ORIGINAL not in fields or original is None:
         return {}
-    found = {ORIGINAL: original}
+    implied = {ORIGINAL: original}
     if kind == "longrope" and is_number(context) and is_number(original) and original > 0:
-        found["factor"] = context / original
-    return found
+        implied["factor"] = context / original
+    return implied
 
 
 def _rope_dictionary(settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name and settings of the rotary embedding: transformers 5 has them in one dictionary, older ones in two."""
-    given = {name: settings[name] for name in ROPE if settings.get(name)}
-    for name, value in given.items():
+    dictionaries = {name: settings[name] for name in ROPE if settings.get(name)}
+    for name, value in dictionaries.items():
         if not isinstance(value, Mapping):
             raise refusal(name, value, "it must be a dictionary or null")
-    where, rope = next(iter(given.items()), ("rope_scaling", {}))
-    if any(dict(other) != dict(rope) for other in given.values()):
-        raise refusal("rope_parameters", given["rope_parameters"], f"rope_scaling is {given['rope_scaling']!r}")
+    where, rope = next(iter(dictionaries.items()), ("rope_scaling", {}))
+    if any(dict(other) != dict(rope) for other in dictionaries.values()):
+        raise refusal(
+            "rope_parameters", dictionaries["rope_parameters"], f"rope_scaling is {dictionaries['rope_scaling']!r}"
+        )
     outside = {name: settings.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    return where, {name: value for of in (outside, rope) for name, value in of.items() if value is not None}
+    return where, {name: value for source in (outside, rope) for name, value in source.items() if value is not None}
 
 
 def with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """The settings that are not ignored, in rotary dictionaries too; of an ignored dictionary rope_theta is left."""
-    # The length is a setting beside these dictionaries too, where it contradicts theirs.
+    """The settings that are not ignored, also in rotary dictionaries; an ignored dictionary keeps its rope_theta."""
+    # The length may also be a setting outside of these dictionaries, and then contradict theirs.
     inside = [name for name in ignore if name != ORIGINAL]
     for name in ROPE:
         if isinstance(rope := settings.get(name), Mapping):
@@ -118,7 +120,7 @@ def with_rope_ignored(settings: Mapping[str, Any], rest: dict[str, Any], ignore:
 
 
 def own_rope(config: LlamaConfig, model_type: str) -> dict[str, Any]:
-    """The settings of a config.json that stand for our rotary fields, with the scaling as `rope_scaling`."""
+    """The settings of a config.json for our rotary fields, with the scaling as `rope_scaling`."""
     scaling = config.rope_scaling
     written: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
     if scaling is not None:
@@ -141,17 +143,17 @@ def own_rope(config: LlamaConfig, model_type: str) -> dict[str, Any]:
 
 
 def written_rope(kept: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Settings that a model came with, and our own over them, rotary ones in the form that they had there."""
+    """The settings that a model came with, replaced by our own; rotary ones have the form that they came in."""
     if own["rope_scaling"] is not None and ORIGINAL not in own:
         kept.pop(ORIGINAL, None)
     parameters, scaling = kept.pop("rope_parameters", None), kept.pop("rope_scaling", None)
     rope = own.pop("rope_scaling") or {"rope_type": "default"}
     nested = parameters if set(parameters or {}) & set(LAYER_TYPES) else None
-    of_former = (nested or {}).get(LAYER_TYPES[0]) if nested else parameters or scaling
-    of_former = of_former or {}
-    former_kind = of_former.get("rope_type", of_former.get("type", "default"))
+    former_rope = (nested or {}).get(LAYER_TYPES[0]) if nested else parameters or scaling
+    former_rope = former_rope or {}
+    former_kind = former_rope.get("rope_type", former_rope.get("type", "default"))
     if _LONG.get(former_kind, former_kind) == rope["rope_type"]:
-        rope = {**of_former, **rope}
+        rope = {**former_rope, **rope}
         rope.pop("type", None)
     if parameters:
         kept.pop("rope_theta", None)

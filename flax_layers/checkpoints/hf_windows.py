@@ -9,7 +9,7 @@ from flax_layers.checkpoints.hf_families import Family
 from flax_layers.checkpoints.settings import refusal
 from flax_layers.models.llama_config import FULL, LAYER_TYPES, SLIDING, LlamaConfig
 
-# Names of layers with attention to all tokens before.
+# Names of layers with attention to all earlier tokens.
 _FULL = (FULL, "attention")
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 
@@ -22,13 +22,13 @@ def read_windows(settings: Mapping[str, Any], family: Family, layers: int) -> di
     for kind in types or ():
         if kind not in (*_FULL, SLIDING):
             raise refusal("layer_types", types, f"layers must be of {' or '.join(LAYER_TYPES)}")
-    given = types
+    named_types = types
     if types is not None:
         types = tuple(FULL if kind in _FULL else SLIDING for kind in types)
     window = settings.get("sliding_window", family.defaults.get("sliding_window"))
     if family.windows in ("none", "all"):
         if SLIDING in (types or ()):
-            raise refusal("layer_types", given, "all layers must be alike")
+            raise refusal("layer_types", named_types, "all layers must be alike")
         return {"sliding_window": window if family.windows == "all" else None}
     if family.windows == "pattern":
         patterns = (settings[name] for name in _PATTERN if settings.get(name) is not None)
@@ -37,12 +37,12 @@ def read_windows(settings: Mapping[str, Any], family: Family, layers: int) -> di
             raise refusal("sliding_window", window, "layers of layer_types, or of the pattern, have one")
         return {"sliding_window": window, "layer_types": types}
     if family.windows == "smollm3":
-        return _of_smollm3(settings, family, types, layers)
-    return _of_qwen(settings, types, layers)
+        return _smollm3_layers(settings, family, types, layers)
+    return _qwen_windows(settings, types, layers)
 
 
 def own_windows(config: LlamaConfig, model_type: str, family: Family) -> dict[str, Any]:
-    """The settings of a config.json of this model_type that stand for our fields of windows and of rotary layers."""
+    """The settings for our fields of windows and of rotary layers, in a config.json of this model_type."""
     written: dict[str, Any] = {}
     if "sliding_window" in family.known.read:
         written["sliding_window"] = config.sliding_window
@@ -59,13 +59,13 @@ def own_windows(config: LlamaConfig, model_type: str, family: Family) -> dict[st
 
 
 def _in_turn(pattern: Any, layers: int) -> tuple[str, ...]:
-    """Every so many layers one without a window, the others with one."""
+    """One layer without a window in every `pattern` layers, the others with one."""
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         raise refusal("sliding_window_pattern", pattern, "it must be an integer, 1 or more")
     return tuple(SLIDING if (i + 1) % pattern else FULL for i in range(layers))
 
 
-def _of_qwen(settings: Mapping[str, Any], types: tuple[str, ...] | None, layers: int) -> dict[str, Any]:
+def _qwen_windows(settings: Mapping[str, Any], types: tuple[str, ...] | None, layers: int) -> dict[str, Any]:
     is_used, first = _is_used(settings), settings.get("max_window_layers")
     first = 28 if first is None else first
     if not isinstance(first, int) or isinstance(first, bool):
@@ -73,11 +73,11 @@ def _of_qwen(settings: Mapping[str, Any], types: tuple[str, ...] | None, layers:
     window = settings.get("sliding_window", 4096) if is_used else None
     if types is None and window is not None:
         types = tuple(SLIDING if i >= first else FULL for i in range(layers))
-    return _of_some(types, window)
+    return _window_fields(types, window)
 
 
-def _of_some(types: tuple[str, ...] | None, window: Any) -> dict[str, Any]:
-    """The fields of layers of these types, of which those with a window have this one."""
+def _window_fields(types: tuple[str, ...] | None, window: Any) -> dict[str, Any]:
+    """The fields for layers of these types, where those with a window have this one."""
     if types is None or SLIDING not in types:
         return {"sliding_window": None}
     if window is None:
@@ -85,7 +85,7 @@ def _of_some(types: tuple[str, ...] | None, window: Any) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types if FULL in types else None}
 
 
-def _of_smollm3(
+def _smollm3_layers(
     settings: Mapping[str, Any], family: Family, types: tuple[str, ...] | None, layers: int
 ) -> dict[str, Any]:
     turned = settings.get("no_rope_layers")
@@ -101,7 +101,7 @@ def _of_smollm3(
     window = settings.get("sliding_window") if _is_used(settings) else None
     if types is None and window is not None:
         types = tuple(FULL if x else SLIDING for x in turned)
-    return {"no_rope_layers": turned if 0 in turned else None, **_of_some(types, window)}
+    return {"no_rope_layers": turned if 0 in turned else None, **_window_fields(types, window)}
 
 
 def _is_used(settings: Mapping[str, Any]) -> bool:

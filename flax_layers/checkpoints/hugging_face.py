@@ -48,7 +48,7 @@ def from_hf(
 
     Its kin are those of Mistral, Qwen2, Qwen3, Phi-3, Granite and SmolLM3, as Llamas; of Gemma 1 to 3, OLMo 2 and
     Command R, of classes of their own (`flax_layers.models`); and with experts MixtralForCausalLM, Qwen2MoeForCausalLM
-    and Qwen3MoeForCausalLM, of a MoEConfig: experts each in an array of its own, as files have them, or all in one, as
+    and Qwen3MoeForCausalLM, of a MoEConfig: each expert in an array of its own, as in files, or all in one, as
     transformers 5 has them in memory. `load_hf_folder` reads config and arrays from a folder.
 
     Args:
@@ -56,14 +56,14 @@ def from_hf(
         dtype. GPT-2's names may lack the leading "transformer.". Buffers are not read, but compared with the config. A
         model that the config ties gets a head of its own if there is one that is not the embedding, with a warning.
       config: sizes; those of the arrays must agree.
-      shardings: where the parameters lie, on a mesh say: a jax.sharding.Sharding for all, a function
-        f(path, leaf) -> Sharding, or an nnx.State or nested dictionaries of them; default the default device. Of an
-        array no more is read at once than what a device holds of its parameter.
+      shardings: of the parameters, as on a mesh: a jax.sharding.Sharding for all, a function
+        f(path, leaf) -> Sharding, or an nnx.State or nested dictionaries of them; default the default device. No more
+        of an array is read at once than a device's shard of its parameter.
       **options: of the model: dtype, param_dtype, and of all but `GPT2` scan_layers, remat and remat_layers. Stacked
         layers are filled directly.
 
     Raises:
-      TypeError: a model for its state_dict, or another kind of config.
+      TypeError: a model instead of its state_dict, or another kind of config.
       ValueError: names that are missing or unknown, a shape that does not agree with `config`, an array of other than
         floating numbers, or shardings that do not divide a parameter or are not those of all parameters.
     """
@@ -95,11 +95,11 @@ def from_hf(
 def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: name -> array in the parameters' own dtype, all in the host's memory.
 
-    Experts are arrays of their own, as files have them.
+    Each expert has arrays of its own, as in files.
 
     Args:
-      model: a model, on a mesh too; one that has several processes wants this call in each of them. Or a state
-        with its structure, as a gradient is. Its layers may be stacked for a scan.
+      model: a model, on a mesh too; all processes of the mesh must call this. Or a state with its structure, as a
+        gradient is. Its layers may be stacked for a scan.
       config: its sizes, as model.config has them.
 
     Raises:
@@ -107,7 +107,7 @@ def to_hf(model: Llama | GPT2 | nnx.State, config: LlamaConfig | GPT2Config) -> 
       ValueError: parameters for which the config has no place.
     """
     _check_config(config)
-    # Files are written from memory as it lies: a transposed view would be written untransposed.
+    # Files are written from contiguous memory: a transposed view would be written untransposed.
     return {part.name: np.ascontiguousarray(array) for part, array in arrays_of(model, entries(config))}
 
 
@@ -115,24 +115,24 @@ def load_hf_folder(path: str | Path, *, ignore: Sequence[str] = (), **options: A
     """The model in a folder that `save_pretrained` of `transformers` wrote: config.json and safetensors files.
 
     Arrays are read one parameter at a time: beside the model the host's memory holds no more than that. With shardings
-    each device's part is read by itself and put there, so that neither the host nor a device holds the whole model;
-    each process reads the parts of its own devices.
+    each device's shard is read by itself and put there, so that neither the host nor a device holds the entire model;
+    each process reads the shards of its own devices.
 
         load_hf_folder(path, shardings=NamedSharding(mesh, P("fsdp")), dtype=jnp.bfloat16)
 
     Args:
-      path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names. What else
-        its config.json and generation_config.json say is kept with the model: `save_hf_folder` writes it again, and
-        `generate` ends at the tokens that end a text there.
+      path: the folder, with model.safetensors, or model.safetensors.index.json and the files that it names. Other
+        settings in its config.json and generation_config.json are kept with the model: `save_hf_folder` writes them
+        again, and `generate` ends at the tokens that end a text there.
       ignore: names of settings in config.json that are not read, as in `config_from_hf`; `save_hf_folder` writes them
-        again, but for those that fields of the config say.
+        again, except for those that are fields of the config.
       **options: as in `from_hf`: shardings, and options of the model.
 
     Raises:
       FileNotFoundError, NotADirectoryError: no such folder, as a name on the Hub is none, or one without these files.
       ImportError: without the package safetensors, which the extra `hf` brings.
-      ValueError: as `from_hf`, a config.json of another kind of model or with a setting that ours do not have, a
-        damaged file, or an index that names files outside of the folder.
+      ValueError: as `from_hf`, a config.json of another kind of model or with a setting that our models do not
+        have, a damaged file, or an index that names files outside of the folder.
     """
     path = Path(path)
     config = config_from_hf(settings_of(path, CONFIG), ignore=ignore)
@@ -148,22 +148,22 @@ def load_hf_folder(path: str | Path, *, ignore: Sequence[str] = (), **options: A
 def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     """Writes a folder that `from_pretrained` of `transformers` and `load_hf_folder` read.
 
-    Its config.json is the one that the parameters came with, model.config's fields written over it; a
+    Its config.json is the one that the parameters came with, updated with model.config's fields; a
     generation_config.json that they came with is written too.
 
-    All is written into a hidden folder first and is on the disk before it takes its place, so that a process that is
-    killed leaves the former files or the new ones: a new folder whole; in an existing one the parameters, by one
-    renaming, if its settings stay the same; else the folder itself, which is then another one with links to the same
-    other files, where the system can exchange folders (see `checkpoints.folder`). Other files, as a tokenizer's, stay,
-    but for parameters in several files, which are removed with their index: they are the former model's. What killed
-    processes left is removed by the first save there a day later.
+    Files are written into a hidden folder first, and are on the disk before they take their places, so that a killed
+    process leaves either the former files or the new ones. A new folder is renamed as one. In an existing one the file
+    of parameters is renamed, if the settings stay the same. Else the folder is exchanged for another one with links to
+    its other files, where the system can exchange folders (see `checkpoints.folder`). Other files, as a tokenizer's,
+    stay, except for the former model's parameters in several files, which are removed with their index. The hidden
+    folders of killed processes are removed by the first save there a day later.
 
     Parameters are written one at a time, those of stacked layers a layer at a time: the host's memory holds no more
-    than that beside the model. From a mesh each is gathered alone. Where the mesh has several processes, all of them
+    than that beside the model. Each is gathered from a mesh alone. Where the mesh has several processes, all of them
     call this, the first one writes, and all return when the folder is there.
 
     Raises:
-      ValueError: as `config_to_hf`: what no one of these models of `transformers` has, as no rotary embedding.
+      ValueError: as `config_to_hf`: a setting that none of these models of `transformers` has, as no rotary embedding.
     """
     settings, table = config_to_hf(model.config), entries(model.config)
     types = {part.name: (part.shape, dtype) for part, dtype in types_of(model, table)}
@@ -174,11 +174,11 @@ def save_hf_folder(model: Llama | GPT2, path: str | Path) -> None:
     generation = settings_in(model.config.origin, GENERATION)
     arrays = (array for _, array in arrays_of(model, table, only_first_process=True))
 
-    def write_files(made: Path) -> None:
-        write(made / WEIGHTS, types, arrays)
-        for name, of_file in ((CONFIG, settings), (GENERATION, generation)):
-            if of_file is not None:
-                (made / name).write_text(json.dumps(of_file, indent=2) + "\n")
+    def write_files(folder: Path) -> None:
+        write(folder / WEIGHTS, types, arrays)
+        for name, file_settings in ((CONFIG, settings), (GENERATION, generation)):
+            if file_settings is not None:
+                (folder / name).write_text(json.dumps(file_settings, indent=2) + "\n")
 
     if jax.process_index():
         for _ in arrays:  # helps to gather them

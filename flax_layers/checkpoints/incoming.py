@@ -11,8 +11,8 @@ import numpy as np
 
 from flax_layers.checkpoints.placement import Index, block_of
 
-# Parts of names of dtypes that say nothing without scales: of 4 and 6 bits, and powers of two, which are scales.
-_OF_BLOCKS = ("float4_", "float6_", "e8m0")
+# Names of dtypes contain these where numbers need scales, in 4 or 6 bits, or are scales, as powers of two.
+_SCALED_DTYPES = ("float4_", "float6_", "e8m0")
 _BLOCK_BYTES = 2**24  # of two arrays that are compared
 
 
@@ -20,13 +20,13 @@ def readable(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays, each with a shape and slices that NumPy takes.
 
     Raises:
-      ValueError: one that is no array of floating numbers, as quantised ones are.
+      ValueError: one that is no array of floating numbers, as a quantised one.
     """
     return {name: readable_one(name, array) for name, array in arrays.items()}
 
 
 def readable_one(name: str, array: Any) -> Any:
-    """As `readable`, of one."""
+    """`readable` of one array."""
     dtype = getattr(array, "dtype", None)
     if hasattr(array, "detach"):
         array, is_floating = TorchArray(array), bool(array.is_floating_point())
@@ -35,7 +35,7 @@ def readable_one(name: str, array: Any) -> Any:
     else:
         dtype = getattr(dtype, "numpy_dtype", dtype)  # tensorstore's has one
         is_floating = jnp.issubdtype(dtype, jnp.floating)
-    if not is_floating or any(part in str(dtype) for part in _OF_BLOCKS):
+    if not is_floating or any(part in str(dtype) for part in _SCALED_DTYPES):
         raise ValueError(
             f"{name} is an array of {dtype}, and parameters are plain floating numbers: a quantised checkpoint must be "
             "dequantised first, as by model.dequantize() and save_pretrained of transformers"
@@ -45,7 +45,7 @@ def readable_one(name: str, array: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TorchArray:
-    """A tensor of torch's on any device; NumPy lacks some of its dtypes, whose numbers are float32 then, the same."""
+    """A torch tensor on any device; numbers of dtypes that NumPy lacks become float32, which holds them exactly."""
 
     tensor: Any
 
@@ -54,16 +54,16 @@ class TorchArray:
         return tuple(self.tensor.shape)
 
     def __getitem__(self, index: Index) -> np.ndarray:
-        part = self.tensor.detach()[index].cpu()
-        has_dtype = str(part.dtype) in ("torch.float16", "torch.float32", "torch.float64")
-        return np.asarray((part if has_dtype else part.float()).numpy())
+        block = self.tensor.detach()[index].cpu()
+        has_dtype = str(block.dtype) in ("torch.float16", "torch.float32", "torch.float64")
+        return np.asarray((block if has_dtype else block.float()).numpy())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[(...,)], dtype)  # type: ignore[index]
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two arrays (R, C) have the same shape and numbers; no more than parts of them are read at once."""
+    """Whether two arrays (R, C) have the same shape and numbers; they are read and compared in blocks of rows."""
     if tuple(a.shape) != tuple(b.shape) or len(a.shape) != 2:
         return False
     rows, columns = a.shape

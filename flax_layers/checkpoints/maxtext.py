@@ -21,7 +21,7 @@ from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.origin import remember, settings_in
 
 Rotary = Literal["halves", "interleaved"]
-_ORIGIN = "maxtext"  # how the arrays of a model were stored, of which nothing stands beside them
+_ORIGIN = "maxtext"  # how a model's arrays were stored: the checkpoint has no settings that say it
 _STACKED, _LAYER = "decoder.layers.", "decoder.layers_"
 
 
@@ -36,11 +36,11 @@ def from_maxtext(
 ) -> Llama:
     """A model with the parameters of a MaxText decoder, of its blocks "llama2" (all Llamas) and "qwen3".
 
-    The same logits, but for two things of MaxText's own. A tied model (logits_via_embedding) wants
+    Logits are the same, with two conditions in MaxText. A tied model (logits_via_embedding) wants
     normalize_embedding_logits=False there, as its Qwen3 configs have it. Its Llama 3.1 rotary embedding is
     RopeScaling(factor=8.0).
 
-    `load_maxtext_folder` reads the arrays from a folder of orbax's.
+    `load_maxtext_folder` reads the arrays from an orbax folder.
 
     Args:
       params: nested dictionaries, {"decoder": ..., "token_embedder": ...}, as a checkpoint has them under
@@ -48,12 +48,12 @@ def from_maxtext(
         are `layers`, stacked along axis 1 (param_scan_axis), or `layers_0`, `layers_1`, ...; query, key and value
         kernels (D, [layers,] heads, Dh), out (heads, [layers,] Dh, D).
       config: sizes; those of the arrays must agree.
-      query_scaled: whether the query's kernel has the attention's 1 / sqrt(Dh) in it, as all but models with QK-norms
-        have it; default not config.qk_norm.
+      query_scaled: whether the query's kernel includes the attention's 1 / sqrt(Dh), as it does without QK-norms;
+        default not config.qk_norm.
       rotary: which columns of a head its rotary embedding turns together: "halves", i and i + Dh / 2, as here and in
         Hugging Face's models, or "interleaved", 2 i and 2 i + 1, as with rope_type "llama3.1". Default: interleaved
         if the config has a rope_scaling.
-      shardings: where the parameters lie, as in `from_hf`.
+      shardings: of the parameters, as in `from_hf`.
       **options: of `Llama`: dtype, param_dtype, scan_layers, remat and remat_layers.
 
     Raises:
@@ -91,9 +91,9 @@ def to_maxtext(
       model: a model, or the state of its parameters. Its layers may be stacked for a scan. Not gradients, unless
         query_scaled=False: those of query kernels are scaled the other way.
       config: its sizes.
-      query_scaled, rotary: as in `from_maxtext`, and by default as they were there for a model that it made, or for the
-        config of one. 1 / sqrt(Dh) goes in in float32: exactly if Dh is a power of 4.
-      scan_layers: MaxText's setting: whether its layers are stacked, along axis 1; default as they came, or True.
+      query_scaled, rotary: as in `from_maxtext`, by default as they were there for a model that it returned, or for
+        the config of one. Kernels are scaled by 1 / sqrt(Dh) in float32: exactly if Dh is a power of 4.
+      scan_layers: MaxText's setting: whether its layers are stacked, along axis 1; default as they were read, or True.
 
     Raises:
       ValueError: query_scaled of a model with QK-norms.
@@ -102,23 +102,23 @@ def to_maxtext(
     query_scaled = stored.get("query_scaled") if query_scaled is None else query_scaled
     rotary = stored.get("rotary") if rotary is None else rotary
     scan_layers = stored.get("scan_layers", True) if scan_layers is None else scan_layers
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for part, array in arrays_of(model, _entries(config, query_scaled, rotary)):
         if scan_layers and part.name.startswith(_LAYER):
             index, rest = part.name.removeprefix(_LAYER).split(".", 1)
             name = _STACKED + rest
-            if name not in found:
-                found[name] = np.empty((array.shape[0], config.num_hidden_layers, *array.shape[1:]), array.dtype)
-            found[name][:, int(index)] = array
+            if name not in arrays:
+                arrays[name] = np.empty((array.shape[0], config.num_hidden_layers, *array.shape[1:]), array.dtype)
+            arrays[name][:, int(index)] = array
         else:
-            found[part.name] = np.ascontiguousarray(array)
-    nested: dict[str, Any] = unflatten_dict(found, sep=".")
+            arrays[part.name] = np.ascontiguousarray(array)
+    nested: dict[str, Any] = unflatten_dict(arrays, sep=".")
     return nested
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer of an array that has the layers along axis 1; its slices are in the host's memory."""
+    """One layer of an array with layers along axis 1; its slices are in the host's memory."""
 
     array: Any
     layer: int
@@ -134,17 +134,17 @@ class _Layer:
 
 def _by_layer(params: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Name -> array, those of stacked layers a layer each."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, array in flatten_dict(params, sep=".").items():
         array = readable_one(name, array)
         if not name.startswith(_STACKED):
-            found[name] = array
+            arrays[name] = array
             continue
         if tuple(array.shape[1:2]) != (layers,):
             raise ValueError(f"{name} has shape {tuple(array.shape)}, whose axis 1 is not the config's {layers} layers")
         rest = name.removeprefix(_STACKED)
-        found |= {f"{_LAYER}{i}.{rest}": _Layer(array, i) for i in range(layers)}
-    return found
+        arrays |= {f"{_LAYER}{i}.{rest}": _Layer(array, i) for i in range(layers)}
+    return arrays
 
 
 def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | None) -> list[Entry]:
@@ -165,12 +165,12 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
     queries, keys = (config.num_attention_heads, head_dim), (config.resolved_num_key_value_heads, head_dim)
     turned = partial(Part, order=interleaved(head_dim) if rotary == "interleaved" else ())
     query = partial(turned, factor=math.sqrt(head_dim) if query_scaled else 1.0)
-    found = [
+    table = [
         Entry(("embed", "embedding"), (Part("token_embedder.embedding", (vocab, width)),)),
         Entry(("norm", "scale"), (Part("decoder.decoder_norm.scale", (width,)),)),
     ]
     if not config.tie_word_embeddings:
-        found.append(Entry(("head", "kernel"), (Part("decoder.logits_dense.kernel", (width, vocab)),)))
+        table.append(Entry(("head", "kernel"), (Part("decoder.logits_dense.kernel", (width, vocab)),)))
     for i in range(config.num_hidden_layers):
         path: Path = ("layers", i)
         layer = f"{_LAYER}{i}"
@@ -185,7 +185,7 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
 
         gate_up = tuple(Part(f"{mlp}.{name}.kernel", (width, hidden)) for name in ("wi_0", "wi_1"))
         norms = {"attention_norm": "pre_self_attention_layer_norm", "mlp_norm": "post_self_attention_layer_norm"}
-        found += [
+        table += [
             *(
                 Entry((*path, ours, "scale"), (Part(f"{layer}.{name}.scale", (width,)),))
                 for ours, name in norms.items()
@@ -196,11 +196,11 @@ def _entries(config: LlamaConfig, query_scaled: bool | None, rotary: Rotary | No
             Entry((*path, "mlp", "down", "kernel"), (Part(f"{mlp}.wo.kernel", (hidden, width)),)),
         ]
         if config.attention_bias:
-            found.append(Entry((*path, "attention", "qkv", "bias"), qkv("bias")))
+            table.append(Entry((*path, "attention", "qkv", "bias"), qkv("bias")))
         if config.resolved_attention_out_bias:
-            found.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.out.bias", (width,)),)))
+            table.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.out.bias", (width,)),)))
         if config.qk_norm:
             for ours, name in {"q_norm": "query_norm", "k_norm": "key_norm"}.items():
                 part = turned(f"{attention}.{name}.scale", (head_dim,))
-                found.append(Entry((*path, "attention", ours, "scale"), (part,)))
-    return found
+                table.append(Entry((*path, "attention", ours, "scale"), (part,)))
+    return table

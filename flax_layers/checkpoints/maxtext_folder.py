@@ -18,15 +18,15 @@ from flax_layers.models.llama import Llama, LlamaConfig
 
 _METADATA = "_METADATA"
 _ROOTS = ("decoder", "token_embedder")
-# Files have chunks, what one device wrote, which are read whole: with layers stacked, once for all layers and devices.
+# A chunk of a file is what one device wrote. It is read entirely: with stacked layers once for all layers and devices.
 _CACHE_BYTES = 2**30
 
 
 def load_maxtext_folder(path: str | Path, config: LlamaConfig, **options: Any) -> Llama:
-    """The model whose parameters lie in a MaxText checkpoint.
+    """The model with the parameters of a MaxText checkpoint.
 
-    Arrays are read one parameter at a time. With shardings each device's part is read by itself and put there, by the
-    process that has the device; beside it the host's memory holds up to 1 GiB of what was read last.
+    Arrays are read one parameter at a time. With shardings each device's shard is read by itself and put there, by the
+    process that has the device; the host's memory also holds up to 1 GiB of the chunks that were read last.
 
     Args:
       path: the folder of orbax's with the parameters and perhaps an optimizer's state, which is not read:
@@ -44,7 +44,7 @@ def load_maxtext_folder(path: str | Path, config: LlamaConfig, **options: Any) -
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """An array of tensorstore's, whose slices are read when NumPy asks for them."""
+    """A tensorstore array, whose slices are read when NumPy asks for them."""
 
     opened: Any
 
@@ -84,8 +84,8 @@ def _arrays_in(path: Path) -> Mapping[str, Any]:
             pending[tuple(inner)] = store.open({"driver": driver, "kvstore": kvstore}, read=True, context=context)
     if not pending:
         raise ValueError(f"{path} has no params with {' or '.join(_ROOTS)}: it is no MaxText checkpoint of a decoder")
-    found: dict[str, Any] = unflatten_dict({names: _Stored(opened.result()) for names, opened in pending.items()})
-    return found
+    arrays: dict[str, Any] = unflatten_dict({names: _Stored(opened.result()) for names, opened in pending.items()})
+    return arrays
 
 
 def _tensorstore() -> Any:

@@ -1,9 +1,9 @@
 """Low-rank adapters from and to the folders of Hugging Face's PEFT: adapter_config.json, adapter_model.safetensors.
 
 PEFT adapts torch's Linears one by one: y += (alpha / r) * x @ lora_A^T @ lora_B^T, lora_A (r, in), lora_B (out, r).
-Where ours holds several of them side by side in one kernel, as query, key and value, one `lora_a` serves all. Written,
-each gets that lora_A and its own columns of `lora_b`: the same function. Read, adapters with lora_As of their own
-become one with all of them, whose `lora_b` is zero where they do not meet: the same function too, of the summed rank.
+Where several of them are concatenated in one kernel of ours, as query, key and value, one `lora_a` serves all. When
+written, each gets that lora_A and its own columns of `lora_b`: the same function. When read, adapters with different
+lora_As become one with all of them, whose `lora_b` is block-diagonal: the same function too, of the summed rank.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from flax_layers.models.origin import remember, settings_in
 
 _PREFIX = "base_model.model."
 _DEFAULTS = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True}
-# Settings that say which modules have adapters beside target_modules, which has all of them when it is written; and how
-# arrays were initialised before they were trained, which is done again to a base.
+# Settings that select modules with adapters, of which target_modules alone is written, with all of them; and how arrays
+# were initialised, which PEFT would apply to the base again.
 _SAID_OTHERWISE = ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters", "init_lora_weights")
 
 
 def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The adapters of a model as PEFT's settings and arrays, float32 or as they are stored.
 
-    Of adapters that `from_peft` read the settings are those that they came with, with what ours say in its place.
+    Settings that adapters of `from_peft` came with are kept, updated with ours.
 
     Args:
       model: a model with adapters, as `add_lora` puts them there. Its layers may be stacked for a scan.
 
     Raises:
-      ValueError: a model without adapters, or an adapter of what `transformers` does not have.
+      ValueError: a model without adapters, or an adapter of a module that `transformers` does not have.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     arrays: dict[str, np.ndarray] = {}
@@ -59,17 +59,17 @@ def to_peft(model: Llama | GPT2) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     for entry in as_stored(_table(model), params):
         modules += [_module(part) for part in entry.parts]
         path, index = place(params, _layer(entry.path))
-        found = _low_rank(params, path)
-        if found is None:
+        low_rank = _low_rank(params, path)
+        if low_rank is None:
             continue
         written.add(path)
-        a, b = (np.asarray(on_host(x, index)) for x in found)
+        a, b = (np.asarray(on_host(x, index)) for x in low_rank)
         columns = np.split(b, np.cumsum([_columns(part) for part in entry.parts])[:-1], axis=-1)
-        for part, of_part in zip(entry.parts, columns, strict=True):
+        for part, part_columns in zip(entry.parts, columns, strict=True):
             name = _module(part)
             ranks[name] = a.shape[-1]
             arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
-            arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(part.in_their_order(of_part).T)
+            arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.ascontiguousarray(part.in_their_order(part_columns).T)
     adapted = _adapted(model)
     if not adapted:
         raise ValueError("the model has no adapters")
@@ -101,49 +101,54 @@ def from_peft(
 
     Raises:
       TypeError: settings that are no dictionary, or an `ignore` that is no sequence of names.
-      ValueError: settings that ours do not have (DoRA, biases, saved modules, an init_lora_weights that changes the
-        base) or that are not known, arrays of modules that the settings do not name, of unknown names or other shapes,
-        a kernel beside an adapter, as PEFT writes the head's, that is not the model's own, or a model with adapters.
+      ValueError: settings that adapters here do not have (DoRA, biases, saved modules, an init_lora_weights that
+        changes the base) or that are not known, arrays of modules that the settings do not name, of unknown names or
+        other shapes, a kernel beside an adapter, as PEFT writes the head's, that is not the model's own, or a model
+        with adapters.
     """
     check_settings(settings, "from_peft", "an adapter_config.json", "load_peft_folder")
-    given, settings = settings, without(settings, ignore)
+    all_settings, settings = settings, without(settings, ignore)
     KNOWN.check(settings, "an adapter_config.json", " of an adapter")
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     if _adapted(model):
         raise ValueError("the model has adapters already: merge_lora or remove_lora first")
     unread = readable(arrays)
-    made: dict[Any, dict[Any, tuple[np.ndarray, np.ndarray]]] = {}
+    adapters: dict[Any, dict[Any, tuple[np.ndarray, np.ndarray]]] = {}
     for entry in as_stored(_table(model), params):
         _check_base(entry, params, unread)
-        if (found := _joined(entry, unread, settings, _rows(entry))) is not None:
+        if (adapter := _joined(entry, unread, settings, _rows(entry))) is not None:
             path, index = place(params, _layer(entry.path))
-            made.setdefault(path, {})[index] = found
+            adapters.setdefault(path, {})[index] = adapter
     if unread:
         raise ValueError(f"a model of this config takes no {some(sorted(unread))}")
-    if ("head",) in made and "kernel" not in params.get("head", {}) and (tying := settings.get("ensure_weight_tying")):
+    if (
+        ("head",) in adapters
+        and "kernel" not in params.get("head", {})
+        and (tying := settings.get("ensure_weight_tying"))
+    ):
         raise refusal("ensure_weight_tying", tying, "the embedding cannot share the head's adapter", " of an adapter")
-    for path, of_layers in made.items():
+    for path, layer_adapters in adapters.items():
         parent: Any = model
         for key in path[:-1]:
             parent = parent[key] if isinstance(key, int) else getattr(parent, key)
-        count = None if () in of_layers else model.config.num_hidden_layers
-        a, b = of_layers[()] if count is None else _stacked(of_layers, count)
+        count = None if () in layer_adapters else model.config.num_hidden_layers
+        a, b = layer_adapters[()] if count is None else _stacked(layer_adapters, count)
         put_lora(parent, str(path[-1]), jnp.asarray(a, param_dtype), jnp.asarray(b, param_dtype), dtype=dtype)
-    remember(model, ADAPTER_CONFIG, given)
+    remember(model, ADAPTER_CONFIG, all_settings)
 
 
 def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str | None = None) -> None:
     """Writes the adapters of a model as a folder that `peft.PeftModel.from_pretrained` and `load_peft_folder` read.
 
     A process that is killed leaves the former files or the new ones, as in `save_hf_folder`. lora_alpha is the rank:
-    `lora_b` has its factor. Where adapters lie on the devices of several processes, all of these call this, and the
+    `lora_b` includes the factor. Where adapters are on devices of several processes, all of these call this, and the
     first one writes.
 
     Args:
       model: as in `to_peft`.
       path: the folder.
-      base_model: name or path of the model that was adapted, for PEFT to find it by; default that of the settings that
-        the adapters came with.
+      base_model: name or path of the adapted model, by which PEFT finds it; default that in the settings that the
+        adapters came with.
 
     Raises:
       ValueError: as `to_peft`.
@@ -153,10 +158,10 @@ def save_peft_folder(model: Llama | GPT2, path: str | Path, *, base_model: str |
     if base_model is not None:
         settings["base_model_name_or_path"] = base_model
 
-    def write_files(made: Path) -> None:
+    def write_files(folder: Path) -> None:
         types = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        write(made / ADAPTER_WEIGHTS, types, arrays.values())
-        (made / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        write(folder / ADAPTER_WEIGHTS, types, arrays.values())
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
     if jax.process_index() == 0:
         write_folder(Path(path).resolve(), write_files, key=ADAPTER_CONFIG)
@@ -189,15 +194,15 @@ def load_peft_folder(model: Llama | GPT2, path: str | Path, *, ignore: Sequence[
 def _table(model: Llama | GPT2) -> list[Entry]:
     """The kernels that may have adapters, the head's among them where it is tied; not those of experts and routers."""
     config = model.config
-    found = [
+    table = [
         entry
         for entry in entries(config)
         if entry.path[-1] in ("kernel", "gate_up") and not {"experts", "router"} & {*entry.path}
     ]
     if config.tie_word_embeddings:
         width = config.n_embd if isinstance(config, GPT2Config) else config.hidden_size
-        found.append(Entry(("head", "kernel"), (Part("lm_head.weight", (config.vocab_size, width), transposed=True),)))
-    return found
+        table.append(Entry(("head", "kernel"), (Part("lm_head.weight", (config.vocab_size, width), transposed=True),)))
+    return table
 
 
 def _adapted(model: nnx.Module) -> list[tuple[Any, ...]]:
@@ -224,7 +229,7 @@ def _rows(entry: Entry) -> int:
 
 
 def _low_rank(params: Any, path: tuple[Any, ...]) -> tuple[Any, Any] | None:
-    """lora_a and lora_b of the module at a path, of an nnx.LoRA or an nnx.LoRALinear, if it is one."""
+    """lora_a and lora_b of the module at a path, if that is an nnx.LoRA or an nnx.LoRALinear."""
     try:
         node = at(params, path)
     except KeyError:  # a tied head has no parameters
@@ -235,8 +240,8 @@ def _low_rank(params: Any, path: tuple[Any, ...]) -> tuple[Any, Any] | None:
 
 def _settings(model: Llama | GPT2, ranks: dict[str, int], modules: list[str]) -> dict[str, Any]:
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    other = {name: of_one for name, of_one in ranks.items() if of_one != rank}
-    # The last part of a name stands for all layers, the whole one for a single layer.
+    other = {name: module_rank for name, module_rank in ranks.items() if module_rank != rank}
+    # The last component of a name stands for all layers, the full name for a single layer.
     kinds = {name.rpartition(".")[2] for name in ranks}
     everywhere = {kind for kind in kinds if all(name in ranks for name in modules if name.rpartition(".")[2] == kind)}
     targets = sorted(everywhere | {name for name in ranks if name.rpartition(".")[2] not in everywhere})
@@ -256,7 +261,7 @@ def _settings(model: Llama | GPT2, ranks: dict[str, int], modules: list[str]) ->
 
 
 def _check_base(entry: Entry, params: Any, unread: dict[str, Any]) -> None:
-    """Takes kernels that PEFT wrote beside adapters out of `unread`: they must be the model's own."""
+    """Removes kernels that PEFT wrote beside adapters from `unread`: they must be the model's own."""
     names = {f"{_PREFIX}{_module(part)}.base_layer.weight": i for i, part in enumerate(entry.parts)}
     for name in names.keys() & unread.keys():
         is_tied = entry.path[0] == "head" and "kernel" not in params.get("head", {})
@@ -271,20 +276,20 @@ LowRankArrays = tuple[np.ndarray, np.ndarray]  # lora_a (D, r) and lora_b (r, N)
 
 
 def _joined(entry: Entry, unread: dict[str, Any], settings: Mapping[str, Any], rows: int) -> LowRankArrays | None:
-    """The adapter of a kernel from those of its parts that have one, which are taken out of `unread`; float32."""
-    found = [_read(part, unread, settings, rows) for part in entry.parts]
-    all_a = [pair[0] for pair in found if pair is not None]
+    """The adapter of a kernel, float32, from those of its parts, which are removed from `unread`; None without any."""
+    pairs = [_read(part, unread, settings, rows) for part in entry.parts]
+    all_a = [pair[0] for pair in pairs if pair is not None]
     if not all_a:
         return None
     shared = all(np.array_equal(a, all_a[0]) for a in all_a)
     joined_a = all_a[0] if shared else np.concatenate(all_a, axis=1)
     columns, start = [], 0
-    for part, pair in zip(entry.parts, found, strict=True):
-        of_part = np.zeros((joined_a.shape[1], _columns(part)), np.float32)
+    for part, pair in zip(entry.parts, pairs, strict=True):
+        part_columns = np.zeros((joined_a.shape[1], _columns(part)), np.float32)
         if pair is not None:
-            of_part[start : start + len(pair[1])] = pair[1]
+            part_columns[start : start + len(pair[1])] = pair[1]
             start += 0 if shared else len(pair[1])
-        columns.append(of_part)
+        columns.append(part_columns)
     return joined_a, np.concatenate(columns, axis=1)
 
 
@@ -309,12 +314,12 @@ def _read(part: Part, unread: dict[str, Any], settings: Mapping[str, Any], rows:
 
 
 def _stacked(
-    of_layers: Mapping[tuple[int, ...], tuple[np.ndarray, np.ndarray]], count: int
+    layer_adapters: Mapping[tuple[int, ...], tuple[np.ndarray, np.ndarray]], count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays of all layers, of one rank: zeros where a layer has less."""
-    a, b = next(iter(of_layers.values()))
-    rank = max(x.shape[1] for x, _ in of_layers.values())
+    """The stacked arrays of all layers: the rank is the largest one, with zeros where a layer has less."""
+    a, b = next(iter(layer_adapters.values()))
+    rank = max(x.shape[1] for x, _ in layer_adapters.values())
     all_a, all_b = np.zeros((count, a.shape[0], rank), a.dtype), np.zeros((count, rank, b.shape[1]), b.dtype)
-    for (i,), (a, b) in of_layers.items():
+    for (i,), (a, b) in layer_adapters.items():
         all_a[i, :, : a.shape[1]], all_b[i, : b.shape[0]] = a, b
     return all_a, all_b

@@ -19,7 +19,7 @@ KNOWN = Known(
         "bias": ("none",),
         "modules_to_save": ([],),
         "lora_bias": (False,),
-        # The others change the kernels that are adapted: PEFT takes what they begin with out of them.
+        # Other values change the adapted kernels: PEFT subtracts the adapters' initial values from them.
         "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
         "alora_invocation_tokens": (),
         "arrow_config": (),
@@ -59,13 +59,13 @@ KNOWN = Known(
 
 
 def check_targets(settings: Mapping[str, Any], module: str) -> None:
-    """Raises a ValueError unless the settings name a module that has arrays, for PEFT would not read these.
+    """Raises a ValueError unless the settings name a module that has arrays: PEFT would not read these.
 
-    Settings without target_modules name all that there are arrays of.
+    Settings without target_modules name all modules that have arrays.
 
     Args:
       settings: of adapter_config.json.
-      module: its name in the model that is adapted.
+      module: its name in the adapted model.
     """
     names = settings.get("target_modules", [module])
     excluded = settings.get("exclude_modules")
@@ -82,8 +82,8 @@ def check_targets(settings: Mapping[str, Any], module: str) -> None:
     if layers is None or layers == []:
         return
     patterns = [pattern] if isinstance(pattern, str) else pattern
-    found = [match for x in patterns if (match := _match("layers_pattern", rf"(?:.*?\.)?{x}\.(\d+)\.", module))]
-    if not found or int(found[0][1]) not in (layers if isinstance(layers, list) else [layers]):
+    matches = [match for x in patterns if (match := _match("layers_pattern", rf"(?:.*?\.)?{x}\.(\d+)\.", module))]
+    if not matches or int(matches[0][1]) not in (layers if isinstance(layers, list) else [layers]):
         why = f"with layers_pattern={settings.get('layers_pattern')!r} it does not name {module}, which has an adapter"
         raise refusal("layers_to_transform", layers, why, " of an adapter")
 
@@ -106,13 +106,13 @@ def scaling(settings: Mapping[str, Any], module: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if is_stabilised else rank)
 
 
-def _matches(name: str, wanted: Any, module: str) -> bool:
-    """Whether a regular expression is a module's name, or one of a list of names its end."""
-    if isinstance(wanted, str):
-        return _match(name, rf"(?:{wanted})\Z", module) is not None
-    if not isinstance(wanted, list | tuple | set) or not all(isinstance(x, str) for x in wanted):
-        raise ValueError(f"{name}={wanted!r} of an adapter; it must be a regular expression or a list of names")
-    return any(f".{module}".endswith(f".{x}") for x in wanted)
+def _matches(name: str, patterns: Any, module: str) -> bool:
+    """Whether a regular expression matches a module's name, or one of a list of names is its end."""
+    if isinstance(patterns, str):
+        return _match(name, rf"(?:{patterns})\Z", module) is not None
+    if not isinstance(patterns, list | tuple | set) or not all(isinstance(x, str) for x in patterns):
+        raise ValueError(f"{name}={patterns!r} of an adapter; it must be a regular expression or a list of names")
+    return any(f".{module}".endswith(f".{x}") for x in patterns)
 
 
 def _match(name: str, pattern: str, module: str) -> re.Match[str] | None:

@@ -1,8 +1,8 @@
 """Files of Hugging Face's safetensors: slices of their arrays read, and arrays written one after another.
 
-A file is the length of a header (8 bytes, little endian), the header, JSON that says of each array its dtype, shape and
-place, and the arrays as they lie in memory. The package safetensors checks a file when it opens it; it writes only what
-is in memory whole, and reads no float8 for NumPy.
+A file is the length of a header (8 bytes, little endian), the header, JSON with the dtype, shape and place of each
+array, and the arrays' bytes. The package safetensors checks a file when it opens it; it writes only arrays that are all
+in memory, and reads no float8 for NumPy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _READ |= {f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array in a file, of which a slice is read each time that one is asked for.
+    """An array in a file, from which each slice is read when it is asked for.
 
     Attributes:
-      dtype: NumPy's, or the file's name for one that NumPy does not have.
+      dtype: NumPy's, or the file's name for a dtype that NumPy does not have.
       begin: its first byte in the file.
     """
 
@@ -41,7 +41,7 @@ class Stored:
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)[index]
-        # Mapped anew, for what has been read of a mapped file stays in memory.
+        # Mapped anew each time: pages that were read of a mapped file stay in memory.
         return np.array(np.memmap(self.file, self.dtype, "r", self.begin, self.shape)[index])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -53,7 +53,7 @@ def stored_in(file: Path) -> dict[str, Stored]:
 
     Raises:
       ImportError: without the package safetensors, which the extra `hf` brings.
-      ValueError: a file that is damaged or no such file.
+      ValueError: a file that is damaged or no safetensors file.
     """
     module = safetensors_module()
     try:
@@ -65,11 +65,11 @@ def stored_in(file: Path) -> dict[str, Stored]:
         size = int.from_bytes(opened.read(8), "little")
         header: dict[str, Any] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
-    found = {}
+    arrays = {}
     for name, one in header.items():
         dtype = _READ.get(one["dtype"], one["dtype"])
-        found[name] = Stored(file, name, tuple(one["shape"]), dtype, 8 + size + one["data_offsets"][0])
-    return found
+        arrays[name] = Stored(file, name, tuple(one["shape"]), dtype, 8 + size + one["data_offsets"][0])
+    return arrays
 
 
 def write(file: Path, types: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[np.ndarray]) -> None:
@@ -78,7 +78,7 @@ def write(file: Path, types: Mapping[str, tuple[tuple[int, ...], np.dtype]], arr
     Args:
       file: its path.
       types: name -> shape and dtype, in the order of the arrays.
-      arrays: each is asked for when those before it are written.
+      arrays: an iterable, of which each is asked for when those before it are written.
 
     Raises:
       ValueError: a dtype that these files do not have.

@@ -1,6 +1,6 @@
-"""Settings in the files of other libraries: each is read, harmless, or has the value that ours compute with.
+"""Settings in the files of other libraries: each is read, harmless, or has the value that our models compute with.
 
-All else is refused: what is not known may change what a model computes.
+All others are refused: an unknown setting may change what a model computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Known:
 
     Attributes:
       read: names of those that are read.
-      values: those that change what is computed -> the values that ours compute with, None beside them.
+      values: names of those that change what is computed -> the values that our models compute with; None is one, too.
       harmless: reason -> names of those that do not change it.
     """
 
@@ -27,13 +27,13 @@ class Known:
     values: Mapping[str, tuple[Any, ...]]
     harmless: Mapping[str, tuple[str, ...]]
 
-    def check(self, settings: Mapping[str, Any], where: str, of: str = "") -> None:
-        """Raises a ValueError for the first setting that is not known, but for those that are None.
+    def check(self, settings: Mapping[str, Any], where: str, suffix: str = "") -> None:
+        """Raises a ValueError for the first setting that is neither known nor None.
 
         Args:
           settings: of the file.
           where: what the file is.
-          of: put behind a setting in a message.
+          suffix: what follows a setting in a message.
         """
         harmless = {name for names in self.harmless.values() for name in names}
         for name, value in settings.items():
@@ -41,23 +41,23 @@ class Known:
                 continue
             allowed = self.values.get(name, ())
             if not any(same(value, x) for x in allowed):
-                wanted = " or ".join(map(repr, allowed)) or "null"
-                why = f"it must be {wanted}" if name in self.values else "it is not known"
-                raise refusal(name, value, f"{why} in {where}", of)
+                expected = " or ".join(map(repr, allowed)) or "null"
+                why = f"it must be {expected}" if name in self.values else "it is not known"
+                raise refusal(name, value, f"{why} in {where}", suffix)
 
 
-def refusal(name: str, value: Any, why: str, of: str = "") -> ValueError:
-    """The error of a setting that ours do not have, with its remedy."""
+def refusal(name: str, value: Any, why: str, suffix: str = "") -> ValueError:
+    """The error for a setting that our models do not have, with its remedy."""
     text = repr(value)
     text = text if len(text) <= 200 else f"{text[:200]}..."
     return ValueError(
-        f"{name}={text}{of} is not supported: {why}. If it does not change what is computed, ignore=({name!r},) reads "
-        "the file without it."
+        f"{name}={text}{suffix} is not supported: {why}. If it does not change what is computed, ignore=({name!r},) "
+        "reads the file without it."
     )
 
 
 def check_settings(settings: Any, door: str, file: str, folder_door: str) -> None:
-    """Raises a TypeError unless the settings are a dictionary; it names what was called, and what takes a folder."""
+    """Raises a TypeError unless the settings are a dictionary; it names this door, and the one for folders."""
     if isinstance(settings, Mapping):
         return
     raise TypeError(

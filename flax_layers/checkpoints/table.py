@@ -1,4 +1,4 @@
-"""Parameters from and to the arrays of a checkpoint, by a table of where each lies that is read in both directions."""
+"""Parameters from and to the arrays of a checkpoint, by one table of their places for both directions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Part:
       name: in the checkpoint.
       shape: in the checkpoint.
       transposed: whether it is (out, in), as torch.nn.Linear stores kernels.
-      order: of the columns of a head, which one of theirs each of ours is; empty if they are the same.
-      factor: what it is multiplied by to be ours.
+      order: for each of our columns of a head its number in theirs; empty if the numbers are the same.
+      factor: ours is theirs times this factor.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Part:
     factor: float = 1.0
 
     def read(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
-        """A block of ours; of the checkpoint's array no more is read than the whole heads that the block lies in.
+        """A block of our parameter; of the checkpoint's array only the heads in which the block is are read.
 
         Args:
           array: the checkpoint's, of any kind whose slices NumPy takes.
-          row_count: of ours, 1 of a vector.
+          row_count: of our parameter, 1 for a vector.
           rows, columns: of the block, with start and stop.
         """
         width = len(self.order) or 1
@@ -50,7 +50,7 @@ class Part:
         return _times(self.in_our_order(block)[:, columns.start - first : columns.stop - first], self.factor)
 
     def in_our_order(self, columns: np.ndarray) -> np.ndarray:
-        """Whole heads of columns (..., N) of theirs, as ours stand."""
+        """Entire heads of columns (..., N) of theirs, in the order of ours."""
         return self._ordered(columns, self.order)
 
     def in_their_order(self, columns: np.ndarray) -> np.ndarray:
@@ -63,13 +63,13 @@ class Part:
         return columns.reshape(*columns.shape[:-1], -1, len(order))[..., list(order)].reshape(columns.shape)
 
     def _block(self, array: Any, row_count: int, rows: slice, columns: slice) -> np.ndarray:
-        """Rows and columns of ours, the columns in their order."""
+        """Rows and columns of our parameter, with columns in their order."""
         if self.transposed:
             return block_of(array, (columns, rows)).T
         axis = next(i for i in range(len(self.shape) + 1) if math.prod(self.shape[:i]) == row_count)
-        of_rows, rows = _cover(self.shape[:axis], rows)
-        of_columns, columns = _cover(self.shape[axis:], columns)
-        block = block_of(array, (*of_rows, *of_columns))
+        row_index, rows = _cover(self.shape[:axis], rows)
+        column_index, columns = _cover(self.shape[axis:], columns)
+        block = block_of(array, (*row_index, *column_index))
         return block.reshape(math.prod(block.shape[:axis]), -1)[rows, columns]
 
     def write(self, array: np.ndarray) -> np.ndarray:
@@ -82,11 +82,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A parameter, and the arrays of the checkpoint that lie side by side in its columns.
+    """A parameter, and the arrays of the checkpoint whose columns are concatenated in its columns.
 
     Attributes:
       path: keys of the parameter in the model's state, ("layers", i, ...) in layer i, also where layers are stacked;
-        (..., "experts", e, "gate_up") of expert e in what has the experts along its first axis.
+        (..., "experts", e, "gate_up") for expert e in an array with the experts along its first axis.
       parts: the arrays.
     """
 
@@ -132,26 +132,26 @@ def check_layers(count: int, arrays: Mapping[str, Any]) -> None:
 
 
 def check(table: Sequence[Entry], arrays: Mapping[str, Any], hint: str) -> None:
-    """Raises a ValueError unless the arrays are those of the table, in its shapes; `hint` is about unknown ones."""
-    wanted = {part.name: part.shape for entry in table for part in entry.parts}
-    if missing := sorted(wanted.keys() - arrays.keys()):
+    """Raises a ValueError unless the arrays are those of the table, in its shapes; `hint` follows unknown names."""
+    expected = {part.name: part.shape for entry in table for part in entry.parts}
+    if missing := sorted(expected.keys() - arrays.keys()):
         raise ValueError(f"the checkpoint lacks {some(missing)}")
-    if unknown := sorted(arrays.keys() - wanted.keys()):
+    if unknown := sorted(arrays.keys() - expected.keys()):
         raise ValueError(f"a model of this config has no {some(unknown)}; {hint}")
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if tuple(arrays[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}; the config makes it {shape}")
 
 
 def fill(model: Any, table: Sequence[Entry], arrays: Mapping[str, Any], shardings: Shardings = None) -> Any:
-    """The model with the arrays for parameters, in its own dtypes, and with histories of scales that are still empty.
+    """The model with the arrays as parameters, in its own dtypes, and with empty histories of scales.
 
     Args:
       model: as nnx.eval_shape makes it. Its layers may be stacked for a scan.
       table: all its parameters.
-      arrays: what the table names. Beside the model the host's memory holds what a device has of one parameter, or one
-        parameter without shardings.
-      shardings: where the parameters are to lie, see `flax_layers.checkpoints.placement`.
+      arrays: those that the table names. Beside the model the host's memory holds one parameter's shard of a device, or
+        one parameter without shardings.
+      shardings: of the parameters, see `flax_layers.checkpoints.placement`.
     """
     graphdef, state = nnx.split(model)
     shapes = nnx.to_pure_dict(state)
@@ -191,13 +191,13 @@ def arrays_of(
 ) -> Iterator[tuple[Part, np.ndarray]]:
     """The arrays of a checkpoint, one after another, in the parameters' own dtypes.
 
-    Parameters that lie on a mesh are gathered one at a time, of stacked layers one layer at a time. Where a mesh has
+    Parameters on a mesh are gathered one at a time, those of stacked layers one layer at a time. Where a mesh has
     several processes, all of them call this together.
 
     Args:
       model: a model, or a state with its structure. Its layers may be stacked for a scan.
-      table: its parameters. A factor of theirs is taken off, as it is for a parameter and not for its gradient.
-      only_first_process: whether the other processes only help: nothing is yielded there.
+      table: its parameters. Arrays are divided by their factors, which is right for parameters and not for gradients.
+      only_first_process: whether the other processes only help to gather: nothing is yielded there.
     """
     params = _parameters_in(model, table)
     for entry in as_stored(table, params):
@@ -216,7 +216,7 @@ def types_of(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Iterator[
 
 
 def _parameters_in(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Any:
-    """As `parameters_of`; a ValueError if the table lacks one, but for those of modules that a user added."""
+    """As `parameters_of`; a ValueError if the table lacks one, except those of modules that a user added."""
     params = parameters_of(model)
     known = {place(params, entry.path)[0] for entry in as_stored(table, params)}
     ours = {path[0] for path in known} | {"head"}
@@ -229,8 +229,8 @@ def _parameters_in(model: nnx.Module | nnx.State, table: Sequence[Entry]) -> Any
 
 def parameters_of(model: nnx.Module | nnx.State) -> Any:
     """Nested dictionaries of a model's parameters and balance biases; a ValueError if adapters are among them."""
-    wanted = nnx.Any(nnx.Param, BalanceBias)
-    params = nnx.to_pure_dict(nnx.state(model, wanted) if isinstance(model, nnx.Module) else model)
+    kinds = nnx.Any(nnx.Param, BalanceBias)
+    params = nnx.to_pure_dict(nnx.state(model, kinds) if isinstance(model, nnx.Module) else model)
     if adapted := [path for path, _ in nnx.to_flat_state(nnx.State(params)) if path[-1] == "lora_a"]:
         raise ValueError(
             f"{'.'.join(map(str, adapted[0][:-1]))} is an adapter, which this checkpoint has no place for: merge_lora "
@@ -240,9 +240,9 @@ def parameters_of(model: nnx.Module | nnx.State) -> Any:
 
 
 def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
-    """The table for a model that may have query, key and value apart, and gate and up.
+    """The table for a model that may have separate kernels of query, key and value, and of gate and up.
 
-    Without balance biases where there are none, as of gradients.
+    Balance biases are left out where there are none, as in gradients.
     """
     for entry in table:
         if entry.path[-2:] == ("router", "bias") and "bias" not in at(params, place(params, entry.path[:-1])[0]):
@@ -265,11 +265,11 @@ def as_stored(table: Sequence[Entry], params: Any) -> Iterator[Entry]:
 
 
 def place(params: Any, path: Path) -> tuple[Path, tuple[int, ...]]:
-    """The parameter's place in the model's state, and its index there, of a layer or an expert where they are stacked.
+    """The parameter's place in the model's state, and its index there: a layer's or an expert's where they are stacked.
 
     Args:
       params: nested dictionaries of the parameters. A parameter that is not there has the place of its path.
-      path: an entry's, in which a number that is no key is an index of the parameter's first axis, or the next one.
+      path: an entry's, in which a number that is no key is an index along the parameter's first axis, or the next one.
     """
     keys: list[str | int] = []
     index: list[int] = []
@@ -292,24 +292,24 @@ def interleaved(size: int) -> tuple[int, ...]:
     return (*range(0, size, 2), *range(1, size, 2))
 
 
-def _cover(axes: tuple[int, ...], wanted: slice) -> tuple[Index, slice]:
-    """The index to read of axes that are one axis of ours, and the place of the wanted part of ours in it.
+def _cover(axes: tuple[int, ...], span: slice) -> tuple[Index, slice]:
+    """The index to read of axes that are one axis of ours, and the place in it of a span of ours.
 
     Args:
       axes: their sizes.
-      wanted: of ours, with start and stop.
+      span: of our axis, with start and stop.
     """
     if not axes:
-        return (), wanted
+        return (), span
     rest = axes[1:]
     size = math.prod(rest)
-    start, stop = wanted.start // size, -(-wanted.stop // size)
+    start, stop = span.start // size, -(-span.stop // size)
     index = (slice(start, stop), *(slice(0, n) for n in rest))
-    return index, slice(wanted.start - start * size, wanted.stop - start * size)
+    return index, slice(span.start - start * size, span.stop - start * size)
 
 
 def _intervals(axes: tuple[int, ...], index: Index) -> Iterator[tuple[int, int]]:
-    """Start and stop of what a block has of axes that lie in one row, as long as they can be."""
+    """Start and stop of a block's spans, as long as possible, in axes that are flattened to one."""
     start = stop = 0
     for outer in itertools.product(*(range(axis.start, axis.stop) for axis in index[:-1])):
         offset = 0

@@ -22,10 +22,10 @@ class Decoder(Protocol):
     """The methods that `generate` needs of a model; `Llama` has them."""
 
     def init_cache(self, batch_size: int, capacity: int) -> Any:
-        """An empty cache, any pytree; a ValueError where the model has no such many positions."""
+        """An empty cache, any pytree; a ValueError where the model has fewer positions."""
 
     def decode(self, tokens: jax.Array, cache: Any, *, lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Logits (B, V) of what follows tokens (B, T), of which a row has its first `lengths`, and the cache."""
+        """Logits (B, V) after tokens (B, T), of which each row has its first `lengths`, and the cache."""
 
 
 class Generated(NamedTuple):
@@ -55,16 +55,16 @@ def generate(
 ) -> Generated:
     """Continues prompts: token t + 1 ~ softmax(logits_t / temperature), or argmax logits_t at temperature 0.
 
-    All of it is one jitted program, compiled once for the model's structure, the shapes and the options (not for each
+    Generation is one jitted program, compiled once for the model's structure, the shapes and the options (not for each
     temperature or top_p): the prompts in one pass that fills the cache, then a `lax.while_loop` whose body runs the
-    model on one token a row, until all rows have ended. The products there have B rows. What is made of parameters
-    alone, as their casts to the compute dtype, is made before the loop and held beside them while it runs.
+    model on one token a row, until all rows have ended. The products there have B rows. Values computed
+    from parameters alone, as their casts to the compute dtype, are computed before the loop and kept while it runs.
 
     Args:
       model: a `Llama`, or any `Decoder` that is an nnx.Module.
       tokens: (B, T) integers, the prompts; shorter ones are padded after their end, with any token. They and the
         parameters may be sharded, over explicit mesh axes too: then the program runs over automatic ones of the same
-        devices. Inside a jit over explicit axes prompts that these cut want an `nnx.shard_map` around this function.
+        devices. Inside a jit, prompts sharded over explicit axes need an `nnx.shard_map` around this function.
       max_new_tokens: most tokens to make a row.
       lengths: (B,) integers, the prompts' lengths, 1 to T; default T. Padding is neither seen nor counted in positions.
       temperature: 0 for the likeliest token, else the logits' divisor. It and top_p may be traced arrays ().
@@ -105,24 +105,24 @@ def generate(
     else:
         automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
         with jax.set_mesh(automatic):
-            found = _generate(graphdef, *_on_mesh(arrays, automatic), **options)
-        generated = _on_mesh(found, mesh)
+            result = _generate(graphdef, *_on_mesh(arrays, automatic), **options)
+        generated = _on_mesh(result, mesh)
     check_tokens(generated.tokens)
     return generated
 
 
 def _explicit_mesh(arrays: Any) -> Any:
-    """The mesh with explicit axes that cut some of these; None inside jit, or where nothing is cut by such a mesh."""
+    """The mesh whose explicit axes shard some of these; None inside jit, or where no such mesh shards them."""
     leaves = jax.tree.leaves(arrays)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return None
-    lie = [x.sharding for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
-    cut = (x.mesh for x in lie if AxisType.Explicit in x.mesh.axis_types and any(axes for axes in x.spec))
-    return next(cut, None)
+    shardings = [x.sharding for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    meshes = (x.mesh for x in shardings if AxisType.Explicit in x.mesh.axis_types and any(axes for axes in x.spec))
+    return next(meshes, None)
 
 
 def _on_mesh(arrays: Any, mesh: Any) -> Any:
-    """The arrays, lying as they do over the same devices as another mesh has them."""
+    """The arrays with their specs on another mesh of the same devices."""
 
     def one(x: Any) -> Any:
         is_named = isinstance(getattr(x, "sharding", None), NamedSharding)
@@ -191,7 +191,7 @@ def _generate(
         return jnp.where(is_chosen, drawn(logits, step), NO_TOKEN).astype(jnp.int32)
 
     def ended(token: jax.Array) -> jax.Array:
-        # Without end tokens all devices of a shard_map make as many steps, whose collectives would else wait for ever.
+        # Without end tokens all devices of a shard_map make equally many steps; else their collectives would never end.
         return jnp.isin(token, jnp.array((*ends, NO_TOKEN) if ends else (), jnp.int32))
 
     def running(carry: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The arguments of `generate`, checked, and its results."""
+"""Checks of the arguments of `generate` and of its results."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def static_arguments(
     ends = np.asarray(() if eos_token is None else eos_token)
     if ends.ndim > 1 or (ends.size and not np.issubdtype(ends.dtype, np.integer)):
         raise ValueError(f"{eos_token=} must be an integer or a sequence of integers")
-    found = tuple(map(int, ends.ravel()))
+    end_tokens = tuple(map(int, ends.ravel()))
     limits = np.iinfo(np.int32)
-    if not all(limits.min <= token <= limits.max for token in found):
+    if not all(limits.min <= token <= limits.max for token in end_tokens):
         raise ValueError(f"{eos_token=} must fit int32, as the tokens do")
-    return count, most, found
+    return count, most, end_tokens
 
 
 def _check_known(name: str, value: Any) -> None:
@@ -71,7 +71,7 @@ def check_arguments(tokens: jax.Array, lengths: Any, temperature: Any, top_p: An
     if lengths is not None:
         if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(f"lengths are integers ({tokens.shape[0]},) here, got {lengths.dtype}{lengths.shape}")
-        if not isinstance(lengths, jax.core.Tracer):  # of traced ones the values are not known
+        if not isinstance(lengths, jax.core.Tracer):  # the values of traced ones are not known
             values = np.asarray(lengths)
             if values.min() < 1 or values.max() > tokens.shape[1]:
                 raise ValueError(f"lengths must be 1 to {tokens.shape[1]}, got {values.tolist()}")
@@ -90,11 +90,11 @@ def check_arguments(tokens: jax.Array, lengths: Any, temperature: Any, top_p: An
 def _check_number(name: str, value: Any) -> None:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-        fits, given = is_real and value.shape == (), f"{value.dtype}{value.shape}"
+        fits, described = is_real and value.shape == (), f"{value.dtype}{value.shape}"
     else:
-        fits, given = isinstance(value, numbers.Real), repr(value)
+        fits, described = isinstance(value, numbers.Real), repr(value)
     if not fits:
-        raise ValueError(f"{name} is {given}; it must be one number, or an array () of one")
+        raise ValueError(f"{name} is {described}; it must be one number, or an array () of one")
 
 
 def _check_key(key: Any, sampling: str) -> None:
@@ -107,9 +107,9 @@ def _check_key(key: Any, sampling: str) -> None:
         return
     if isinstance(key, int | np.integer):
         raise ValueError(f"key={key!r} is a seed: give key=jax.random.key({key})")
-    given = type(key).__name__ if dtype is None else f"{dtype}{key.shape}"
+    described = type(key).__name__ if dtype is None else f"{dtype}{key.shape}"
     raise ValueError(
-        f"key is {given}; it must be one key of jax.random, as jax.random.key(0) or one of jax.random.split"
+        f"key is {described}; it must be one key of jax.random, as jax.random.key(0) or one of jax.random.split"
     )
 
 

@@ -26,8 +26,8 @@ class KVCache:
 
     Attributes:
       k, v: (B, S, Hkv, Dh) in the compute dtype; keys are rotated.
-      length: (B,) int32, tokens held by each row; None for an empty cache. That it is empty is known while tracing:
-        its first tokens attend to one another, without the cache.
+      length: (B,) int32, tokens held by each row; None for an empty cache, so that this is known while tracing: its
+        first tokens attend to one another, without the cache.
     """
 
     k: jax.Array
@@ -68,17 +68,17 @@ class KVCache:
         if self.length is None:
             to_come = ((0, 0), (0, self.capacity - count), (0, 0), (0, 0))
             return KVCache(jnp.pad(k, to_come), jnp.pad(v, to_come), jnp.full(self.k.shape[0], count, jnp.int32))
-        # Not dynamic_update_slice, which moves what does not fit onto older tokens.
+        # Not dynamic_update_slice, which would write what does not fit over older tokens.
         rows, slots = jnp.arange(self.k.shape[0])[:, None], _rows_as(self.k, self.positions(count))
 
         def with_more(held: jax.Array, new: jax.Array) -> jax.Array:
-            lie = explicit_sharding(held)  # over explicit mesh axes
-            return held.at[rows, slots].set(placed(new, lie), mode="drop", out_sharding=lie)
+            sharding = explicit_sharding(held)  # over explicit mesh axes
+            return held.at[rows, slots].set(placed(new, sharding), mode="drop", out_sharding=sharding)
 
         return KVCache(with_more(self.k, k), with_more(self.v, v), self.length + count)
 
     def check_room(self, more: Any) -> None:
-        """Checks that `more` tokens, a number or one a row, may follow those held, if it is known how many these are.
+        """Checks that there is room for `more` tokens, a number or one for each row, if the number held is known.
 
         Raises:
           ValueError: they exceed the capacity.
@@ -91,12 +91,12 @@ class KVCache:
             raise ValueError(f"{tokens} tokens exceed the cache's capacity of {self.capacity}")
 
 
-def _rows_as(x: jax.Array, of_rows: jax.Array) -> jax.Array:
-    """Numbers of rows (B, ...), lying as x (B, ...) over explicit mesh axes."""
+def _rows_as(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Numbers (B, ...), one or more for each row, with their rows sharded as those of x over explicit mesh axes."""
     sharding = explicit_sharding(x)
     if sharding is None:
-        return of_rows
-    return placed(of_rows, NamedSharding(sharding.mesh, PartitionSpec(explicit_cuts(x)[0] or None)))
+        return numbers
+    return placed(numbers, NamedSharding(sharding.mesh, PartitionSpec(explicit_cuts(x)[0] or None)))
 
 
 def decode_layers(
@@ -108,13 +108,13 @@ def decode_layers(
       layers: each called as layer(x, cache=...) -> (x, cache).
       x: a pytree of arrays (B, T, ...), the embedded tokens.
       cache: one for each layer.
-      lengths: (B,), how many of the T tokens of each row there are; None: all.
+      lengths: (B,), the number of tokens of each row, up to T; None for T.
 
     Raises:
-      ValueError: more tokens than a cache has room for, where it is known how many that is, outside jit.
+      ValueError: more tokens than a cache has room for, where that is known, outside jit.
     """
     count = jax.tree.leaves(x)[0].shape[1]
-    if cache:  # all layers' hold as many
+    if cache:  # all layers' caches hold equally many
         cache[0].check_room(count if lengths is None else lengths)
     longer = []
     for layer, layer_cache in zip(layers, cache, strict=True):
@@ -126,8 +126,8 @@ def decode_layers(
     if lengths is None:
         return jax.tree.map(lambda y: y[:, -1:], x), longer
 
-    def of_last(y: jax.Array) -> jax.Array:
+    def last_token(y: jax.Array) -> jax.Array:
         last = _rows_as(y, lengths - 1)[:, None]
         return jax.vmap(lambda tokens, i: tokens[i])(y, last)
 
-    return jax.tree.map(of_last, x), longer
+    return jax.tree.map(last_token, x), longer

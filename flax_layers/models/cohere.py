@@ -1,4 +1,4 @@
-"""Cohere's Command R: attention and the feed-forward layer side by side behind one LayerNorm."""
+"""Cohere's Command R: attention and the feed-forward layer side by side after one LayerNorm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and the text part of Gemma 3: norms of scales learned as distances from 1, around sub-layers."""
+"""Gemma, Gemma 2 and the text model of Gemma 3: norms around sub-layers, with scales learned as distances from 1."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flax_layers.rope_scaling import RotaryScaling
 
 @dataclasses.dataclass(frozen=True)
 class GemmaConfig(LlamaConfig):
-    """Sizes of a Gemma, a Gemma 2 or the text part of a Gemma 3, with Hugging Face's names.
+    """Sizes of a Gemma, a Gemma 2 or the text model of a Gemma 3, with Hugging Face's names.
 
-    Beside a LlamaConfig's: sandwich_norms says whether there are norms behind sub-layers too, as in Gemma 2 and 3.
+    Beside a LlamaConfig's: sandwich_norms says whether there are norms after sub-layers too, as in Gemma 2 and 3.
     query_pre_attn_scalar, default head_dim, is s of scores scaled by 1 / sqrt(s). attn_logit_softcapping and
     final_logit_softcapping bound scores and logits. rope_local_base_freq is Gemma 3's base of the rotary frequencies of
     layers with a sliding window, which are not stretched; default rope_theta. The embedding is multiplied by
@@ -68,10 +68,10 @@ class GemmaConfig(LlamaConfig):
 
 
 class Gemma(Llama):
-    """Gemma: a Llama with scales 1 + w in its norms, and from Gemma 2 on norms behind sub-layers too.
+    """Gemma: a Llama with scales 1 + w in its norms, and from Gemma 2 on norms after sub-layers too.
 
-    Arguments as of `Llama`, with a GemmaConfig. From arXiv 2403.08295, 2408.00118 and 2503.19786. Where scores are
-    capped attention is products with epilogues, not cuDNN's: see `Attention`.
+    Arguments as of `Llama`, with a GemmaConfig. From arXiv 2403.08295, 2408.00118 and 2503.19786. Attention
+    with capped scores is products with epilogues, not cuDNN's: see `Attention`.
     """
 
     _config_class = GemmaConfig

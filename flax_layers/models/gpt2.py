@@ -19,7 +19,7 @@ from flax_layers.block import TransformerBlock
 from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed, PositionEmbed
-from flax_layers.fp8 import Recipes, of_layers
+from flax_layers.fp8 import Recipes, layer_recipes
 from flax_layers.layer_stack import run_layers
 from flax_layers.lm_head import LMHead, logits_of
 from flax_layers.mlp import MLP
@@ -32,8 +32,8 @@ from flax_layers.sharding import STREAM, Rules, constrain, normalized
 class GPT2Config:
     """Sizes of a GPT-2, with the names and defaults of Hugging Face's GPT2Config.
 
-    n_inner defaults to 4 n_embd. There is no dropout. `origin` is what stood in the settings that a checkpoint came
-    with, see `flax_layers.models.origin`; it does not count when configs are compared.
+    n_inner defaults to 4 n_embd. There is no dropout. `origin` holds the settings that a checkpoint came with, see
+    `flax_layers.models.origin`; it does not count when configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -111,9 +111,9 @@ class GPT2(LanguageModel):
 
     Args:
       config: sizes.
-      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism wants them: see
+      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism needs them: see
         Attention.
-      rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
+      rules: how a mesh shards parameters and activations, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
       fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits, or
         a sequence, one or None for each layer; default all in the compute dtype, in which embedding, experts and head
@@ -144,7 +144,7 @@ class GPT2(LanguageModel):
         self.position_embed = PositionEmbed(config.n_positions, config.n_embd, embedding_init=init, **options)
         layout: dict[str, Any] = {"separate_qkv": separate_qkv, "attention_implementation": attention_implementation}
         block = partial(gpt2_block, config, **layout, **options)
-        self.layers = nnx.List(block(fp8=recipe) for recipe in of_layers(fp8, config.n_layer))
+        self.layers = nnx.List(block(fp8=recipe) for recipe in layer_recipes(fp8, config.n_layer))
         self.norm = LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, param_dtype=param_dtype, rngs=rngs)
         self.head = LMHead(
             config.n_embd, config.vocab_size, tied=config.tie_word_embeddings, kernel_init=init, **options
@@ -159,7 +159,7 @@ class GPT2(LanguageModel):
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
-        """Logits of what follows the tokens, which the cache then holds too; see `Llama.decode`."""
+        """Logits after the tokens, and the cache, which then holds these too; see `Llama.decode`."""
         x = self._embedded(tokens, cache[0].positions(tokens.shape[1]))
         x, longer = decode_layers(self.layers, x, cache, lengths)
         return logits_of(self.head, self.norm(x), self._embedding())[:, 0], longer
@@ -178,7 +178,7 @@ class GPT2(LanguageModel):
         return self.norm(constrain(x, *STREAM, beside=("vocab",)))
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Tokens and positions; over explicit mesh axes that cut the tokens, the positions' columns are gathered."""
-        x, of_positions = self.embed(tokens), self.position_embed(positions)
-        cuts = frozenset().union(*explicit_cuts(x)[:-1])
-        return x + without_axes(of_positions, of_positions.ndim - 1, cuts)
+        """Tokens and positions; the positions' columns are gathered over explicit mesh axes that shard the tokens."""
+        x, position_rows = self.embed(tokens), self.position_embed(positions)
+        token_axes = frozenset().union(*explicit_cuts(x)[:-1])
+        return x + without_axes(position_rows, position_rows.ndim - 1, token_axes)

@@ -1,4 +1,4 @@
-"""The common part of language models: logits and a loss from the features that the head projects."""
+"""The common base of language models: logits and a loss from the features that the head projects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def under_rules(method: Method) -> Method:
-    """A method of a model that runs under the model's rules: every public one that traces the model's arrays."""
+    """A method that runs under the model's rules; every public one that traces the model's arrays needs it."""
 
     @functools.wraps(method)
     def entered(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -38,7 +38,7 @@ class LanguageModel(nnx.Module):
     Attributes:
       max_length: the name of the config's field that bounds the number of tokens.
       origin: the config's: settings of the checkpoint that the parameters came with.
-      rules: how parameters and activations lie on a mesh, see `flax_layers.sharding`; None: as those in force say.
+      rules: how a mesh shards parameters and activations, see `flax_layers.sharding`; None: as rules in force say.
       soft_cap: of the logits, soft_cap * tanh(logits / soft_cap), also in losses; None: none.
     """
 
@@ -52,7 +52,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, as the settings of the checkpoint say that the parameters came with."""
+        """The tokens that end a text, by the settings of the checkpoint that the parameters came with."""
         return end_tokens(self.origin)
 
     def _features(
@@ -139,21 +139,21 @@ class LanguageModel(nnx.Module):
         dropped_choices: bool = False,
         **options: Any,
     ) -> Any:
-        """Mean cross-entropy, () float32, of the tokens' logits with labels, of which no whole array exists.
+        """Mean cross-entropy, () float32, of the tokens' logits with labels, without an array of all logits.
 
         A model with experts adds the auxiliary losses of its config, as transformers does with output_router_logits.
 
         Args:
           tokens: (B, T) or (T,).
-          labels: of the same shape: what follows each token; -100 where nothing is asked for.
+          labels: of the same shape: the next token of each; -100 for tokens that do not count.
           weights: of the same shape; default 1.
           positions, mask, segment_ids: as in `__call__`.
           across_segments: whether the label of a segment's last token counts where another segment follows in its row.
             By default it does not: that label is the next sequence's first token.
           weight_sum: whether the sum of the labels' weights is returned too. Microbatches of packed rows have different
-            ones: their mean is sum(losses) / sum(weight sums), of reduction="sum".
+            sums: their mean is sum(losses) / sum(weight sums), with reduction="sum".
           auxiliary: whether auxiliary losses are added. To reduction="sum" they are added times the sum of weights.
-          token_mask: of tokens' shape, bool: False of tokens that auxiliary losses and counts leave out, as padding;
+          token_mask: of tokens' shape, bool: False for tokens that auxiliary losses and counts leave out, as padding;
             transformers' attention_mask. Default all count.
           tokens_per_expert: whether to return how many tokens each expert of each layer has.
           dropped_choices: whether to return how many choices of experts each layer has dropped: with the config's
@@ -161,9 +161,9 @@ class LanguageModel(nnx.Module):
           **options: as in `LMHead.loss`.
 
         Returns:
-          The mean, or as `reduction` says; with `weight_sum`, `tokens_per_expert` or `dropped_choices` a tuple of it,
-          of the sum of weights, () float32, as of `LMHead.loss`, of the tokens of each expert, (layers with experts, E)
-          int32, and of the dropped choices, (layers with experts,) int32.
+          The mean, or as `reduction` says; with `weight_sum`, `tokens_per_expert` or `dropped_choices` a tuple of it
+          and of these: the sum of weights, () float32, as in `LMHead.loss`, the tokens of each expert, (layers
+          with experts, E) int32, and the dropped choices, (layers with experts,) int32.
 
         Raises:
           ValueError: more tokens than the config allows, labels, weights or a token_mask of another shape, an option
@@ -186,10 +186,10 @@ class LanguageModel(nnx.Module):
             )
         if statistics is not None and auxiliary:
             loss = _with_auxiliary(loss, total, self._auxiliary_loss(statistics), options.get("reduction", "mean"))
-        found = (loss, *((total,) if weight_sum else ()))
+        results = (loss, *((total,) if weight_sum else ()))
         if statistics is not None:
-            found += (statistics.counts,) * tokens_per_expert + (statistics.dropped,) * dropped_choices
-        return found if len(found) > 1 else loss
+            results += (statistics.counts,) * tokens_per_expert + (statistics.dropped,) * dropped_choices
+        return results if len(results) > 1 else loss
 
     @under_rules
     def token_logprobs(
@@ -204,11 +204,11 @@ class LanguageModel(nnx.Module):
         token_mask: jax.Array | None = None,
         **options: Any,
     ) -> Any:
-        """Log-probabilities of labels after each token, float32, of whose logits no whole array exists.
+        """Log-probabilities of labels after each token, float32, without an array of all logits.
 
         Args:
           tokens: (B, T) or (T,).
-          labels: of the same shape, what follows each token, or with an axis of k candidates more; -100 gives 0.
+          labels: of the same shape, the next token of each, or with one more axis, of k candidates; -100 gives 0.
           positions, mask, segment_ids, across_segments: as in `loss`.
           token_mask: of tokens' shape, bool: where it is False the result is 0, and the head works on the other tokens
             alone.
@@ -229,7 +229,7 @@ class LanguageModel(nnx.Module):
         return token_logprobs_of(self.head, features, labels, mask=token_mask, embedding=self._embedding(), **options)
 
     def _capped(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of the head's operators, with the model's own soft cap where no other one is asked for."""
+        """Options of the head's operators, with the model's own soft cap unless they have one."""
         return options if self.soft_cap is None else {"soft_cap": self.soft_cap, **options}
 
 
@@ -244,7 +244,7 @@ def _resolved(positions: Positions, segment_ids: jax.Array | None) -> jax.Array 
 
 
 def _with_auxiliary(loss: jax.Array, total: jax.Array, auxiliary: jax.Array, reduction: str) -> jax.Array:
-    """The loss and the auxiliary one, which is of a mean."""
+    """The loss plus the auxiliary loss, which is one of means."""
     if reduction == "none":
         raise ValueError("auxiliary losses are of all tokens: beside reduction='none' give auxiliary=False")
     return loss + (auxiliary * total if reduction == "sum" else auxiliary)

@@ -19,7 +19,7 @@ from flax_layers.block import TransformerBlock
 from flax_layers.config_checks import check_alike
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
 from flax_layers.embed import Embed
-from flax_layers.fp8 import Recipes, of_layers
+from flax_layers.fp8 import Recipes, layer_recipes
 from flax_layers.layer_stack import run_layers, stack, unstack
 from flax_layers.linear import default_kernel_init
 from flax_layers.lm_head import LMHead, logits_of
@@ -37,7 +37,7 @@ from flax_layers.sharding import STREAM, Rules, constrain, normalized
 
 
 class LlamaBlock(TransformerBlock):
-    """The block of Llama and its kin: RMSNorms, attention with rotary embedding, a gated MLP or what takes its place.
+    """The block of Llama and its kin: RMSNorms, attention with rotary embedding, a gated MLP or a module in its place.
 
     Args:
       in_features: D.
@@ -50,7 +50,7 @@ class LlamaBlock(TransformerBlock):
       residual_multiplier: as in TransformerBlock.
       attention_implementation: Attention's implementation.
       activation, separate_gate_up: of GatedMLP.
-      mlp: what takes the place of the gated MLP, as a `MoE`; called as in TransformerBlock.
+      mlp: a module in the place of the gated MLP, as a `MoE`; called as in TransformerBlock.
       epsilon: of all norms.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the parameters.
@@ -126,13 +126,13 @@ class Llama(LanguageModel):
       scan_layers: whether `layers` is one block, whose parameters are those of all blocks stacked along a new first
         axis, and the blocks are a scan: it compiles in the time of one block, and takes longer to run. The parameters
         are the same ones, layers[i].attention.qkv.kernel being layers.attention.qkv.kernel[i].
-      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism wants them: see
+      separate_qkv: whether query, key and value have kernels of their own, as tensor parallelism needs them: see
         Attention.
       separate_gate_up: whether gate and up have kernels of their own: see GatedMLP.
-      remat: what the backward pass computes again: None, nothing; "full", "save_qkv" or "save_attention"; names of the
+      remat: what the backward pass recomputes: None, nothing; "full", "save_qkv" or "save_attention"; names of the
         arrays to keep; or a policy of `jax.checkpoint_policies`. See `flax_layers.remat`.
-      remat_layers: how many layers, the first, are under `remat`; default all. As many as memory asks for is fastest.
-      rules: how parameters and activations lie on a mesh, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
+      remat_layers: how many layers, from the first, are under `remat`; default all. As few as memory allows is fastest.
+      rules: how a mesh shards parameters and activations, as `flax_layers.sharding.FSDP`; see `flax_layers.sharding`.
       attention_implementation: Attention's implementation.
       fp8: a `coda.fp8.Recipe` by which attention's products and those of dense feed-forward layers train in 8 bits, or
         a sequence, one or None for each layer; default all in the compute dtype, in which embedding, experts and head
@@ -179,7 +179,7 @@ class Llama(LanguageModel):
             if not 0 <= remat_layers <= config.num_hidden_layers:
                 raise ValueError(f"{remat_layers=} of {config.num_hidden_layers} layers")
         self.remat_layers = remat_layers
-        recipes = of_layers(fp8, config.num_hidden_layers)
+        recipes = layer_recipes(fp8, config.num_hidden_layers)
         if scan_layers:  # before parameters are made
             check_alike([attention_options(config, i) | {"fp8": recipe} for i, recipe in enumerate(recipes)])
         width = config.hidden_size
@@ -212,14 +212,14 @@ class Llama(LanguageModel):
           **options: separate_qkv, separate_gate_up and attention_implementation as of the model; fp8, of the layer;
             dtype, param_dtype, kernel_init and rngs.
         """
-        of_experts = {name: options[name] for name in ("dtype", "param_dtype", "kernel_init", "rngs")}
+        expert_options = {name: options[name] for name in ("dtype", "param_dtype", "kernel_init", "rngs")}
         return LlamaBlock(
             config.hidden_size,
             config.intermediate_size,
             config.num_attention_heads,
             activation=config.hidden_act,
             residual_multiplier=config.residual_multiplier,
-            mlp=_experts_of(config, layer, **of_experts),
+            mlp=_experts_of(config, layer, **expert_options),
             **attention_options(config, layer),
             **options,
         )
@@ -234,7 +234,7 @@ class Llama(LanguageModel):
         return Stream.of(x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 
     def _projected(self, stream: Any) -> DeferredNorm:
-        """The features that the head projects, of the last layer's stream; the factor of logits is in the norm."""
+        """The features that the head projects, from the last layer's stream; the norm includes the factor of logits."""
         norm, factor = self.norm(stream), self.config.logits_factor
         if factor == 1:
             return norm
@@ -270,7 +270,7 @@ class Llama(LanguageModel):
     def _run(
         self, tokens: jax.Array, options: dict[str, Any], *, statistics: bool = False
     ) -> tuple[DeferredNorm, RouterStatistics | None]:
-        """The final norm, and what is counted of the routers if that is asked for."""
+        """The final norm, and the routers' statistics if they are asked for."""
         left = run_layers(
             self.layers,
             self._embedded(tokens),
@@ -286,10 +286,10 @@ class Llama(LanguageModel):
     def decode(
         self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, list[KVCache]]:
-        """Logits of what follows the tokens, which the cache then holds too.
+        """Logits after the tokens, and the cache, which then holds these too.
 
         Args:
-          tokens: (B, T): a whole prompt, or T more tokens.
+          tokens: (B, T): an entire prompt, or T more tokens.
           cache: of the tokens before, as `init_cache` or this returns it.
           lengths: (B,) int32, 1 to T: how many tokens of each row there are, padding comes after; default T.
 
@@ -297,8 +297,8 @@ class Llama(LanguageModel):
           Logits (B, V) after the last token of each row, and the cache.
 
         Raises:
-          ValueError: more tokens than the cache's capacity. Under jit it is not known how many it holds: there those
-            past its capacity are dropped.
+          ValueError: more tokens than the cache's capacity. Under jit the number that it holds is not known: there
+            tokens past its capacity are dropped.
         """
         stream, longer = decode_layers(self._layers(), self._embedded(tokens), cache, lengths)
         return logits_of(self.head, self._projected(stream), self._embedding(), self.soft_cap)[:, 0], longer
@@ -314,17 +314,17 @@ def check_class(model: Llama, config: Any) -> None:
     Raises:
       TypeError: it is another class's, whose models compute other things.
     """
-    wanted, plain = type(model)._config_class, (LlamaConfig, MoEConfig)
-    fits = isinstance(config, wanted) and (wanted is not LlamaConfig or _family(config) in plain)
+    expected, plain = type(model)._config_class, (LlamaConfig, MoEConfig)
+    fits = isinstance(config, expected) and (expected is not LlamaConfig or _family(config) in plain)
     if not fits:
         raise TypeError(
-            f"{type(model).__name__} takes a {wanted.__name__}, not a {type(config).__name__}; "
+            f"{type(model).__name__} takes a {expected.__name__}, not a {type(config).__name__}; "
             "flax_layers.models.model_class(config) is the class of a configuration"
         )
 
 
 def _family(config: LlamaConfig) -> type:
-    """The library's class of configurations that this one is of."""
+    """The library's class of configurations of which this is one."""
     return next(cls for cls in type(config).__mro__ if cls.__module__.startswith("flax_layers."))
 
 

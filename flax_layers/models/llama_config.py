@@ -26,12 +26,12 @@ class LlamaConfig:
 
     With layer_types layer i has the sliding_window if layer_types[i] is "sliding_attention", none if it is
     "full_attention". With no_rope_layers, SmolLM3's, layer i has a rotary embedding if no_rope_layers[i] is 1, none if
-    it is 0. partial_rotary_factor is the part of a head that is turned, as in some Phi-3. Granite's multipliers are
+    it is 0. partial_rotary_factor is the fraction of a head that is turned, as in some Phi-3. Granite's multipliers are
     those of the embedding, of attention's scores (default 1 / sqrt(head_dim)) and of what each sub-layer adds to the
     stream; logits are divided by logits_scaling.
 
-    `origin` is what stood in the settings that a checkpoint came with, see `flax_layers.models.origin`; it does not
-    count when configs are compared.
+    `origin` holds the settings that a checkpoint came with, see `flax_layers.models.origin`; it does not count when
+    configs are compared.
 
     Raises:
       ValueError: a field out of its range.
@@ -92,26 +92,26 @@ class LlamaConfig:
                 "flax_layers.rope_scaling, or None. "
                 "config_from_hf makes one of Hugging Face's dictionary."
             )
-        self._check_of_layers("layer_types", LAYER_TYPES)
+        self._check_per_layer("layer_types", LAYER_TYPES)
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):
             raise ValueError(
                 f"{type(self).__name__}: sliding_window=None beside layer_types={self.layer_types!r}; it must be how "
                 f"many tokens a token of a layer of {SLIDING!r} sees"
             )
-        self._check_of_layers("no_rope_layers", (0, 1))
+        self._check_per_layer("no_rope_layers", (0, 1))
         if self.no_rope_layers is not None and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", None)
 
-    def _check_of_layers(self, name: str, allowed: tuple[Any, ...]) -> None:
-        """A field with a value for each layer, made a tuple, so that configs can be hashed; more are dropped."""
+    def _check_per_layer(self, name: str, allowed: tuple[Any, ...]) -> None:
+        """Makes a field with a value for each layer a tuple, so that configs can be hashed; more values are dropped."""
         values = getattr(self, name)
         if values is None:
             return
         is_sequence = isinstance(values, tuple | list) and all(value in allowed for value in values)
         if not is_sequence or len(values) < self.num_hidden_layers:
-            wanted = " or ".join(map(repr, allowed))
+            rule = " or ".join(map(repr, allowed))
             raise ValueError(
-                f"{type(self).__name__}: {name}={values!r}; it must be {wanted} for each of "
+                f"{type(self).__name__}: {name}={values!r}; it must be {rule} for each of "
                 f"{self.num_hidden_layers} layers"
             )
         object.__setattr__(self, name, tuple(values)[: self.num_hidden_layers])
@@ -149,29 +149,29 @@ class LlamaConfig:
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens there may be: max_position_embeddings, which dynamic scaling stretches."""
+        """The largest number of tokens: max_position_embeddings, which dynamic scaling stretches."""
         stretched = self.rope_scaling.factor if isinstance(self.rope_scaling, DynamicRopeScaling) else 1
         return int(self.max_position_embeddings * stretched)
 
     @property
     def resolved_head_dim(self) -> int:
-        """head_dim, or what it is by default."""
+        """head_dim, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def resolved_num_key_value_heads(self) -> int:
-        """num_key_value_heads, or what it is by default."""
+        """num_key_value_heads, or its default."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def resolved_attention_out_bias(self) -> bool:
-        """attention_out_bias, or what it is by default."""
+        """attention_out_bias, or its default."""
         return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
 
     @property
     def is_plain(self) -> bool:
-        """Whether this has what Llama, Mistral, Qwen2 and Qwen3 have, and no more."""
-        return all(getattr(self, name) == default for name, default in OF_OTHERS.items())
+        """Whether this has no more than Llama, Mistral, Qwen2 and Qwen3 have."""
+        return all(getattr(self, name) == default for name, default in EXTRA_FIELDS.items())
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -223,8 +223,8 @@ class LlamaConfig:
         )
 
 
-# Fields that Granite, SmolLM3, Phi-3 and models with several kinds of layers have beside the others.
-OF_OTHERS = {
+# Fields that only Granite, SmolLM3, Phi-3 and models with several kinds of layers have, with their defaults.
+EXTRA_FIELDS = {
     field.name: field.default
     for field in dataclasses.fields(LlamaConfig)
     if field.name in ("layer_types", "no_rope_layers", "partial_rotary_factor")
@@ -240,7 +240,7 @@ def check_is_plain(config: LlamaConfig, where: str) -> None:
     """
     if type(config).__name__ not in ("LlamaConfig", "MoEConfig"):
         raise ValueError(f"a {type(config).__name__} has no place in {where}")
-    for name, default in OF_OTHERS.items():
+    for name, default in EXTRA_FIELDS.items():
         if (value := getattr(config, name)) != default:
             raise ValueError(f"{name}={value!r} has no place in {where}")
 
@@ -252,7 +252,7 @@ def check_unused(config: LlamaConfig, *names: str) -> None:
       ValueError: one is not.
     """
     for name in names:
-        if (value := getattr(config, name)) != OF_OTHERS[name]:
+        if (value := getattr(config, name)) != EXTRA_FIELDS[name]:
             raise ValueError(
-                f"{type(config).__name__}: {name}={value!r}; its models have none, leave {OF_OTHERS[name]}"
+                f"{type(config).__name__}: {name}={value!r}; its models have none, leave {EXTRA_FIELDS[name]}"
             )

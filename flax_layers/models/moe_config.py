@@ -13,13 +13,13 @@ from flax_layers.moe.router import Scoring, check_router
 class MoEConfig(LlamaConfig):
     """Sizes of a Mixtral, a Qwen3-MoE or another Llama with experts, with Hugging Face's names.
 
-    `Llama` takes it: of layers with experts the feed-forward layer is a `MoE`. Layer i has experts if i is not among
+    `Llama` takes it: the feed-forward layer of a layer with experts is a `MoE`. Layer i has experts if i is not among
     mlp_only_layers and i + 1 is a multiple of decoder_sparse_step. intermediate_size is the F of the other layers and,
     unless moe_intermediate_size says otherwise, of an expert. num_experts is Mixtral's num_local_experts.
 
     `Llama.loss` adds router_aux_loss_coef times `load_balancing_loss` and router_z_loss_coef times `router_z_loss`.
     scoring_func, norm_topk_prob, routed_scaling_factor, n_group and topk_group are the router's, with DeepSeek-V3's
-    names; use_balance_bias is its choice without an auxiliary loss. shared_expert_intermediate_size is F of an expert
+    names; use_balance_bias balances it without an auxiliary loss. shared_expert_intermediate_size is F of an expert
     that all tokens have, shared_expert_gate whether it has Qwen2-MoE's gate. capacity_factor is `MoE`'s, for meshes.
 
     Raises:
@@ -50,17 +50,17 @@ class MoEConfig(LlamaConfig):
         check_not_negative(self, "router_aux_loss_coef", "router_z_loss_coef")
         check_positive(self, "routed_scaling_factor", "capacity_factor")
         check_flags(self, "norm_topk_prob", "use_balance_bias", "shared_expert_gate")
-        given = self.mlp_only_layers
-        if not isinstance(given, tuple | list) or not all(type(i) is int and i >= 0 for i in given):
-            raise ValueError(f"MoEConfig: mlp_only_layers={given!r}; it must be numbers of layers")
-        object.__setattr__(self, "mlp_only_layers", tuple(given))
+        numbers = self.mlp_only_layers
+        if not isinstance(numbers, tuple | list) or not all(type(i) is int and i >= 0 for i in numbers):
+            raise ValueError(f"MoEConfig: mlp_only_layers={numbers!r}; it must be numbers of layers")
+        object.__setattr__(self, "mlp_only_layers", tuple(numbers))
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ValueError("MoEConfig: shared_expert_gate=True wants shared_expert_intermediate_size")
         check_router(self.num_experts, self.num_experts_per_tok, self.scoring_func, self.n_group, self.topk_group)
 
     @property
     def resolved_moe_intermediate_size(self) -> int:
-        """moe_intermediate_size, or what it is by default."""
+        """moe_intermediate_size, or its default."""
         return self.moe_intermediate_size or self.intermediate_size
 
     def has_experts(self, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind sub-layers, before the sum, and over all heads of queries and of keys."""
+"""OLMo 2: norms after sub-layers, before the sum, and over all heads of queries and of keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo2(Llama):
-    """OLMo 2: no norm stands in front of a sub-layer, one behind it; queries and keys are normalised over all heads.
+    """OLMo 2: a norm after each sub-layer and none before it; queries and keys are normalised over all heads.
 
     Arguments as of `Llama`, with an Olmo2Config. From arXiv 2501.00656.
     """

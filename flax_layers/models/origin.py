@@ -1,4 +1,4 @@
-"""The settings that parameters came with, which the checkpoints written of them start from."""
+"""The settings that parameters came with, from which the checkpoints written of them start."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 class Origin(str):
     """Settings of a checkpoint as JSON, by the names of their files.
 
-    A string, so that it is written as JSON with a config. A config has one as a field that does not count when configs
-    are compared. A model has it too, where it does count: else a program compiled for one model, whose results have
-    that model's attributes, would give them to another one.
+    It is a string, so that it is written as JSON with a config. Configs have it as a field that is not compared. Models
+    have it as an attribute that is: else a program compiled for one model would return its origin with another one's
+    results.
     """
 
     __slots__ = ()
@@ -23,13 +23,13 @@ class Origin(str):
 
 
 def settings_in(origin: str | None, name: str) -> dict[str, Any] | None:
-    """The settings of one file, if there were some."""
-    found: dict[str, Any] | None = json.loads(origin or "{}").get(name)
-    return found
+    """The settings of one file, if there are some."""
+    settings: dict[str, Any] | None = json.loads(origin or "{}").get(name)
+    return settings
 
 
 def with_settings(origin: str | None, name: str, settings: Mapping[str, Any]) -> Origin:
-    """The origin, with these settings in the place of those of that name."""
+    """The origin, with these settings instead of those of that name."""
     return Origin(json.dumps(json.loads(origin or "{}") | {name: dict(settings)}, default=_plain))
 
 
@@ -43,16 +43,16 @@ def end_tokens(origin: str | None) -> tuple[int, ...]:
     """The tokens that end a text, of generation_config.json, or of config.json where that has none.
 
     Raises:
-      ValueError: what is neither an integer nor a list of integers.
+      ValueError: an eos_token_id that is neither an integer nor a list of integers.
     """
     for name in ("generation_config.json", "config.json"):
         ends = (settings_in(origin, name) or {}).get("eos_token_id")
         if ends is None:
             continue
-        found = ends if isinstance(ends, list) else [ends]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        tokens = ends if isinstance(ends, list) else [ends]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
             raise ValueError(f"eos_token_id={ends!r} of {name} is no integer or list of integers: give eos_token=")
-        return tuple(found)
+        return tuple(tokens)
     return ()
 
 

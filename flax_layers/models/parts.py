@@ -39,11 +39,11 @@ def attention_of(config: LlamaConfig, layer: int, **options: Any) -> Attention:
     """
     implementation = options.pop("attention_implementation")
     del options["separate_gate_up"]
-    given = attention_options(config, layer) | options
-    return Attention(config.hidden_size, config.num_attention_heads, implementation=implementation, **given)
+    all_options = attention_options(config, layer) | options
+    return Attention(config.hidden_size, config.num_attention_heads, implementation=implementation, **all_options)
 
 
 def gated_mlp_of(config: LlamaConfig, **options: Any) -> GatedMLP:
     """The gated feed-forward layer; options as of `Llama._block`."""
-    given = {name: options[name] for name in (*_BOTH, "separate_gate_up")}
-    return GatedMLP(config.hidden_size, config.intermediate_size, activation=config.hidden_act, **given)
+    shared = {name: options[name] for name in (*_BOTH, "separate_gate_up")}
+    return GatedMLP(config.hidden_size, config.intermediate_size, activation=config.hidden_act, **shared)
