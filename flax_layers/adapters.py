@@ -21,10 +21,10 @@ from flax_layers.residual import Sum
 
 
 class LowRank(NamedTuple):
-    """An adapter in the place of a Linear, whose arrays a block may take: y = x @ kernel + bias + x @ a @ b.
+    """An adapter in the place of a Linear, whose arrays a block may read: y = x @ kernel + bias + x @ a @ b.
 
     Attributes:
-      base: the Linear, of ours or of flax.
+      base: the Linear, ours or flax's.
       lora: the module with `lora_a` (K, r) and `lora_b` (r, N).
     """
 
@@ -33,17 +33,17 @@ class LowRank(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> LowRank | None:
-        """The adapter of an nnx.LoRALinear, or an nnx.LoRA around a Linear, called as such; None of anything else."""
+        """The adapter in an nnx.LoRALinear, or in an nnx.LoRA around a Linear, with flax's own call; else None."""
         if isinstance(layer, nnx.LoRALinear) and type(layer).__call__ is nnx.LoRALinear.__call__:
-            found, call = cls(layer, layer.lora), nnx.LoRALinear.__call__
+            adapter, call = cls(layer, layer.lora), nnx.LoRALinear.__call__
         elif isinstance(layer, nnx.LoRA):
-            found, call = cls(layer.base_module, layer), nnx.Linear.__call__  # type: ignore[assignment]
+            adapter, call = cls(layer.base_module, layer), nnx.Linear.__call__  # type: ignore[assignment]
         else:
             return None
-        lora = found.lora
+        lora = adapter.lora
         if type(lora).__call__ is not nnx.LoRA.__call__ or lora.promote_dtype is not dtypes.promote_dtype:
             return None
-        return found if is_linear(found.base) or _is_plain(found.base, call) else None
+        return adapter if is_linear(adapter.base) or _is_plain(adapter.base, call) else None
 
     @property
     def kernel(self) -> jax.Array:
@@ -95,12 +95,12 @@ def _is_plain(base: Any, call: Any) -> bool:
 
 
 def have_kernels(*layers: Any) -> bool:
-    """Whether all are Linears, or low-rank adapters of these, whose kernels a block may take."""
+    """Whether all are Linears, or low-rank adapters of these, whose kernels a block may read."""
     return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
 
 
 def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
-    """layer(x), of a Linear or of what stands in its place; of a value it is a Linear or an adapter of one."""
+    """layer(x) for a Linear or a module in its place; for a value it is a Linear or an adapter of one."""
     if not isinstance(x, coda.Value):
         return layer(x if isinstance(layer, Linear) else array(x))
     if is_linear(layer):
@@ -111,7 +111,7 @@ def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | cod
 
 
 def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
-    """layer(x) [+ residual], of a Linear or of what stands in its place."""
+    """layer(x) [+ residual] for a Linear or a module in its place."""
     if residual is None:
         return mapped(layer, x)
     if is_linear(layer):

@@ -47,27 +47,27 @@ def attend(
     Query i sees key j where all of these hold: j <= i (is_causal); i - sliding_window < j; both are of one segment, a
     run of equal segment_ids; mask.
 
-    With soft_cap, of Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). `jax.nn.dot_product_attention` has no
-    such cap. In bfloat16, without a mask or bias and with implementation=None, products with epilogues compute it,
-    `flax_layers.capped_products`; else XLA, `flax_layers.soft_capped`; or a function as implementation that takes one.
+    With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). `jax.nn.dot_product_attention` has
+    no such cap. In bfloat16, without a mask or bias and with implementation=None, products with epilogues compute it
+    (`flax_layers.capped_products`), else XLA (`flax_layers.soft_capped`), or a given function with soft_cap=.
 
     A window is an argument of cuDNN's kernel. Segments are a dense mask to it, (B, 1, T, T): its packed layout, offsets
     of the sequences in a row, is not among the arguments of jax.nn.dot_product_attention (jax 0.10 to 0.12), whose
     sequence lengths say where padding begins. A window beside a dense mask goes into that mask, since cuDNN before
-    9.10.2 takes no both.
+    9.10.2 does not accept both.
 
     A function as `implementation` is called with all arrays in four axes, q (B, T, H, Dh), k and v (B, T, Hkv, Dh), and
         mask: the boolean mask, broadcastable to (B, H, T, T), or None.
         is_causal: as here.
         local_window_size: (sliding_window - 1, 0), or None.
         segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None. A function without a parameter of
-            this name gets the segments in its mask; one with it causes no array (T, T).
+            this name gets the segments in its mask; with it no array (T, T) is made.
         scale, soft_cap, bias: as here, each only where it is given.
-    It scales by 1 / sqrt(Dh) if not told otherwise, returns what q is, and is differentiated by JAX.
+    It scales by 1 / sqrt(Dh) by default, returns an array of q's shape and dtype, and is differentiated by JAX.
 
     Args:
       q: (B, T, H, Dh) or (T, H, Dh).
-      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh); of S tokens, of another text, where attention is not causal.
+      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh); where attention is not causal, S tokens of another text are allowed.
       is_causal, sliding_window, segment_ids, mask, bias: as in Attention.
       scale: of scores; default 1 / sqrt(Dh).
       soft_cap: of scores; default none.
@@ -87,7 +87,7 @@ def attend(
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
     check_implementation(implementation, soft_cap)
-    seen_by = _checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
+    score_shape = _checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if cache is not None:
         if not is_causal or any(x is not None for x in (mask, bias, segment_ids)):
@@ -97,51 +97,51 @@ def attend(
             return _over_cache(q, cache, sliding_window, options), cache
     if segment_ids is not None:
         segment_ids = segment_runs(segment_ids)
-    beside = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+    extras = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
     if callable(implementation):
-        given = {name: x for name, x in options.items() if x is not None}
-        by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, given)
-        return named(_on_explicit_parts(by_function, q, k, v, beside), CONTEXT), cache
+        function_options = {name: x for name, x in options.items() if x is not None}
+        by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, function_options)
+        return named(_on_explicit_shards(by_function, q, k, v, extras), CONTEXT), cache
     if soft_cap is not None and implementation is None and mask is None and bias is None:
         by_products = functools.partial(_by_products, is_causal, sliding_window, scale, soft_cap)
-        if capped_products.takes(q, k, soft_cap):
-            return _on_explicit_parts(by_products, q, k, v, {"segment_ids": segment_ids}), cache
-    return _by_jax(q, k, v, beside, options, is_causal, sliding_window, implementation, seen_by), cache
+        if capped_products.is_supported(q, k, soft_cap):
+            return _on_explicit_shards(by_products, q, k, v, {"segment_ids": segment_ids}), cache
+    return _by_jax(q, k, v, extras, options, is_causal, sliding_window, implementation, score_shape), cache
 
 
 def _by_jax(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: dict[str, jax.Array | None],
+    extras: dict[str, jax.Array | None],
     options: dict[str, Any],
     is_causal: bool,
     sliding_window: int | None,
     implementation: Literal["xla", "cudnn"] | None,
-    seen_by: tuple[Any, ...],
+    score_shape: tuple[Any, ...],
 ) -> jax.Array:
-    """By cuDNN or XLA; `beside` has the mask, the bias and the segments, `options` the scale and the soft cap."""
-    mask, bias = beside["mask"], beside["bias"]
-    if beside["segment_ids"] is not None:
-        mask = _with_segments(mask, beside["segment_ids"])
+    """Attention by cuDNN or XLA; `extras` has the mask, the bias and the segments, `options` the scale and the cap."""
+    mask, bias = extras["mask"], extras["bias"]
+    if extras["segment_ids"] is not None:
+        mask = _with_segments(mask, extras["segment_ids"])
     is_capped = options["soft_cap"] is not None
     implementation = "xla" if is_capped else implementation or _implementation(q)
     window = None if sliding_window is None else (sliding_window - 1, 0)
     if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and not is_capped):
         window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
-    # cuDNN broadcasts only the other axes.
-    mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *seen_by[-2:])) for x in (mask, bias))
+    # cuDNN does not broadcast the last two axes.
+    mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *score_shape[-2:])) for x in (mask, bias))
     options = options | {"is_causal": is_causal, "local_window_size": window, "implementation": implementation}
 
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
+    def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
 
-    y = _on_explicit_parts(whole, q, k, v, {"mask": mask, "bias": bias})
+    y = _on_explicit_shards(dot_product, q, k, v, {"mask": mask, "bias": bias})
     return named(y, CONTEXT) if implementation == "xla" else y  # a policy finds cuDNN's results by its primitive
 
 
 def _checked_shapes(
-    q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, beside: dict[str, jax.Array | None]
+    q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, extras: dict[str, jax.Array | None]
 ) -> tuple[Any, ...]:
     """([B,] H, T, S), to which a mask and a bias broadcast.
 
@@ -151,17 +151,19 @@ def _checked_shapes(
     """
     if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
-    seen_by = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
-    for name, x in beside.items():
+    score_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    for name, x in extras.items():
         if x is None:
             continue
         if name == "mask" and x.dtype != jnp.bool_:
             raise TypeError(f"mask is {x.dtype}; it must be boolean, True where a query sees a key: floats are a bias")
         if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"bias is {x.dtype}; it must be floats, which are added to the scores: booleans are a mask")
-        if x.ndim > len(seen_by) or any(a not in (1, b) for a, b in zip(x.shape[::-1], seen_by[::-1], strict=False)):
-            raise ValueError(f"{name} has shape {x.shape}; for queries {q.shape} it must broadcast to {seen_by}")
-    return seen_by
+        if x.ndim > len(score_shape) or any(
+            a not in (1, b) for a, b in zip(x.shape[::-1], score_shape[::-1], strict=False)
+        ):
+            raise ValueError(f"{name} has shape {x.shape}; for queries {q.shape} it must broadcast to {score_shape}")
+    return score_shape
 
 
 def _over_cache(q: jax.Array, cache: KVCache, sliding_window: int | None, options: dict[str, Any]) -> jax.Array:
@@ -176,7 +178,7 @@ def _over_cache(q: jax.Array, cache: KVCache, sliding_window: int | None, option
     def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, *_: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, implementation="xla", **options)
 
-    return _on_explicit_parts(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
+    return _on_explicit_shards(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
 
 
 def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
@@ -187,8 +189,8 @@ def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
 def _is_dense(mask: Any, bias: Any, *, by_jax: bool) -> bool:
     """Whether a window goes into a dense mask: beside a mask or a bias, and in JAX's attention by XLA.
 
-    JAX's own mask of a window has constants there, of which jax.checkpoint of 0.12 loses count if it pins some of
-    its arguments.
+    JAX's own mask of a window has constants, which jax.checkpoint of JAX 0.12 miscounts if it pins some of its
+    arguments.
     """
     return mask is not None or bias is not None or by_jax
 
@@ -199,63 +201,65 @@ def _with_window(mask: jax.Array | None, length: Any, sliding_window: int) -> ja
     return inside if mask is None else mask & inside
 
 
-def _on_explicit_parts(
+def _on_explicit_shards(
     function: Callable[..., jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: dict[str, jax.Array | None],
+    extras: dict[str, jax.Array | None],
 ) -> jax.Array:
-    """function(q, k, v, mask, bias, segment_ids), on each device of its own rows and heads if explicit axes cut them.
+    """function(q, k, v, mask, bias, segment_ids), on each device for its rows and heads if explicit axes shard them.
 
-    cuDNN's call says nothing of such axes: its result would have the type of a whole array on every device. Axes that
-    cut positions are gathered. Where axes cut the heads of queries into more parts than there are key heads, each
-    device has the key head of its queries.
+    cuDNN's call does not carry such axes: its result would have the type of an unsharded array on every device. Sharded
+    positions are gathered. Where heads of queries have more shards than there are key heads, each device has the key
+    head of its queries.
     """
     *rows, _, heads, _ = explicit_cuts(q)
     arrays: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,
-        **{name: beside.get(name) for name in ("mask", "bias", "segment_ids")},
+        **{name: extras.get(name) for name in ("mask", "bias", "segment_ids")},
     }
     if not any((*rows, heads)):
         return function(*arrays.values())
-    whole = jax.typeof(q).sharding.mesh
-    arrays |= {name: _repeated(arrays[name], math.prod(whole.shape[axis] for axis in heads)) for name in ("k", "v")}
-    of_heads = PartitionSpec(*(axes or None for axes in rows), None, heads or None, None)
+    mesh = jax.typeof(q).sharding.mesh
+    arrays |= {name: _repeated(arrays[name], math.prod(mesh.shape[axis] for axis in heads)) for name in ("k", "v")}
+    heads_spec = PartitionSpec(*(axes or None for axes in rows), None, heads or None, None)
 
-    def of_mask(mask: jax.Array) -> PartitionSpec:
+    def mask_spec(mask: jax.Array) -> PartitionSpec:
         entries = [*(axes or None for axes in rows), heads or None, None, None][-mask.ndim :]
         return PartitionSpec(*(None if size == 1 else entry for size, entry in zip(mask.shape, entries, strict=True)))
 
-    specs = {"q": of_heads, "k": of_heads, "v": of_heads}
-    specs |= {name: of_mask(arrays[name]) for name in ("mask", "bias") if arrays[name] is not None}
+    specs = {"q": heads_spec, "k": heads_spec, "v": heads_spec}
+    specs |= {name: mask_spec(arrays[name]) for name in ("mask", "bias") if arrays[name] is not None}
     if arrays["segment_ids"] is not None:
         specs["segment_ids"] = PartitionSpec(*(axes or None for axes in rows), None)
-    moved = {name: placed(arrays[name], NamedSharding(whole, spec)) for name, spec in specs.items()}
+    resharded = {name: placed(arrays[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
 
-    def of_part(parts: dict[str, jax.Array]) -> jax.Array:
-        return function(*(parts.get(name) for name in arrays))
+    def on_shard(shards: dict[str, jax.Array]) -> jax.Array:
+        return function(*(shards.get(name) for name in arrays))
 
-    # All of them, for a mesh that is partly manual makes XLA fail when it partitions cuDNN's call.
-    return jax.shard_map(of_part, in_specs=(specs,), out_specs=of_heads, axis_names=set(explicit_axes(whole)))(moved)
+    # All explicit axes are manual: XLA fails to partition cuDNN's call on a mesh that is partly manual.
+    return jax.shard_map(on_shard, in_specs=(specs,), out_specs=heads_spec, axis_names=set(explicit_axes(mesh)))(
+        resharded
+    )
 
 
-def _repeated(x: jax.Array, parts: int) -> jax.Array:
-    """Keys or values (..., Hkv, Dh), each head as often as it takes to cut them into so many parts."""
+def _repeated(x: jax.Array, shards: int) -> jax.Array:
+    """Keys or values (..., Hkv, Dh), each head repeated until so many shards divide the heads evenly."""
     count = x.shape[-2]
-    if count % parts == 0:
+    if count % shards == 0:
         return x
-    whole = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
-    return jnp.repeat(whole, math.lcm(count, parts) // count, axis=-2)
+    gathered = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
+    return jnp.repeat(gathered, math.lcm(count, shards) // count, axis=-2)
 
 
 def _by_function(
     function: Callable[..., jax.Array],
     is_causal: bool,
     sliding_window: int | None,
-    given_options: dict[str, Any],
+    extra_options: dict[str, Any],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -264,11 +268,11 @@ def _by_function(
     segment_ids: jax.Array | None,
 ) -> jax.Array:
     """A user's attention, which `attend` describes."""
-    given = q
+    original = q
     if q.ndim == 3:
         q, k, v = q[None], k[None], v[None]
         segment_ids = None if segment_ids is None else segment_ids[None]
-    options = dict(given_options)
+    options = dict(extra_options)
     if bias is not None:
         options["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     if "segment_ids" in inspect.signature(function).parameters:
@@ -284,7 +288,7 @@ def _by_function(
         raise ValueError(
             f"attention by {name} is {y.dtype}{y.shape}; beside queries {q.dtype}{q.shape} it must be that"
         )
-    return y.reshape(given.shape)
+    return y.reshape(original.shape)
 
 
 def _by_products(
@@ -300,32 +304,34 @@ def _by_products(
     segment_ids: jax.Array | None,
 ) -> jax.Array:
     """Capped scores by `capped_attention`."""
-    given = q
+    original = q
     if q.ndim == 3:
         q, k, v = q[None], k[None], v[None]
         segment_ids = None if segment_ids is None else segment_ids[None]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = capped_products.Scores(soft_cap, scale, is_causal, sliding_window)
-    return _on_automatic_parts(
+    return _on_automatic_shards(
         functools.partial(capped_products.capped_attention, scores), q, k, v, segment_ids
-    ).reshape(given.shape)
+    ).reshape(original.shape)
 
 
-def _on_automatic_parts(
+def _on_automatic_shards(
     function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
-    """function(q, k, v, segment_ids), on each device of its own rows and heads if the rules lay them on automatic axes.
+    """function(q, k, v, segment_ids), on each device for its rows and heads if rules shard them over automatic axes.
 
-    XLA would gather the heads, for a batch of products has rows and heads in one axis.
+    XLA alone would gather the heads: a batch of products has rows and heads in one axis.
     """
-    of_q, of_k = (activation_spec(x.shape, "batch", None, name, None) for x, name in ((q, "heads"), (k, "kv_heads")))
+    q_spec, k_spec = (
+        activation_spec(x.shape, "batch", None, name, None) for x, name in ((q, "heads"), (k, "kv_heads"))
+    )
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    if of_q is None or of_k is None or not automatic.intersection(mesh_axes(of_q)) or of_q != of_k:
+    if q_spec is None or k_spec is None or not automatic.intersection(mesh_axes(q_spec)) or q_spec != k_spec:
         return function(q, k, v, segment_ids)
-    rows = None if segment_ids is None else PartitionSpec(of_q[0], None)
-    specs = (of_q, of_k, of_k, rows)
-    return jax.shard_map(function, in_specs=specs, out_specs=of_q, axis_names=automatic)(q, k, v, segment_ids)
+    rows = None if segment_ids is None else PartitionSpec(q_spec[0], None)
+    specs = (q_spec, k_spec, k_spec, rows)
+    return jax.shard_map(function, in_specs=specs, out_specs=q_spec, axis_names=automatic)(q, k, v, segment_ids)
 
 
 def _dot_product_attention(
@@ -361,17 +367,17 @@ def _soft_capped(q: jax.Array, k: jax.Array, v: jax.Array, soft_cap: float, **op
 def _with_one_more(
     q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None, bias: Any, is_causal: bool, **options: Any
 ) -> jax.Array:
-    """Attention with one more query or key, which nothing sees: JAX differentiates cuDNN's at even lengths."""
-    length, of_queries, more = q.shape[-3], q.shape[-3] % 2, k.shape[-3] % 2
+    """Attention with one more query or key, which nothing sees: JAX differentiates cuDNN's only at even lengths."""
+    length, more_queries, more_keys = q.shape[-3], q.shape[-3] % 2, k.shape[-3] % 2
     if mask is not None:
-        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 2) + [(0, of_queries), (0, more)])
-    elif not is_causal and more:
+        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 2) + [(0, more_queries), (0, more_keys)])
+    elif not is_causal and more_keys:
         options["key_value_seq_lengths"] = jnp.full(q.shape[0] if q.ndim == 4 else 1, k.shape[-3], jnp.int32)
     if bias is not None:
-        bias = jnp.pad(bias, [(0, 0)] * (bias.ndim - 2) + [(0, of_queries), (0, more)])
+        bias = jnp.pad(bias, [(0, 0)] * (bias.ndim - 2) + [(0, more_queries), (0, more_keys)])
     q, k, v = (
         jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, count), (0, 0), (0, 0)])
-        for x, count in ((q, of_queries), (k, more), (v, more))
+        for x, count in ((q, more_queries), (k, more_keys), (v, more_keys))
     )
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias, is_causal=is_causal, **options)
     return lax.slice_in_dim(y, 0, length, axis=-3)
@@ -385,12 +391,12 @@ def _implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
         return "xla"
     if q.shape[-1] % 8 or q.shape[-1] > _widest_head():
         return "xla"
-    if not isinstance(length, int):  # of an export; of what follows nothing is known
+    if not isinstance(length, int):  # symbolic, in an export
         return "xla"
-    return "xla" if length == 1 else "cudnn"  # cuDNN before 9.10 takes no single causal query
+    return "xla" if length == 1 else "cudnn"  # cuDNN before 9.10 refuses a single causal query
 
 
 def _widest_head() -> int:
-    """The widest head of cuDNN's attention, as JAX has it."""
+    """The widest head of cuDNN's attention in JAX."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
     return 256 if float(capability) >= 9.0 else 128

@@ -41,18 +41,18 @@ class Attention(nnx.Module):
     q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out [+ residual]
 
     With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3; with qk_norm="width"
-    over all heads at once, as in OLMo 2: for no tile has a whole row, that is one pass over q and one over k, behind
+    over all heads at once, as in OLMo 2. No tile has an entire row, so that is one pass over q and one over k, after
     products of their own, which have separate kernels then.
 
-    With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). cuDNN's attention, as JAX has it, takes
-    none. In bfloat16, for caps up to 64 and without a mask or bias, it is products with epilogues
-    (`flax_layers.capped_products`); else XLA computes it (`flax_layers.soft_capped`). Both work on a block of queries
-    at a time.
+    With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). JAX's
+    attention by cuDNN has no cap. In bfloat16, for caps up to 64 and without a mask or bias, it is products with
+    epilogues (`flax_layers.capped_products`); else XLA computes it (`flax_layers.soft_capped`). Both work on a block of
+    queries at a time.
 
     The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
     heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one
-    product of three kernels, `query.kernel`, `key.kernel` and `value.kernel`, whose heads a mesh may cut: tensor
-    parallelism wants it, and it costs a copy of what the norm's scale has been folded into.
+    product of three kernels, `query.kernel`, `key.kernel` and `value.kernel`, whose heads a mesh may shard: tensor
+    parallelism needs that. It costs a copy of the kernels with the norm's scale folded in.
 
     Args:
       in_features: D.
@@ -61,13 +61,13 @@ class Attention(nnx.Module):
       head_dim: Dh, even; default D / H.
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
       rope_scaling: how they are stretched for longer contexts: see `flax_layers.rope_scaling`.
-      partial_rotary_factor: how much of a head is turned. Of the pairs i and i + Dh / 2 of its columns the first are.
+      partial_rotary_factor: the fraction of a head that is turned: the first of its pairs of columns, i and i + Dh / 2.
       qk_norm: whether q and k are normalised, with the scales `q_norm.scale` and `k_norm.scale` (Dh,); "width" for
         norms over all heads, with scales (H Dh,) and (Hkv Dh,).
       qk_scale_offset: added to these scales, see RMSNorm.
       epsilon: of these two norms.
       use_bias: whether the projections have a bias.
-      use_out_bias: whether that of the output has one; default use_bias.
+      use_out_bias: whether the output projection has one; default use_bias.
       separate_qkv: whether query, key and value have kernels of their own.
       is_causal: whether a position sees only itself and earlier ones.
       sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
       ValueError: head counts that do not divide, an odd head_dim, another qk_norm, a scale, soft_cap or rope_theta
         that is not finite and above 0, a partial_rotary_factor that turns no pairs, a rope_scaling without frequencies
         for this head, or a sliding_window below 1 or without is_causal.
-      TypeError: a number that is none, or a rope_scaling that is no RotaryScaling.
+      TypeError: an argument that must be a number and is none, or a rope_scaling that is no RotaryScaling.
     """
 
     def __init__(
@@ -214,33 +214,33 @@ class Attention(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: (B, T, D) or (T, D). Of a `coda.Value` the result is one; then the other arrays may be values too.
+          x: (B, T, D) or (T, D). For a `coda.Value` the result is one; then the other arrays may be values too.
           residual: as in Linear.
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
             cache's. Segments need no positions of their own: a rotated query and key depend on the difference.
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
           segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, a run of equal
-            ids, as sequences that are packed into one row need it. Padding is a segment of its own.
+            ids: for sequences packed into one row. Padding is a segment of its own.
           cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
-          bias: floats, broadcastable to (B, H, T, T), which are added to the scores, behind a soft cap.
+          bias: floats, broadcastable to (B, H, T, T), which are added to the scores, after a soft cap.
 
         Returns:
-          (B, T, D) or (T, D), as Linear returns it; with a cache that, and the cache that holds x too.
+          (B, T, D) or (T, D), as Linear returns it; with a cache a pair of that and the longer cache.
 
         Raises:
           ValueError: x, positions or segment_ids of another shape, or a cache beside mask, bias or segment_ids, or
             without is_causal.
-          TypeError: a mask that is not boolean, or a bias that is not floats. Beside a value a residual, a cache, or a
-            module that is neither a Linear nor a low-rank adapter.
+          TypeError: a mask that is not boolean, or a bias that is not floats. With a value also a residual, a cache, or
+            a module that is neither a Linear nor a low-rank adapter.
         """
         if isinstance(x, coda.Value):
             on_values.check_call(self, self._linears(), residual=residual)
             angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions, cache)
             return on_values.attention(self, x, angles, mask, segment_ids, cache, bias)
         target, angles = Sum.of(residual, x), self._angles(x.shape, positions, cache)
-        return self._of_arrays(x, target, angles, mask, segment_ids, cache, bias)
+        return self._on_arrays(x, target, angles, mask, segment_ids, cache, bias)
 
-    def _of_arrays(
+    def _on_arrays(
         self,
         x: jax.Array | Stream | DeferredNorm,
         target: Sum | None,
@@ -249,14 +249,14 @@ class Attention(nnx.Module):
         segment_ids: Any,
         cache: Any,
         bias: Any,
-        given: Sequence[jax.Array] | None = None,
+        keys_values: Sequence[jax.Array] | None = None,
     ) -> Any:
-        """The result for arrays; k and v as they are given."""
+        """The result for arrays; `keys_values` are k and v of another text, if there is one."""
         if (reason := why_not(self, x)) is None:
             dtype = dtype_of_products([self], x)
-            arrays = mask, segment_ids, cache, bias, given
+            arrays = mask, segment_ids, cache, bias, keys_values
             return called(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
-        q, k, v = self._query_key_value(x, angles, given)
+        q, k, v = self._query_key_value(x, angles, keys_values)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
         y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias)
         out = joined(self.out, apart(y, reason), target)
@@ -267,34 +267,38 @@ class Attention(nnx.Module):
         return [*self._projections(), self.out]
 
     def _in_block(self) -> Attention:
-        """The layer as its block takes it: explicit mesh axes cut kernels of query, key and value in whole heads."""
+        """The layer as its block reads it: explicit mesh axes shard kernels of query, key and value between heads."""
         if not have_kernels(*self._projections()) or not any(explicit_cuts(x[...])[-1] for x in self._columns()):
             return self
         copy: Attention = nnx.merge(*nnx.split(self))
         kernels = copy._columns()
         groups = [kernels] if self.separate_qkv else [[kernel] for kernel in kernels]
         for group in groups:
-            for kernel, whole in zip(group, in_whole_heads([x[...] for x in group], self.head_dim), strict=True):
-                kernel[...] = whole
+            for kernel, resharded in zip(group, in_whole_heads([x[...] for x in group], self.head_dim), strict=True):
+                kernel[...] = resharded
         return copy
 
     def _columns(self) -> list[Any]:
         """The variables (..., N) of query, key and value, kernels and those of low-rank adapters."""
         adapters = [LowRank.of(layer) for layer in self._projections()]
         pairs = zip(self._projections(), adapters, strict=True)
-        return [x for layer, of in pairs for x in ((layer.kernel,) if of is None else (of.base.kernel, of.lora.lora_b))]
+        return [
+            x
+            for layer, adapter in pairs
+            for x in ((layer.kernel,) if adapter is None else (adapter.base.kernel, adapter.lora.lora_b))
+        ]
 
     def _query_key_value(
-        self, x: jax.Array | Stream | DeferredNorm, angles: Angles, given: Sequence[jax.Array] | None = None
+        self, x: jax.Array | Stream | DeferredNorm, angles: Angles, keys_values: Sequence[jax.Array] | None = None
     ) -> list[jax.Array]:
-        """q (..., T, H Dh), k and v (..., T, Hkv Dh) of a layer that is not one block; k and v as they are given."""
+        """q (..., T, H Dh), k and v (..., T, Hkv Dh), or `keys_values`, of a layer that is not one block."""
         layers = self._projections()
         if why_not_linears(layers) is None:
             dtype = dtype_of_products(layers, x)
-            found: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, given, dtype=dtype)
-            return found
-        if given is not None:
-            return [self._normed(mapped(self.query, x), self.q_norm), *given]
+            blocks: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype)
+            return blocks
+        if keys_values is not None:
+            return [self._normed(mapped(self.query, x), self.q_norm), *keys_values]
         zs = [mapped(layer, x) for layer in layers]
         columns = zs if self.separate_qkv else jnp.split(zs[0], self._ends, axis=-1)
         columns = [self._normed(y, norm) for y, norm in zip(columns, (self.q_norm, self.k_norm, None), strict=True)]
@@ -350,11 +354,11 @@ class Attention(nnx.Module):
         return positions
 
     def _angles(self, shape: tuple[Any, ...], positions: Any, cache: Any = None) -> Angles:
-        """The angles that a block takes for the positions of an input of this shape, arrays or values."""
+        """The angles that a block reads for the positions of an input of this shape, arrays or values."""
         positions = self._positions(shape, positions, cache)
         if self.rope_theta is None:
             return Angles(None, None)
-        of_positions = partial(
+        angles_at = partial(
             rotary_angles,
             head_dim=self.head_dim,
             theta=self.rope_theta,
@@ -362,14 +366,14 @@ class Attention(nnx.Module):
             partial_rotary_factor=self.partial_rotary_factor,
         )
         is_value = isinstance(positions, coda.Value)
-        return Angles(*(coda.opaque(of_positions, positions) if is_value else of_positions(positions)))
+        return Angles(*(coda.opaque(angles_at, positions) if is_value else angles_at(positions)))
 
     def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
-        """How q, k and v lie, by the rules in force."""
+        """The shardings of q, k and v by the rules in force."""
         counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         shapes = ((*rows, count, self.head_dim) for count in counts)
-        found = (activation_spec(shape, *axes) for shape, axes in zip(shapes, _QKV_AXES, strict=True))
-        return [spec for spec in found if spec is not None] or None
+        specs = (activation_spec(shape, *axes) for shape, axes in zip(shapes, _QKV_AXES, strict=True))
+        return [spec for spec in specs if spec is not None] or None
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""
@@ -381,6 +385,6 @@ class Attention(nnx.Module):
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """The ends of the columns of queries, and of those of keys, in a kernel of all."""
+        """The ends of the columns of queries, and of those of keys, in a kernel of all three."""
         queries = self.num_heads * self.head_dim
         return queries, queries + self.num_kv_heads * self.head_dim

@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class NamedAxes(nn.LogicallyPartitioned):
-    """A linen variable with the names of its axes: what flax's logical partitioning reads, and else the array itself.
+    """A linen variable with the names of its axes: what flax's logical partitioning reads, and otherwise the array.
 
-    `nn.get_partition_spec` gives its names, of an axis with several the first one, as `nn.logical_to_mesh` takes them.
+    `nn.get_partition_spec` gives its names, the first where an axis has several, as `nn.logical_to_mesh` reads them.
     Indexing, arithmetic, attributes and NumPy's and JAX's functions are those of the array, and so is what
-    `flax.serialization` writes and reads. `nn.meta.unbox` takes the array out, and constrains nothing.
+    `flax.serialization` writes and reads. `nn.meta.unbox` returns the array, and constrains nothing.
 
     Attributes:
       value: the array.
@@ -44,17 +44,17 @@ class NamedAxes(nn.LogicallyPartitioned):
         return jax.P(*map(first_name, self.names))
 
     def get_sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-        """How the variable lies by the rules in force."""
+        """The variable's sharding by the rules in force."""
         return jax.sharding.NamedSharding(mesh, spec_of(self.names, mesh=mesh, shape=self.value.shape))
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> NamedAxes:
-        """With the name that `metadata_params` of nn.scan or nn.vmap gives the new axis; default "layers"."""
+        """The box with the name that `metadata_params` of nn.scan or nn.vmap gives the new axis; default "layers"."""
         at = index % (len(self.names) + 1)
         added: NamedAxes = self.replace(names=(*self.names[:at], _name_of_stack(params), *self.names[at:]))
         return added
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> NamedAxes:
-        """Without the axis's name, if it is the one of `metadata_params`: names of one layer's axes stay."""
+        """The box without the axis's name, if it is the one of `metadata_params`: names of one layer's axes stay."""
         at = index % max(len(self.names), 1)
         if self.names[at : at + 1] != (_name_of_stack(params),):
             return self
@@ -128,26 +128,26 @@ serialization.register_serialization_state(
 
 
 def parameter(value: Any, *names: Name) -> nnx.Param[Any]:
-    """An nnx.Param of what an initialiser made, with the names of its axes.
+    """An nnx.Param of an initialiser's result, with the names of its axes.
 
     Args:
-      value: an array; or with metadata, as of `nnx.with_partitioning`, whose sharding flax takes for these names.
+      value: an array, or one with metadata as `nnx.with_partitioning` gives it, of which flax reads the sharding.
       *names: of the axes, see `flax_layers.axis_names`.
     """
-    made: nnx.Param[Any] = nnx.Param(value)
-    _name(made, names)
-    return made
+    param: nnx.Param[Any] = nnx.Param(value)
+    _name(param, names)
+    return param
 
 
 def name_parameters(module: nnx.Module, more: Mapping[str, Axes] | None = None) -> None:
     """Gives every nnx.Param of a module the names of its axes that its path has, in place, if it has none.
 
-    Of a linen variable that `nnx.update` left in its box it takes the array.
+    A linen variable that `nnx.update` left in its box is taken out of it.
 
     Args:
       module: as it is at the end of its `__init__`.
-      more: names of parameters of your own by the end of their path, as {"router.kernel": ("embed", None)}, also of
-        those that have names.
+      more: names of your own parameters by the end of their path, as {"router.kernel": ("embed", None)}; they replace
+        names that a parameter has.
     """
     for path, param in nnx.iter_graph(module):
         if not isinstance(param, nnx.Param) or not hasattr(value := param.get_value(), "ndim"):
@@ -155,9 +155,9 @@ def name_parameters(module: nnx.Module, more: Mapping[str, Axes] | None = None) 
         if isinstance(value, NamedAxes):
             param.set_raw_value(value.value)
         named = param.get_metadata(METADATA, None)
-        found = axes_of_parameter([*map(str, path)], value.ndim, more, named)
-        if found is not None and found.axes != named and not (found.is_guess and named):
-            _name(param, found.axes)
+        known = axes_of_parameter([*map(str, path)], value.ndim, more, named)
+        if known is not None and known.axes != named and not (known.is_guess and named):
+            _name(param, known.axes)
 
 
 def name_stack(module: T) -> T:
@@ -168,7 +168,7 @@ def name_stack(module: T) -> T:
 
 
 def name_layer(module: T) -> T:
-    """The module, one of a stack, whose arrays have the stack's first axis no more."""
+    """The module, one of a stack, whose arrays no longer have the stack's first axis."""
     for param, names in _named(module):
         if names[:1] == ("layers",):
             param.set_metadata(METADATA, names[1:])

@@ -1,9 +1,9 @@
-"""The names of the axes of parameters and activations, by which sharding rules speak of them.
+"""The names of the axes of parameters and activations, which sharding rules use.
 
 | name      | size                      | axes of                                                                    |
 |-----------|---------------------------|----------------------------------------------------------------------------|
 | batch     | B, rows of tokens         | activations                                                                |
-| length    | T, tokens of a row        | the residual stream; attention and the products see whole rows             |
+| length    | T, tokens of a row        | the residual stream; attention and the products see entire rows            |
 | embed     | D                         | the residual stream; every kernel; the embedding                           |
 | heads     | H Dh, or H                | queries; what attention returns; `qkv`, `query` and `out`                  |
 | kv_heads  | Hkv Dh, or Hkv            | keys and values; `key` and `value`                                         |
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-Name = str | tuple[str, ...] | None  # of an axis, or several; None for one that is never cut
+Name = str | tuple[str, ...] | None  # of an axis, or several; None for one that is never sharded
 Axes = tuple[Name, ...]
 
 # By the last names of a parameter's path, as "qkv.kernel" of layers.0.attention.qkv.kernel, or by the last one alone.
@@ -63,13 +63,13 @@ PARAMETERS: dict[str, Axes] = {
     "fp8_history": (None, None),  # each device has all maxima
     "gate_up_history": (None, None),
 }
-# Rules of MaxText's say by other names how activations lie; what is not here has the same name there.
+# MaxText's rules have other names for the axes of activations; a name that is not here is the same there.
 MAXTEXT = {"batch": "activation_batch", "length": "activation_norm_length"}
 METADATA = "axis_names"  # the key of a parameter's names in its metadata, see `flax_layers.axis_metadata`
 _WRAPPERS = ("base_module", "lora")  # of an adapter around a projection
 
 
-class Found(NamedTuple):
+class ParameterAxes(NamedTuple):
     """The names of a parameter's axes.
 
     Attributes:
@@ -83,29 +83,29 @@ class Found(NamedTuple):
 
 def axes_of_parameter(
     path: Sequence[str | int], ndim: int, more: Mapping[str, Axes] | None = None, metadata: Axes | None = None
-) -> Found | None:
+) -> ParameterAxes | None:
     """The names of a parameter's axes; None where there are none for it.
 
     Args:
-      path: its keys in a model, or in what has the model's structure: gradients, an optimizer's state.
-      ndim: how many axes it has: one more than it has names where layers are stacked.
-      more: names of further parameters, as in `PARAMETERS`, which come before all others.
-      metadata: what the parameter's metadata say, which comes before `PARAMETERS`.
+      path: its keys in a model, or in a tree of the model's structure: gradients, an optimizer's state.
+      ndim: the number of its axes: one more than it has names where layers are stacked.
+      more: names of further parameters, as in `PARAMETERS`, which take precedence over all others.
+      metadata: the names in the parameter's metadata, which take precedence over `PARAMETERS`.
     """
     keys = _own_keys(path)
-    if (given := _axes_by_path(keys, more or {})) is not None:
-        return _fitted(given, ndim)
+    if (axes := _axes_by_path(keys, more or {})) is not None:
+        return _fitted(axes, ndim)
     return _fitted(metadata, ndim) or _fitted(_axes_by_path(keys, PARAMETERS), ndim)
 
 
 def module_of_parameter(path: Sequence[str | int]) -> tuple[str, ...]:
-    """The path of the module that has the parameter, of a Linear's that of the module around it."""
+    """The path of the module that has the parameter; of the module around a Linear for the Linear's parameters."""
     keys = _own_keys(path)
     return keys[:-1] if keys[-1:] and keys[-1] in PARAMETERS else keys[:-2]
 
 
 def first_name(name: Name) -> str | None:
-    """An axis's name, of several the first one: flax's rules know one name of an axis."""
+    """An axis's name, the first of several: flax's rules know one name for each axis."""
     return name[0] if isinstance(name, tuple) else name
 
 
@@ -116,17 +116,17 @@ def _own_keys(path: Sequence[str | int]) -> tuple[str, ...]:
 
 def _axes_by_path(keys: tuple[str, ...], table: Mapping[str, Axes]) -> Axes | None:
     if keys[-1:] in (("lora_a",), ("lora_b",)):
-        of_kernel = _axes_by_path((*keys[:-1], "kernel"), table)
-        if of_kernel is None or len(of_kernel) != 2:
+        kernel_axes = _axes_by_path((*keys[:-1], "kernel"), table)
+        if kernel_axes is None or len(kernel_axes) != 2:
             return None
-        rows, columns = map(first_name, of_kernel)
+        rows, columns = map(first_name, kernel_axes)
         return (rows, "rank") if keys[-1] == "lora_a" else ("rank", columns)
     return next((table[key] for key in (".".join(keys[-2:]), *keys[-1:]) if key in table), None)
 
 
-def _fitted(axes: Axes | None, ndim: int) -> Found | None:
+def _fitted(axes: Axes | None, ndim: int) -> ParameterAxes | None:
     if axes is None:
         return None
     if len(axes) == ndim:
-        return Found(axes, False)
-    return Found(("layers", *axes), True) if len(axes) + 1 == ndim else None
+        return ParameterAxes(axes, False)
+    return ParameterAxes(("layers", *axes), True) if len(axes) + 1 == ndim else None

@@ -19,7 +19,7 @@ from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
 
 class TransformerBlock(OrderedBlock):
-    """Pre-norm transformer block of the modules that it is given; the residual stream flows through.
+    """Pre-norm transformer block of given modules; the residual stream flows through.
 
     x1 = x + r attention(attention_norm(x));  y = x1 + r mlp(mlp_norm(x1))
 
@@ -30,7 +30,7 @@ class TransformerBlock(OrderedBlock):
       attention: Attention, or what is called as attention(h, positions=, mask=, segment_ids=[, cache=]) with the norm's
         array (B, T, D).
       mlp: GatedMLP, MLP or MoE, or what is called as mlp(h) with the norm's array.
-      residual_multiplier: r, as in Granite; a MoE takes none but 1.
+      residual_multiplier: r, as in Granite; beside a MoE it must be 1.
 
     Raises:
       ValueError: a MoE beside another residual_multiplier.
@@ -91,25 +91,25 @@ class TransformerBlock(OrderedBlock):
         """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream.
 
         positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache). statistics and
-        token_mask are MoE's; with statistics the result is (y, what MoE returns beside), None of another `mlp`.
+        token_mask are MoE's; with statistics the result is (y, the MoE's statistics), which are None for another `mlp`.
         """
         block, stream = constrain_parameters(self), entering(x)
-        given, counted, is_stream = (positions, mask, segment_ids, cache), None, isinstance(x, Stream)
+        arrays, counted, is_stream = (positions, mask, segment_ids, cache), None, isinstance(x, Stream)
         layers = [block.attention, block.mlp]
         if not any(why_not(layer, stream) for layer in layers) and not why_not_one_dtype(layers, stream):
-            stream, longer = block._run(TransformerBlock._ordered, layers, stream, *given, has_sums=is_stream)
+            stream, longer = block._run(TransformerBlock._ordered, layers, stream, *arrays, has_sums=is_stream)
         else:
-            stream, longer = block._run(TransformerBlock._attended, layers[:1], stream, *given)
+            stream, longer = block._run(TransformerBlock._attended, layers[:1], stream, *arrays)
             stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
             if isinstance(block.mlp, MoE):
                 options: dict[str, Any] = {"statistics": True, "token_mask": token_mask} if statistics else {}
-                made = block.mlp(block.mlp_norm(stream), residual=True, **options)
-                stream, counted = made if statistics else (made, None)
+                result = block.mlp(block.mlp_norm(stream), residual=True, **options)
+                stream, counted = result if statistics else (result, None)
             else:
                 stream, _ = block._run(TransformerBlock._fed, layers[1:], stream, has_sums=is_stream)
         y = leaving(stream, x)
-        beside = (*(() if cache is None else (longer,)), *((counted,) if statistics else ()))
-        return (y, *beside) if beside else y
+        extras = (*(() if cache is None else (longer,)), *((counted,) if statistics else ()))
+        return (y, *extras) if extras else y
 
     def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
         return self._fed(Stream(self._attended(stream, attention, mlp)), attention, mlp)

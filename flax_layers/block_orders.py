@@ -1,4 +1,4 @@
-"""Transformer blocks of other orders than the pre-norm one: norms behind sub-layers, around them, or one for both."""
+"""Transformer blocks of other orders than the pre-norm one: norms after sub-layers, around them, or one for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT
 
 
 class _NormBehindBlock(OrderedBlock):
-    """A block with a norm behind each sub-layer."""
+    """A block with a norm after each sub-layer."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class _NormBehindBlock(OrderedBlock):
 
 
 class PostNormBlock(_NormBehindBlock):
-    """Transformer block with a norm behind each sum, the order of the first Transformer and of BERT.
+    """Transformer block with a norm after each sum, the order of the first Transformer and of BERT.
 
         x1 = attention_norm(x + attention(x));  y = mlp_norm(x1 + mlp(x1))
 
     From "Attention Is All You Need" (arXiv 1706.03762) and BERT (arXiv 1810.04805).
 
     Args:
-      attention: of (B, T, D) or (T, D); BERT's has is_causal=False and rope_theta=None.
+      attention: called with (B, T, D) or (T, D); BERT's has is_causal=False and rope_theta=None.
       attention_norm, mlp_norm: over D features.
-      mlp: of (..., D).
+      mlp: called with (..., D).
     """
 
     def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
@@ -45,16 +45,16 @@ class PostNormBlock(_NormBehindBlock):
 
 
 class NormBeforeSumBlock(_NormBehindBlock):
-    """Transformer block with a norm behind each sub-layer, before the sum, the order of OLMo 2.
+    """Transformer block with a norm after each sub-layer, before the sum, the order of OLMo 2.
 
         x1 = x + attention_norm(attention(x));  y = x1 + mlp_norm(mlp(x1))
 
     From OLMo 2 (arXiv 2501.00656), whose norms are RMSNorms.
 
     Args:
-      attention: of (B, T, D) or (T, D).
+      attention: called with (B, T, D) or (T, D).
       attention_norm, mlp_norm: over D features.
-      mlp: of (..., D).
+      mlp: called with (..., D).
     """
 
     def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
@@ -63,7 +63,7 @@ class NormBeforeSumBlock(_NormBehindBlock):
 
 
 class SandwichNormBlock(OrderedBlock):
-    """Transformer block with a norm in front of each sub-layer and one behind it, the order of Gemma 2.
+    """Transformer block with a norm before each sub-layer and one after it, the order of Gemma 2.
 
         x1 = x + attention_out_norm(attention(attention_norm(x)));  y = x1 + mlp_out_norm(mlp(mlp_norm(x1)))
 
@@ -71,8 +71,8 @@ class SandwichNormBlock(OrderedBlock):
 
     Args:
       attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: over D features.
-      attention: of (B, T, D) or (T, D).
-      mlp: of (..., D).
+      attention: called with (B, T, D) or (T, D).
+      mlp: called with (..., D).
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class ParallelBlock(OrderedBlock):
 
     Args:
       norm: over D features.
-      attention: of (B, T, D) or (T, D).
-      mlp: of (..., D).
+      attention: called with (B, T, D) or (T, D).
+      mlp: called with (..., D).
     """
 
     def __init__(self, norm: RMSNorm | LayerNorm, attention: Attention, mlp: GatedMLP | MLP):

@@ -34,7 +34,7 @@ _LEAST_SPAN = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The form of scores, and which of them there are.
+    """The form of scores, and which queries see which keys.
 
     Attributes:
       soft_cap, scale: numbers.
@@ -63,8 +63,8 @@ class Span:
         return -(-(self.end - self.start) // self.size)
 
 
-def takes(q: jax.Array, k: jax.Array, soft_cap: float) -> bool:
-    """Whether attention of q ([B,] T, H, Dh) to k ([B,] S, Hkv, Dh) can be these products."""
+def is_supported(q: jax.Array, k: jax.Array, soft_cap: float) -> bool:
+    """Whether these products can compute attention of q ([B,] T, H, Dh) to k ([B,] S, Hkv, Dh)."""
     is_static = all(isinstance(size, int) for size in (*q.shape, *k.shape))
     is_product = q.dtype == k.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0
     return is_static and is_product and soft_cap <= LARGEST_CAP and q.shape[-3] > 1
@@ -88,7 +88,7 @@ def capped_attention(
 
 
 def _seen(length: int, keys: int, scores: Scores, segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The first and the last key that each query sees, both (B or 1, 1, 1, T) int32: those between it sees too."""
+    """The first and the last key that each query sees, both (B or 1, 1, 1, T) int32; it sees those between, too."""
     positions = jnp.arange(length, dtype=jnp.int32)
     first = jnp.zeros_like(positions) if scores.window is None else jnp.maximum(positions - scores.window + 1, 0)
     last = positions if scores.is_causal else jnp.full_like(positions, keys - 1)
@@ -102,19 +102,19 @@ def _seen(length: int, keys: int, scores: Scores, segment_ids: jax.Array | None)
 
 
 def spans(shape: tuple[int, ...], keys: int, scores: Scores) -> list[Span]:
-    """The spans of queries (B, N, G, T, Dh) beside so many keys, a multiple of 8."""
+    """The spans of queries of this shape, (B, N, G, T, Dh), for `keys` keys, a multiple of 8."""
     batch, kv_heads, groups, length, _ = shape
     count = min(max(length // _LEAST_SPAN, 1), _MOST_SPANS) if scores.is_causal else 1
-    each, found = -(-length // count), []
-    for start in range(0, length, each):
-        end = min(start + each, length)
+    span_length, result = -(-length // count), []
+    for start in range(0, length, span_length):
+        end = min(start + span_length, length)
         first = 0 if scores.window is None else max(start - scores.window + 1, 0) // 8 * 8
         last = -(-end // 8) * 8 if scores.is_causal else keys
         row_bytes = 2 * batch * kv_heads * groups * (last - first)
         most = max(_MOST_BYTES // row_bytes, 1)
         blocks = -(-(end - start) // most)
-        found.append(Span(start, end, first, last, -(-(end - start) // blocks)))
-    return found
+        result.append(Span(start, end, first, last, -(-(end - start) // blocks)))
+    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -146,7 +146,7 @@ def _forward(
     """y (B, T, H, Dh), and the sums of exponentials (B, N, G, T), float32; G heads of queries to each of N of keys."""
     shape, q, k, v = q.shape, _by_heads(q, k.shape[2]), _padded(k), _padded(v)
 
-    def of_span(span: Span) -> Any:
+    def on_span(span: Span) -> Any:
         keys, values = (x[:, :, span.first : span.last] for x in (k, v))
 
         def block(q: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +156,7 @@ def _forward(
 
         return _over_blocks(block, span, q, first, last)
 
-    y, sums = zip(*map(of_span, spans(q.shape, k.shape[2], scores)), strict=True)
+    y, sums = zip(*map(on_span, spans(q.shape, k.shape[2], scores)), strict=True)
     return _by_rows(jnp.concatenate(y, axis=3)).reshape(shape), jnp.concatenate(sums, axis=3)
 
 
@@ -173,22 +173,22 @@ def _backward(
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and dv."""
-    # Else XLA finds the exponentials of the forward pass equal to those made here, and keeps them.
+    # Without the barrier XLA finds the exponentials of the forward pass equal to these, and keeps them.
     k, dy = lax.optimization_barrier((k, dy))
     shape, keys, kv_heads = q.shape, k.shape[1], k.shape[2]
     dy_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     q, dy, dy_y = (_by_heads(x, kv_heads) for x in (q, dy, dy_y))
     k, v = _padded(k), _padded(v)
-    of_queries = (q, first, last, dy, 1 / sums, dy_y[..., 0])
-    found, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    query_arrays = (q, first, last, dy, 1 / sums, dy_y[..., 0])
+    dq_spans, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for span in spans(q.shape, k.shape[2], scores):
         seen = slice(span.first, span.last)
         block = functools.partial(_block_backward, k[:, :, seen], v[:, :, seen], span.first, scores)
-        dq, of_k, of_v = _summed_over_blocks(block, span, *of_queries)
-        found.append(dq)
-        dk, dv = dk.at[:, :, seen].add(of_k), dv.at[:, :, seen].add(of_v)
+        dq, dk_span, dv_span = _summed_over_blocks(block, span, *query_arrays)
+        dq_spans.append(dq)
+        dk, dv = dk.at[:, :, seen].add(dk_span), dv.at[:, :, seen].add(dv_span)
     dk, dv = (x[:, :, :keys].astype(k.dtype).transpose(0, 2, 1, 3) for x in (dk, dv))
-    return _by_rows(jnp.concatenate(found, axis=3)).reshape(shape), dk, dv
+    return _by_rows(jnp.concatenate(dq_spans, axis=3)).reshape(shape), dk, dv
 
 
 def _block_backward(
@@ -208,11 +208,15 @@ def _block_backward(
     rows = (*q.shape[:2], -1, q.shape[-1])
     weighted = (dy * inverse[..., None]).astype(dy.dtype)
     q, dy, weighted = (x.reshape(rows) for x in (q, dy, weighted))
-    of_scores = functools.partial(_of_scores, scores)
-    ds = _over_heads(of_scores)(dy, v, e, _column(inverse), _column(dy_y))
+    score_cotangents = functools.partial(_score_cotangents, scores)
+    ds = _over_heads(score_cotangents)(dy, v, e, _column(inverse), _column(dy_y))
     dq = _over_heads(coda.gemm)(ds, k)
-    of_keys = functools.partial(coda.gemm, transpose_a=True, out_dtype=jnp.float32)
-    return dq.reshape(*inverse.shape, -1), _over_heads(of_keys)(ds, q), _over_heads(of_keys)(e, weighted)
+    transposed_product = functools.partial(coda.gemm, transpose_a=True, out_dtype=jnp.float32)
+    return (
+        dq.reshape(*inverse.shape, -1),
+        _over_heads(transposed_product)(ds, q),
+        _over_heads(transposed_product)(e, weighted),
+    )
 
 
 def _exponentials(
@@ -247,7 +251,9 @@ def _mixed(e: jax.Array, v: jax.Array, inverse: jax.Array) -> Any:
     return coda.gemm(e, v, inverse, epilogue=weighted_values)
 
 
-def _of_scores(scores: Scores, dy: jax.Array, v: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> Any:
+def _score_cotangents(
+    scores: Scores, dy: jax.Array, v: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array
+) -> Any:
     """The cotangent of scale q k^T, times scale."""
 
     def capped_scores_cotangent(acc: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> jax.Array:
@@ -271,7 +277,7 @@ def _by_rows(x: jax.Array) -> jax.Array:
 def _padded(x: jax.Array) -> jax.Array:
     """Keys or values (B, S, N, Dh) as (B, N, S, Dh), S made a multiple of 8 by keys that no query sees.
 
-    Rows of exponentials are multiples of 16 bytes then, as the kernels want them.
+    Rows of exponentials are then multiples of 16 bytes, as the kernels need them.
     """
     return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, -x.shape[1] % 8), (0, 0)))
 
@@ -287,16 +293,16 @@ def _column(x: jax.Array) -> jax.Array:
 
 def _blocks(x: jax.Array, span: Span) -> jax.Array:
     """The span's blocks of an array whose axis 3 is the queries, in a new first axis."""
-    part = x[:, :, :, span.start : span.end]
-    more = span.blocks * span.size - part.shape[3]
-    # Queries that are added see what the last one sees, and are zeros, as their cotangents are.
+    span_rows = x[:, :, :, span.start : span.end]
+    padding = span.blocks * span.size - span_rows.shape[3]
+    # Padding sees the keys that the last query sees; it and its cotangents are zeros.
     mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-    part = jnp.pad(part, [(0, more if axis == 3 else 0) for axis in range(x.ndim)], mode=mode)
-    return jnp.moveaxis(part.reshape(*x.shape[:3], span.blocks, span.size, *x.shape[4:]), 3, 0)
+    span_rows = jnp.pad(span_rows, [(0, padding if axis == 3 else 0) for axis in range(x.ndim)], mode=mode)
+    return jnp.moveaxis(span_rows.reshape(*x.shape[:3], span.blocks, span.size, *x.shape[4:]), 3, 0)
 
 
 def _joined(x: jax.Array, span: Span) -> jax.Array:
-    """The span's queries in axis 3, of what blocks in the first axis gave."""
+    """The span's queries in axis 3, from results with the blocks in the first axis."""
     rows = jnp.moveaxis(x, 0, 3)
     return rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])[:, :, :, : span.end - span.start]
 
@@ -305,8 +311,8 @@ def _over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> A
     """The results of a block, for all blocks of a span."""
     if span.blocks == 1:
         return block(*(x[:, :, :, span.start : span.end] for x in arrays))
-    found = lax.map(lambda rows: block(*rows), tuple(_blocks(x, span) for x in arrays))
-    return jax.tree.map(lambda x: _joined(x, span), found)
+    results = lax.map(lambda rows: block(*rows), tuple(_blocks(x, span) for x in arrays))
+    return jax.tree.map(lambda x: _joined(x, span), results)
 
 
 def _summed_over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:
@@ -314,11 +320,11 @@ def _summed_over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Arra
     if span.blocks == 1:
         return block(*(x[:, :, :, span.start : span.end] for x in arrays))
     blocks = tuple(_blocks(x, span) for x in arrays)
-    of_first, *sums = block(*(x[0] for x in blocks))
+    first_result, *sums = block(*(x[0] for x in blocks))
 
     def step(sums: list[jax.Array], rows: tuple[jax.Array, ...]) -> tuple[list[jax.Array], jax.Array]:
-        made, *more = block(*rows)
-        return [a + b for a, b in zip(sums, more, strict=True)], made
+        result, *terms = block(*rows)
+        return [a + b for a, b in zip(sums, terms, strict=True)], result
 
-    sums, of_others = lax.scan(step, sums, tuple(x[1:] for x in blocks))
-    return (_joined(jnp.concatenate([of_first[None], of_others]), span), *sums)
+    sums, other_results = lax.scan(step, sums, tuple(x[1:] for x in blocks))
+    return (_joined(jnp.concatenate([first_result[None], other_results]), span), *sums)

@@ -1,4 +1,4 @@
-"""The checks by which configurations refuse values, before anything is made of them."""
+"""The checks by which configurations refuse values, before a model is made."""
 
 from __future__ import annotations
 
@@ -111,18 +111,18 @@ def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
     """Checks that layers can be stacked.
 
     Args:
-      settings: of each layer, by name; one below another, as "mlp.width" is below "mlp", counts where that is equal.
+      settings: each layer's, by name; "mlp.width", below "mlp", is compared only where all layers have the same "mlp".
 
     Raises:
       ValueError: they differ in one, which is named with its values.
     """
     unlike: dict[str, str] = {}
-    for name in dict.fromkeys(name for of_layer in settings for name in of_layer):
+    for name in dict.fromkeys(name for layer_settings in settings for name in layer_settings):
         parts = name.split(".")
         if any(".".join(parts[:i]) in unlike for i in range(len(parts))):
             continue
         groups: list[tuple[Any, list[int]]] = []
-        for i, value in enumerate(of_layer.get(name, "missing") for of_layer in settings):
+        for i, value in enumerate(layer_settings.get(name, "missing") for layer_settings in settings):
             same = next((numbers for other, numbers in groups if other is value or other == value), None)
             if same is None:
                 groups.append((value, [i]))
@@ -157,5 +157,5 @@ def _may_be_none(config: Any, name: str) -> bool:
     return getattr(type(config), name, 0) is None
 
 
-def _refusal(config: Any, name: str, wanted: str) -> ValueError:
-    return ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r}; it must be {wanted}")
+def _refusal(config: Any, name: str, rule: str) -> ValueError:
+    return ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r}; it must be {rule}")

@@ -25,7 +25,7 @@ from flax_layers.residual import Residual, Sum
 
 @takes_values
 class CrossAttention(Attention):
-    """Grouped-query attention of one text to another, as a decoder's to what its encoder made.
+    """Grouped-query attention of one text to another, as a decoder's to its encoder's results.
 
     q = x @ query;  k, v = context @ key, context @ value;  y = softmax(q k^T / sqrt(Dh)) v @ out [+ residual]
 
@@ -131,7 +131,7 @@ class CrossAttention(Attention):
           context: (B, S, C) or (S, C).
           residual: as in Linear.
           mask: boolean, broadcastable to (B, H, T, S), True where a query may see a key, as where there is no padding.
-          bias: floats, broadcastable to (B, H, T, S), which are added to the scores, behind a soft cap.
+          bias: floats, broadcastable to (B, H, T, S), which are added to the scores, after a soft cap.
 
         Returns:
           (B, T, D) or (T, D), as Linear returns it.
@@ -140,25 +140,25 @@ class CrossAttention(Attention):
           ValueError: x or context of another shape.
           TypeError: a value of a `coda.block`; a mask that is not boolean, or a bias that is not floats.
         """
-        given: tuple[Any, ...] = x, context
-        if any(isinstance(y, coda.Value) for y in given):
+        inputs: tuple[Any, ...] = x, context
+        if any(isinstance(y, coda.Value) for y in inputs):
             raise TypeError("CrossAttention takes arrays, not values of a coda.block: its two texts have other rows")
         if len(x.shape) not in (2, 3) or context.ndim != len(x.shape) or context.shape[:-2] != x.shape[:-2]:
             raise ValueError(
                 f"context {context.shape} beside x {x.shape}; they must be (B, S, C) and (B, T, D), or without B"
             )
-        for name, shape, of in (("x", x.shape, "in_features"), ("context", context.shape, "context_features")):
-            if shape[-1] != (width := getattr(self, of)):
-                raise ValueError(f"{name} has shape {shape}; its last axis must be {of}={width}")
-        keys_values = self._of_context(context)
-        return self._of_arrays(x, Sum.of(residual, x), Angles(None, None), mask, None, None, bias, keys_values)
+        for name, shape, field in (("x", x.shape, "in_features"), ("context", context.shape, "context_features")):
+            if shape[-1] != (width := getattr(self, field)):
+                raise ValueError(f"{name} has shape {shape}; its last axis must be {field}={width}")
+        keys_values = self._keys_values(context)
+        return self._on_arrays(x, Sum.of(residual, x), Angles(None, None), mask, None, None, bias, keys_values)
 
-    def _of_context(self, context: jax.Array) -> list[jax.Array]:
+    def _keys_values(self, context: jax.Array) -> list[jax.Array]:
         """k and v, (..., S, Hkv Dh)."""
         layers = [self.key, self.value]
         if why_not_linears(layers) is None:
             dtype = dtype_of_products(layers, context)
-            found: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
-            return found
+            result: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
+            return result
         k, v = (mapped(layer, context) for layer in layers)
         return [self._normed(k, self.k_norm), v]

@@ -2,7 +2,7 @@
 
 On several devices nothing in a list of layers says when a layer's weights are gathered, or when its gradients are
 summed over the devices. XLA's scheduler then gathers the weights of many layers before the first product, leaves most
-sums to the end of the step, and runs what remat computes again ahead of them: it holds the memory of all of these. So
+sums to the end of the step, and runs remat's computations before them: all of these are in memory at once. So
 under a mesh (`jax.set_mesh`) the layers take turns, by optimization barriers: the weights of a layer are gathered while
 the layer before it is computed, and its gradients are summed while the backward pass of that layer runs.
 """
@@ -23,7 +23,7 @@ from flax_layers.config_checks import UNLIKE, check_alike
 from flax_layers.remat import Remat, policy_of
 from flax_layers.sharding import width_is_cut
 
-# Before, a barrier made cotangents of all that went through it: frozen weights would have had gradients.
+# In older versions a barrier makes cotangents of all its operands: frozen weights would have gradients.
 _BARRIER_LEAVES_ZEROS = jax.__version_info__ >= (0, 11, 1)
 
 T = TypeVar("T", jax.Array, Stream)
@@ -71,8 +71,8 @@ def unstack(layers: nnx.Module) -> nnx.List:
     """The layers that `stack` was given."""
     graphdef, state = nnx.split(layers)
     count = jax.tree.leaves(state)[0].shape[0]
-    parts = (nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
-    return nnx.List(map(name_layer, parts))
+    modules = (nnx.merge(graphdef, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(count))
+    return nnx.List(map(name_layer, modules))
 
 
 def run_layers(
@@ -100,10 +100,10 @@ def run_layers(
     """
     policy = policy_of(remat)
     if isinstance(layers, nnx.List):
-        stream, found = _one_by_one(
+        stream, collected = _one_by_one(
             layers, stream, policy, len(layers) if remat_layers is None else remat_layers, statistics, options
         )
-        return (stream, _stacked(found)) if statistics else stream
+        return (stream, _stacked(collected)) if statistics else stream
     graphdef, states = nnx.split(layers)
     function = _function_of(graphdef, statistics)
     if policy is not None:
@@ -114,8 +114,8 @@ def run_layers(
     def one_layer(stream: Any, state: Any) -> tuple[Any, Any]:
         return function(state, stream, options)
 
-    left, found = lax.scan(one_layer, entering, states)
-    return (left, found) if statistics else left
+    left, collected = lax.scan(one_layer, entering, states)
+    return (left, collected) if statistics else left
 
 
 def _stacked(trees: list[Any]) -> Any:
@@ -144,10 +144,10 @@ def _called(layer: Any, stream: Any, statistics: bool, options: dict[str, Any]) 
 def _one_by_one(
     layers: nnx.List, stream: T, policy: Any, remat_layers: int, statistics: bool, options: dict[str, Any]
 ) -> tuple[T, list[Any]]:
-    found: list[Any] = []
+    collected: list[Any] = []
     take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
     parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []
-    cuts_kernels = take_turns and width_is_cut()
+    shards_width = take_turns and width_is_cut()
     for i, layer in enumerate(layers):
         if take_turns and i + 1 < len(layers):
             stream, parameters[i + 1] = lax.optimization_barrier((stream, parameters[i + 1]))
@@ -156,12 +156,12 @@ def _one_by_one(
             stream, counted = _called(current, stream, statistics, options)
         else:
             graphdef, state = nnx.split(current)
-            # What pins all that is saved until the cotangent is there would keep weights from being gathered before.
-            pinned = (not cuts_kernels, True, True)
+            # A barrier on all saved arrays until the cotangent is there would keep weights from being gathered earlier.
+            pinned = (not shards_width, True, True)
             function = jax.checkpoint(_function_of(graphdef, statistics), policy=policy, prevent_cse=pinned)
             stream, counted = function(state, stream, options)
-        found.append(counted)
-    return stream, found
+        collected.append(counted)
+    return stream, collected
 
 
 def _holding(layer: nnx.Module, parameters: Any) -> nnx.Module:

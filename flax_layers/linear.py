@@ -25,29 +25,29 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 
 def is_linear(*layers: Any) -> bool:
-    """Whether all are Linears, called as such, not adapters put in their place: a block may take their kernels."""
+    """Whether all are Linears, called as such, not adapters in their place: a block may read their kernels."""
     return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 def product(
     x: coda.Value, kernels: Sequence[Any], fp8: coda.fp8.Recipe | None = None, history: History | None = None
 ) -> Any:
-    """x w of kernels (K, N_i) side by side, values or arrays, one product; or of one (K, 2, F).
+    """x w for w of concatenated kernels (K, N_i), values or arrays, as one product; or of one kernel (K, 2, F).
 
-    Under rules that cut the width, what is gathered of w is kept for the backward pass.
+    Under rules that shard the width, the gathered w is kept for the backward pass.
     """
     values = [x._trace.value(kernel) for kernel in kernels]
-    of = None if history is None else history[...]
-    return fused_product(x, values, keep_weights=keeps_weights(), recipe=fp8, history=of)
+    maxima = None if history is None else history[...]
+    return fused_product(x, values, keep_weights=keeps_weights(), recipe=fp8, history=maxima)
 
 
 def mapped_together(layers: Sequence[Any], x: coda.Value) -> Any:
-    """The results of Linears side by side, one product."""
+    """The concatenated results of Linears, as one product."""
     y = product(x, [layer.kernel[...] for layer in layers], *_rounding(layers))
     if all(layer.bias is None for layer in layers):
         return y
-    absent = (jnp.zeros(layer.kernel.shape[-1]) if layer.bias is None else layer.bias[...] for layer in layers)
-    biases = [x._trace.value(bias) for bias in absent]
+    arrays = (jnp.zeros(layer.kernel.shape[-1]) if layer.bias is None else layer.bias[...] for layer in layers)
+    biases = [x._trace.value(bias) for bias in arrays]
     return y + (joined_vectors(biases) if len(biases) > 1 else biases[0])
 
 
@@ -110,7 +110,7 @@ class Linear(nnx.Module):
         """Applies the map.
 
         Args:
-          x: (..., K); of a `coda.Value` the result is one, in the dtype of the block.
+          x: (..., K); for a `coda.Value` the result is one, in the dtype of the block.
           residual: (..., N) to add before the one rounding; True for what x, a norm that is not applied yet,
             normalises. Given a Stream or True, the result is a Stream, with its statistic unless x is a LayerNorm.
 

@@ -10,16 +10,16 @@
             return layers.RMSNorm(num_features=512)(x)
 
 Arguments are those of the nnx module, all by keyword, without `rngs`; parameters have its names and shapes, so
-`nnx.update(module, nn.meta.unbox(variables["params"]))` gives them to the nnx module, whose `generate` wants them
+`nnx.update(module, nn.meta.unbox(variables["params"]))` gives them to the nnx module, whose `generate` reads them
 there. What the modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as
 do caches. Other methods of the nnx module are called by name: `model.apply(variables, tokens, labels,
 nnx_method="loss")`.
 
 Variables have the names of their axes as flax's logical partitioning wants them (`flax_layers.axis_metadata`), and are
 used as arrays otherwise: `nn.get_partition_spec` gives the names, also of what nn.scan stacks along any axis, and
-`nn.meta.unbox` plain arrays, which `apply` takes as well. What orbax wrote of plain arrays wants a target of plain
-arrays, `nn.meta.unbox(jax.eval_shape(model.init, key, tokens))`. `metadata_fn=nnx.Variable.get_value` of a module makes
-plain ones.
+`nn.meta.unbox` plain arrays, which `apply` takes as well. A checkpoint that orbax wrote of plain arrays needs a target
+of plain arrays, `nn.meta.unbox(jax.eval_shape(model.init, key, tokens))`. `metadata_fn=nnx.Variable.get_value` of a
+module makes plain ones.
 
 Sharding rules are the nnx module's too, `layers.Llama(config=config, rules=sharding.FSDP)`, and
 `sharding.parameter_shardings(jax.eval_shape(model.init, key, tokens), mesh, rules)` is what `jax.jit(model.init,
@@ -49,8 +49,8 @@ class _ByKeyword:
 
         def by_keyword(self: Any, *positional: Any, **keywords: Any) -> None:
             if positional:
-                given = ", ".join(map(repr, positional))
-                raise TypeError(f"{type(self).__name__} takes its arguments by keyword, got {given}")
+                values = ", ".join(map(repr, positional))
+                raise TypeError(f"{type(self).__name__} takes its arguments by keyword, got {values}")
             init(self, **keywords)
 
         cls.__init__ = by_keyword  # type: ignore[method-assign]

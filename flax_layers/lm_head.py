@@ -70,7 +70,7 @@ class LMHead(nnx.Module):
           soft_cap: logits become soft_cap * tanh(logits / soft_cap), in the product's epilogue.
 
         Raises:
-          ValueError: x or embedding of another shape, or an embedding where none belongs or none where one does.
+          ValueError: x or embedding of another shape, an embedding for an untied head, or none for a tied one.
         """
         weight = self._weight(embedding)
         options: dict[str, Any] = {"dtype": self.dtype, "transpose_b": self.kernel is None}
@@ -125,7 +125,7 @@ class LMHead(nnx.Module):
         embedding: jax.Array | None = None,
         **options: Any,
     ) -> Any:
-        """Log-probabilities of labels (...), or k of them a token (..., k), without an array of all logits.
+        """Log-probabilities of labels (...), or of k labels a token (..., k), without an array of all logits.
 
         Args:
           x: (..., D).
@@ -149,7 +149,7 @@ class LMHead(nnx.Module):
         )
 
     def _weight(self, embedding: jax.Array | None) -> jax.Array:
-        """The module's kernel (D, V), or a tied one's embedding (V, D)."""
+        """The module's kernel (D, V), or the embedding (V, D) where it is tied."""
         if self.kernel is None:
             if embedding is None:
                 raise ValueError("a tied LMHead has no kernel: give it embedding=")
@@ -191,7 +191,7 @@ class _AdaptedHead(NamedTuple):
         return cls(adapter.kernel, False, adapter)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments that the operators over a vocabulary take of the head."""
+        """The head's keyword arguments for the operators over a vocabulary."""
         lora = self.low_rank.lora
         delta = lora.lora_a[...], lora.lora_b[...]
         return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}
@@ -205,13 +205,13 @@ def soft_capped(y: jax.Array, *, soft_cap: float) -> jax.Array:
 def logits_of(
     head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None, soft_cap: float | None = None
 ) -> jax.Array:
-    """Logits (..., V) of an LMHead or of what stands in its place; arguments as in `LMHead.__call__`."""
+    """Logits (..., V) of an LMHead or a module in its place; arguments as in `LMHead.__call__`."""
     adapted = _AdaptedHead.of(head, embedding)
     if adapted is None and isinstance(head, LMHead):
         return head(x, embedding=embedding, soft_cap=soft_cap)
     if adapted is None:
-        made: jax.Array = head(x, embedding=embedding)
-        return made if soft_cap is None else soft_capped(made, soft_cap=soft_cap)
+        plain: jax.Array = head(x, embedding=embedding)
+        return plain if soft_cap is None else soft_capped(plain, soft_cap=soft_cap)
     w, transposed, low_rank = adapted
     y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
     logits = low_rank.added(low_rank.inner(x), y)
@@ -224,8 +224,8 @@ def loss_of(
     """`LMHead.loss`, also of an adapter in its place."""
     adapted = _AdaptedHead.of(head, embedding)
     if adapted is None:
-        found: tuple[jax.Array, jax.Array] = head.loss(x, labels, embedding=embedding, **options)
-        return found
+        result: tuple[jax.Array, jax.Array] = head.loss(x, labels, embedding=embedding, **options)
+        return result
     return linear_cross_entropy(x, labels=labels, **adapted.options(), **options)
 
 

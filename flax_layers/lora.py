@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): put into a model, taken out, or merged into its kernels.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): put into a model, removed, or merged into its kernels.
 
     y = x @ kernel + x @ lora_a @ lora_b
 
@@ -8,7 +8,7 @@ Each is flax's nnx.LoRA around the module that it adapts, so that nnx.LoRAParam 
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.LoRAParam)
     loss, gradient = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
 
-There is no factor alpha / rank: `lora_b` has it in it.
+There is no factor alpha / rank: `lora_b` includes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
 from flax_layers.moe.experts import Experts
 
-# What may be adapted, under the names of the modules' own attributes.
+# The projections that may be adapted, by the names of the modules' attributes.
 PROJECTIONS = ("qkv", "query", "key", "value", "out", "gate_up", "gate", "up", "down")
 _FEED_FORWARD = ("gate_up", "gate", "up", "down")
 
@@ -63,20 +63,20 @@ def add_lora(
     known = (*PROJECTIONS, "head")
     if unknown := [name for name in targets if name not in known]:
         raise ValueError(f"add_lora: target {unknown[0]!r} is not one of {', '.join(known)}")
-    if (of_experts := [name for name in targets if name in _FEED_FORWARD]) and _has_experts(model):
+    if (feed_forward := [name for name in targets if name in _FEED_FORWARD]) and _has_experts(model):
         raise ValueError(
-            f"add_lora: target {of_experts[0]!r}: the model has experts, for which there are no adapters; give "
+            f"add_lora: target {feed_forward[0]!r}: the model has experts, for which there are no adapters; give "
             "targets=('qkv', 'out'), of attention alone"
         )
     name_parameters(model)
-    found = [(parent, name) for parent, name in projections(model) if name in targets]
-    missing = set(targets) - {name for _, name in found}
-    if not found or (tuple(targets) != PROJECTIONS and missing):
+    places = [(parent, name) for parent, name in projections(model) if name in targets]
+    missing = set(targets) - {name for _, name in places}
+    if not places or (tuple(targets) != PROJECTIONS and missing):
         raise ValueError(f"add_lora: the model has no {', '.join(sorted(missing))}")
-    for parent, name in found:
+    for parent, name in places:
         if isinstance(getattr(parent, name), nnx.LoRA | nnx.LoRALinear):
             raise ValueError(f"add_lora: {name} has an adapter already: merge_lora or remove_lora first")
-    for parent, name in found:
+    for parent, name in places:
         *stacked, features, columns = _sizes(parent, name)
         draws = [
             nnx.LoRA(features, rank, columns, param_dtype=param_dtype, rngs=rngs)
@@ -90,7 +90,7 @@ def add_lora(
 
 
 def merge_lora(model: Any) -> None:
-    """Adds lora_a @ lora_b to each kernel, in place, and takes the adapters out; in float32, rounded once.
+    """Adds lora_a @ lora_b to each kernel, in place, and removes the adapters; in float32, rounded once.
 
     A head that is tied to the embedding has no kernel of its own.
 
@@ -101,7 +101,7 @@ def merge_lora(model: Any) -> None:
 
 
 def remove_lora(model: Any) -> None:
-    """Takes the adapters out, in place, which leaves the model that was adapted.
+    """Removes the adapters, in place, which leaves the model that was adapted.
 
     Raises:
       ValueError: an adapter around another module than a Linear.
@@ -111,14 +111,14 @@ def remove_lora(model: Any) -> None:
 
 def _take_out(model: Any, *, merge: bool) -> None:
     name_parameters(model)
-    found = [(parent, name) for parent, name in projections(model) if _is_adapted(getattr(parent, name))]
-    for parent, name in found:
+    places = [(parent, name) for parent, name in projections(model) if _is_adapted(getattr(parent, name))]
+    for parent, name in places:
         base = _base_of(getattr(parent, name))
         if not isinstance(base, nnx.Linear | Linear | LMHead):
             raise ValueError(f"{name} is an adapter around {type(base).__name__}, which is no Linear")
         if merge and base.kernel is None:
             raise ValueError(f"{name} is tied to the embedding: its adapter cannot be merged into a kernel")
-    for parent, name in found:
+    for parent, name in places:
         adapter = getattr(parent, name)
         base, lora = _base_of(adapter), getattr(adapter, "lora", adapter)
         if merge:
@@ -175,21 +175,21 @@ def _base_of(adapter: Any) -> Any:
 
 
 def _delta(kernel: jax.Array, lora: nnx.LoRA) -> jax.Array:
-    """lora_a @ lora_b in float32, lying as the kernel over explicit mesh axes."""
+    """lora_a @ lora_b in float32, sharded as the kernel over explicit mesh axes."""
     a, b = (x[...].astype(jnp.float32) for x in (lora.lora_a, lora.lora_b))
-    of_kernel = explicit_sharding(kernel)
-    if of_kernel is not None:
+    kernel_sharding = explicit_sharding(kernel)
+    if kernel_sharding is not None:
         is_traced = isinstance(kernel, jax.core.Tracer)
-        mesh: Any = of_kernel.mesh if is_traced else kernel.sharding.mesh  # type: ignore[attr-defined]
-        move = jax.sharding.reshard if is_traced else jax.device_put  # outside of jax.set_mesh, too
+        mesh: Any = kernel_sharding.mesh if is_traced else kernel.sharding.mesh  # type: ignore[attr-defined]
+        reshard = jax.sharding.reshard if is_traced else jax.device_put  # outside of jax.set_mesh, too
         *lead, rows, columns = (axes or None for axes in explicit_cuts(kernel))
-        a = move(a, NamedSharding(mesh, PartitionSpec(*lead, rows, None)))
-        b = move(b, NamedSharding(mesh, PartitionSpec(*lead, None, columns)))
+        a = reshard(a, NamedSharding(mesh, PartitionSpec(*lead, rows, None)))
+        b = reshard(b, NamedSharding(mesh, PartitionSpec(*lead, None, columns)))
     return a @ b
 
 
 def _sizes(parent: Any, name: str) -> tuple[int, ...]:
-    """(D, N) of a projection, behind the number of layers where they are stacked."""
+    """(D, N) of a projection, after the number of layers where they are stacked."""
     base: Any = getattr(parent, name)
     if isinstance(base, LMHead):
         return base.in_features, base.vocab_size

@@ -30,7 +30,7 @@ HIDDEN = ("batch", None, "mlp")
 
 @takes_values
 class _FeedForward(nnx.Module):
-    """The common part of GatedMLP and MLP: down(hidden) [+ residual]."""
+    """The common base of GatedMLP and MLP: down(hidden) [+ residual]."""
 
     down: Any
     dtype: DTypeLike | None
@@ -44,14 +44,14 @@ class _FeedForward(nnx.Module):
     def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
         """Applies the layer to x (..., D); `residual` as in Linear.
 
-        All of it is one block, with the norm of x where that is not applied yet. A `coda.Value` gives a value.
+        The layer is one block, with the norm of x where that is not applied yet. A `coda.Value` gives a value.
 
         Raises:
-          TypeError: beside a value a residual, or a module that is neither a Linear nor a low-rank adapter of one.
+          TypeError: with a value, a residual, or a module that is neither a Linear nor a low-rank adapter of one.
         """
         if isinstance(x, coda.Value):
             on_values.check_call(self, self._linears(), residual=residual)
-            return self._of_value(x)
+            return self._on_value(x)
         target = Sum.of(residual, x)
         if (reason := why_not(self, x)) is None:
             return called(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
@@ -67,19 +67,19 @@ class _FeedForward(nnx.Module):
         """The modules that stand in the place of Linears."""
         return [*self._ups(), self.down]
 
-    def _of_value(self, x: Any) -> Any:
+    def _on_value(self, x: Any) -> Any:
         return mapped(self.down, on_values.hidden(self._hidden(x)))
 
     def _in_block(self) -> Any:
-        """The layer as its block takes it."""
+        """The layer as its block reads it."""
         return self
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        """The hidden activation of what the modules of `_ups` make."""
+        """The hidden activation from the results of the modules of `_ups`."""
         raise NotImplementedError
 
     def _ups(self) -> list[Any]:
-        """The modules that make the hidden activation, Linears or in the place of them."""
+        """The modules that make the hidden activation, Linears or modules in their place."""
         raise NotImplementedError
 
     def _hidden(self, x: coda.Value) -> Any:
@@ -93,11 +93,11 @@ class GatedMLP(_FeedForward):
     y = (activation(x @ gate) * (x @ up)) @ down [+ residual]
 
     Gate and up are stored together as `gate_up` (D, 2, F), the shape TransformerEngine gives `wi_kernel`: seen as
-    (D, 2F) without a copy, it is one product, whose two halves meet in the epilogue; the result leaves at half width.
+    (D, 2F) without a copy, it is one product, whose epilogue multiplies the halves and stores half the width.
     A module in its place, as an nnx.LoRALinear, is called with x and returns (..., 2F), the gate's columns first; as
     its kernel, gate_up is `gate_up.reshape(D, 2 * F)`. With separate_gate_up they are two Linears, `gate` and `up`, as
-    other libraries keep them, and one product still: their kernels are joined where they are cast. `split_kernel` gives
-    the (D, F) kernels in either form.
+    other libraries keep them, and still one product: their kernels are concatenated where they are cast.
+    `split_kernel` gives the (D, F) kernels in either form.
 
     Args:
       in_features: D.
@@ -111,7 +111,7 @@ class GatedMLP(_FeedForward):
       kernel_init: initialiser of all; it sees gate_up as (D, 2F), and a sharding that it carries is that of (D, F).
       rngs: source of keys.
 
-    A mesh may cut F: each device has its share of gate and of up.
+    A mesh may shard F: each device has its shards of gate and of up.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class GatedMLP(_FeedForward):
         return [self.gate.kernel[...], self.up.kernel[...]]
 
     def _in_block(self) -> GatedMLP:
-        """The layer as its block takes it: kernels of gate and up are one, whose halves stay apart."""
+        """The layer as its block reads it: kernels of gate and up are one, (D, 2, F)."""
         if not self.separate_gate_up or not is_linear(self.gate, self.up):
             return self
         layer: GatedMLP = nnx.merge(*nnx.split(self))
@@ -233,7 +233,7 @@ class MLP(_FeedForward):
 
 
 def _lines(layer: _FeedForward, x: Any) -> Any:
-    return layer._of_value(x)
+    return layer._on_value(x)
 
 
 def _hidden_lines(layer: _FeedForward, x: Any) -> Any:
@@ -241,7 +241,7 @@ def _hidden_lines(layer: _FeedForward, x: Any) -> Any:
 
 
 def _paired(kernel: Any) -> Any:
-    """An initialiser's (D, 2F) as (D, 2, F), an array or, from a partitioned initialiser, with its sharding."""
+    """An initialiser's (D, 2F) as (D, 2, F): an array, or with the sharding of a partitioned initialiser."""
     if not isinstance(kernel, nnx.VariableMetadata):
         return kernel.reshape(kernel.shape[0], 2, -1)
     metadata = dict(kernel.metadata)

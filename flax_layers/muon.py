@@ -1,4 +1,4 @@
-"""The parameters that Muon takes, and the matrices that it takes them as."""
+"""The parameters that Muon updates, and their shapes as matrices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from flax_layers.axis_names import Axes, axes_of_parameter
 from flax_layers.sharding import map_named
 
-# By the last names of a path: how many axes there are, those of layers stacked for a scan apart, and the axes of a
-# matrix's rows and columns, from the last.
+# By the last names of a path: the number of axes without that of stacked layers, and the axes of a matrix's rows and
+# columns, counted from the last.
 _MATRICES = {"experts.gate_up": (4, 3, 1), "experts.down": (3, 2, 1), "kernel": (2, 2, 1), "gate_up": (3, 3, 1)}
 
 
@@ -18,32 +18,32 @@ def muon_dimension_numbers(params: Any) -> Any:
 
         optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=muon_dimension_numbers)
 
-    Muon takes every `kernel` (K, N) and `gate_up` (D, 2, F), the latter as two matrices (D, F), as it takes separate
-    projections; of experts `gate_up` (E, D, 2, F) and `down` (E, F, D), each expert's by itself; of layers stacked for
-    a scan, where a first axis counts them, or the one that the names of linen's variables say, each layer's by itself.
-    Query, key and value are one matrix, `qkv.kernel`: dimension numbers do not cut columns. Adam has the rest:
-    embeddings, norms, biases, the gate of a shared expert, and what is named `head`, or with a name that ends so.
+    Muon updates every `kernel` (K, N) and `gate_up` (D, 2, F), the latter as two matrices (D, F), as if they were
+    separate projections. Experts' `gate_up` (E, D, 2, F) and `down` (E, F, D) are a matrix for each expert. Layers
+    stacked for a scan are a matrix for each layer: their axis is the first, or the one that the names of linen's
+    variables say. Query, key and value are one matrix, `qkv.kernel`: dimension numbers do not split columns. Adam has
+    the rest: embeddings, norms, biases, the gate of a shared expert, and parameters of modules whose name ends in head.
 
     Args:
       params: an nnx.State, of variables or of arrays, or nested dictionaries, as linen's; or gradients as these.
-        A kernel of another module with three axes is taken for a stack, which that of nnx.MultiHeadAttention is not.
+        Another module's kernel with three axes is read as a stack, wrongly for nnx.MultiHeadAttention's.
 
     Returns:
-      The same structure, with optax.contrib.MuonDimensionNumbers where Muon takes a parameter, else None.
+      The same structure, with optax.contrib.MuonDimensionNumbers for parameters that Muon updates, else None.
 
     Raises:
       ImportError: an optax before 0.2.6, where Muon knows matrices only.
     """
-    # Here, for an older optax to stop nothing else.
+    # Imported here, so that an older optax stops nothing else.
     from optax.contrib import MuonDimensionNumbers  # type: ignore[import-untyped]
 
     def dimension_numbers(path: Sequence[str | int], x: Any, metadata: Axes | None) -> Any:
         names = [key for key in path if isinstance(key, str)]
         names = names[:-1] if names[-1:] == ["value"] else names  # the key of a variable's array
-        found = next((_MATRICES[end] for end in (".".join(names[-2:]), *names[-1:]) if end in _MATRICES), None)
-        if found is None or "shared_gate" in names or any(name.endswith("head") for name in names):
+        dimensions = next((_MATRICES[end] for end in (".".join(names[-2:]), *names[-1:]) if end in _MATRICES), None)
+        if dimensions is None or "shared_gate" in names or any(name.endswith("head") for name in names):
             return None
-        count, *from_last = found
+        count, *from_last = dimensions
         rows, columns = (x.ndim - axis for axis in from_last)
         own = axes_of_parameter(path, count)
         named = metadata if metadata is not None and len(metadata) == x.ndim else ()

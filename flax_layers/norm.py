@@ -15,7 +15,7 @@ from flax_layers.axis_metadata import parameter
 
 
 class _Norm(nnx.Module):
-    """A norm that is left to the next product where it can be, and formed where it cannot."""
+    """A norm that is left to the next product where that can apply it, and formed elsewhere."""
 
     num_features: int
     dtype: DTypeLike | None
@@ -30,7 +30,7 @@ class _Norm(nnx.Module):
     @overload
     def __call__(self, x: coda.Value) -> coda.Value: ...
     def __call__(self, x: jax.Array | Stream | coda.Value) -> Any:
-        """Normalises the rows of x (..., D); of a `coda.Value`, or a Stream of one, the result is a value.
+        """Normalises the rows of x (..., D); for a `coda.Value`, or a Stream of one, the result is a value.
 
         Raises:
           TypeError: a norm not yet applied, which is normalised already.
@@ -101,8 +101,8 @@ class LayerNorm(_Norm):
     y = (x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias
 
     Given a Stream it returns a DeferredNorm, which the next module's product applies in its epilogue; given an array
-    it returns the normalised array. The variance is that of centred values. The statistics are one pass over x: the
-    product that makes x sees no whole row of it.
+    it returns the normalised array. The variance is that of centred values. The statistics are one pass over x: no
+    tile of the product that makes x has an entire row.
 
     Args:
       num_features: D, the size of the last axis.

@@ -1,8 +1,8 @@
-"""Layers of a `coda.Value`, which stands for an array that is not there yet: what they are inside of a `coda.block`.
+"""Layers called with a `coda.Value`, which stands for an array not yet computed: inside of a `coda.block`.
 
 A product is `x @ kernel`, of which biases, adapters, activations and the rotary embedding are maps; attention is
-opaque. So the block that calls the layers, in whatever order, is planned as one, forward and backward. What is kept has
-the names of `flax_layers.remat`, and what lies in memory is laid by the rules in force.
+opaque. So the block that calls the layers, in whatever order, is planned as one, forward and backward. Arrays that are
+kept have the names of `flax_layers.remat`, and stored arrays are sharded by the rules in force.
 
 A layer that is called with arrays is a block of its own, of the same lines: `flax_layers.as_block`.
 """
@@ -34,9 +34,9 @@ def takes_values(layer: type) -> type:
     return layer
 
 
-def takes(layer: Any) -> bool:
-    """Whether a layer is one that takes values, called as it is: no subclass or tool has another call in its place."""
-    return any(isinstance(layer, of) and type(layer).__call__ is call for of, call in _CALLS.items())
+def accepts_values(layer: Any) -> bool:
+    """Whether a layer takes values, by its class's own call: no subclass or tool has replaced it."""
+    return any(isinstance(layer, cls) and type(layer).__call__ is call for cls, call in _CALLS.items())
 
 
 class Reason(NamedTuple):
@@ -48,14 +48,14 @@ class Reason(NamedTuple):
 
 def why_not(layer: Any, x: Any) -> Reason | None:
     """Why a layer cannot be called with a value like x, an array or what holds one; None where it can."""
-    if not takes(layer):
+    if not accepts_values(layer):
         text = f"a {type(layer).__name__} does not take the values of a block"
         return Reason(text, "A coda.block takes the lines of a layer of your own")
     return why_not_linears(layer._linears()) or why_not_one_dtype([layer], x)
 
 
 def why_not_linears(layers: Sequence[Any]) -> Reason | None:
-    """`why_not` of what stands in the place of Linears."""
+    """`why_not` of modules in the place of Linears."""
     other = next((type(one).__name__ for one in layers if not have_kernels(one)), None)
     if other is None:
         return None
@@ -65,9 +65,9 @@ def why_not_linears(layers: Sequence[Any]) -> Reason | None:
 
 def why_not_one_dtype(modules: Sequence[Any], x: Any) -> Reason | None:
     """`why_not` of modules whose layers compute in several dtypes."""
-    found = _dtypes(modules, x)
-    each = ", ".join(f"{path} in {dtype}" for dtype, path in found.items())
-    return Reason(f"its layers compute in several dtypes, {each}", "Give them one dtype=") if len(found) > 1 else None
+    dtypes = _dtypes(modules, x)
+    each = ", ".join(f"{path} in {dtype}" for dtype, path in dtypes.items())
+    return Reason(f"its layers compute in several dtypes, {each}", "Give them one dtype=") if len(dtypes) > 1 else None
 
 
 def apart(x: jax.Array, reason: Reason) -> jax.Array:
@@ -77,10 +77,10 @@ def apart(x: jax.Array, reason: Reason) -> jax.Array:
 
 
 class Angles(NamedTuple):
-    """The angles that attention of a value takes for positions: cos and sin, (T, Dh / 2) or with the rows of x.
+    """The angles that attention of a value reads for positions: cos and sin, (T, Dh / 2) or with the rows of x.
 
-    They are made outside of the block, so that a scan over layers makes them once. Without a rotary embedding both are
-    None.
+    They are made outside of the block, so that a scan over layers makes them once. Both are None without a rotary
+    embedding.
     """
 
     cos: Any
@@ -93,19 +93,19 @@ def is_value(x: Any) -> bool:
 
 
 def check_call(layer: Any, layers: Sequence[Any], **options: Any) -> None:
-    """Raises where a layer is given a value beside what it has for arrays alone.
+    """Checks the call of a layer with a value, which some arguments do not fit.
 
     Args:
-      layer: which is called.
-      layers: those that it is made of, in the place of Linears.
-      options: what must be None, by its name.
+      layer: the layer that is called.
+      layers: its modules in the place of Linears.
+      options: arguments that must be None, by name.
 
     Raises:
       TypeError: an option that is not None; a module that is neither a Linear nor a low-rank adapter of one.
     """
     name = type(layer).__name__
-    for option, given in options.items():
-        if given is not None:
+    for option, value in options.items():
+        if value is not None:
             rule = "write the sum, x + layer(h)" if option == "residual" else "call it with an array"
             raise TypeError(f"{name}: {option} is given beside a value of a coda.block; {rule}")
     for one in layers:
@@ -117,7 +117,7 @@ def check_call(layer: Any, layers: Sequence[Any], **options: Any) -> None:
 
 
 def in_stream(x: Any, name: str) -> Any:
-    """x (..., D), of the residual stream, which is kept under this name and lies as the stream does."""
+    """x (..., D), of the residual stream, kept under this name and sharded as the stream."""
     if isinstance(x, coda.Value):
         return x.named(name).constrained(activation_spec(x.shape, *STREAM))
     return named(constrain(x, *STREAM), name)
@@ -134,59 +134,59 @@ def gated(
 
     Args:
       x: the value, (..., D).
-      gate_up: a kernel (D, 2, F), or what stands in its place and gives (..., 2F); or two layers, gate and up.
+      gate_up: a kernel (D, 2, F), or a module in its place that returns (..., 2F); or two layers, gate and up.
       activation: of the gate.
       fp8, history: of the kernel's product; layers have their own.
     """
     if isinstance(gate_up, nnx.Module):
         z = mapped(gate_up, x)
     elif not isinstance(gate_up, tuple):
-        z = _of_halves(product(x, [gate_up[...]], fp8, history))
-    else:  # adapters among them: other pairs of layers have one kernel here
+        z = _with_sharded_halves(product(x, [gate_up[...]], fp8, history))
+    else:  # one of them is an adapter: other pairs of layers have one kernel here
         gate, up = (hidden(mapped(layer, x)).named(_HIDDEN_NAME) for layer in gate_up)
         return gate.map(lambda gate, up: activation(gate) * up, up)
     return z.named(_HIDDEN_NAME).map(coda.gated(activation))
 
 
-def _of_halves(z: Any) -> Any:
-    """The product (..., 2, F), whose F a mesh may cut."""
+def _with_sharded_halves(z: Any) -> Any:
+    """The product (..., 2, F), with F sharded by the rules in force."""
     spec = activation_spec((*z.shape[:-2], z.shape[-1]), "batch", None, "mlp")
     return z if spec is None else z.constrained(jax.P(*spec[:-1], None, spec[-1]))
 
 
 def activated(x: Any, up: Any, activation: Callable[[jax.Array], jax.Array]) -> Any:
-    """activation(up(x)); without adapters the bias is added behind what is kept."""
+    """activation(up(x)); without adapters the bias is added after the array that is kept."""
     if not is_linear(up) or up.bias is None:
         return hidden(mapped(up, x)).named(_HIDDEN_NAME).map(activation)
     z = hidden(product(x, [up.kernel[...]], up.fp8, up.fp8_history)).named(_HIDDEN_NAME)
     return z.map(lambda z, bias: activation(z + bias[None, :]), up.bias[...])
 
 
-def query_key_value(layer: Any, x: Any, angles: Angles, given: Sequence[Any] | None = None) -> list[Any]:
-    """q (..., T, H Dh), k and v (..., T, Hkv Dh), as attention takes them.
+def query_key_value(layer: Any, x: Any, angles: Angles, keys_values: Sequence[Any] | None = None) -> list[Any]:
+    """q (..., T, H Dh), k and v (..., T, Hkv Dh), as attention reads them.
 
     Args:
       layer: the Attention.
       x: the value, (B, T, D) or (T, D).
       angles: of the positions, arrays or values.
-      given: k and v of another text, arrays or values, which stay as they are; there are no angles then.
+      keys_values: k and v of another text, arrays or values, which are returned; there are no angles then.
     """
     layers = layer._projections()
     tables: Any = () if angles.cos is None else tuple(map(x._trace.value, angles))
-    (of_q, of_k), head = _norms_of_heads(layer, x)
-    if given is not None:
+    (q_scale, k_scale), head = _norms_of_heads(layer, x)
+    if keys_values is not None:
         q = _over_width(layer, mapped(layer.query, x), layer.q_norm)
-        made = [heads_turned(q, tables, of_q, head), *map(x._trace.value, given)]
+        heads = [heads_turned(q, tables, q_scale, head), *map(x._trace.value, keys_values)]
     elif layer.qk_norm == "width" or (len(layers) > 1 and not is_linear(*layers)):
         z_q, z_k, v = (mapped(one, x) for one in layers)
         z_q, z_k = (_over_width(layer, z, norm) for z, norm in ((z_q, layer.q_norm), (z_k, layer.k_norm)))
-        made = [heads_turned(z_q, tables, of_q, head), heads_turned(z_k, tables, of_k, head), v]
+        heads = [heads_turned(z_q, tables, q_scale, head), heads_turned(z_k, tables, k_scale, head), v]
     else:
         z = mapped_together(layers, x) if is_linear(*layers) else mapped(layers[0], x)
-        made = heads_apart(z, tables, () if of_q is None else (of_q, of_k), head, layer._ends)
-    # Behind norms of heads stand q and k before them.
-    specs = _of_columns(layer._specs(made[0].shape[:-1]))
-    each = zip(made, (*QKV, *QKV[:2]), (*specs, *specs[:2]), strict=False)
+        heads = heads_apart(z, tables, () if q_scale is None else (q_scale, k_scale), head, layer._ends)
+    # With norms over each head, q and k before the norms come after q, k and v.
+    specs = _column_specs(layer._specs(heads[0].shape[:-1]))
+    each = zip(heads, (*QKV, *QKV[:2]), (*specs, *specs[:2]), strict=False)
     return [y.named(name).constrained(spec) for y, name, spec in each][:3]
 
 
@@ -197,11 +197,11 @@ def key_value(layer: Any, x: Any) -> list[Any]:
       layer: the Attention.
       x: the value, (B, S, D) or (S, D).
     """
-    (_, of_k), head = _norms_of_heads(layer, x)
+    (_, k_scale), head = _norms_of_heads(layer, x)
     k, v = (mapped(one, x) for one in (layer.key, layer.value))
-    made = heads_turned(_over_width(layer, k, layer.k_norm), (), of_k, head), v
-    specs = _of_columns(layer._specs(x.shape[:-1]))[1:]
-    return [y.named(name).constrained(spec) for y, name, spec in zip(made, QKV[1:], specs, strict=True)]
+    heads = heads_turned(_over_width(layer, k, layer.k_norm), (), k_scale, head), v
+    specs = _column_specs(layer._specs(x.shape[:-1]))[1:]
+    return [y.named(name).constrained(spec) for y, name, spec in zip(heads, QKV[1:], specs, strict=True)]
 
 
 def _norms_of_heads(layer: Any, x: Any) -> tuple[Any, Head]:
@@ -212,8 +212,8 @@ def _norms_of_heads(layer: Any, x: Any) -> tuple[Any, Head]:
 
 
 def _over_width(layer: Any, z: Any, norm: Any) -> Any:
-    """q or k, normalised over all heads where the layer's norms are that."""
-    return norm._deferred(z) if layer.qk_norm == "width" else z  # its call may be a tool's
+    """q or k, normalised over all heads where the layer has such norms."""
+    return norm._deferred(z) if layer.qk_norm == "width" else z  # not norm(z): a tool may replace that call
 
 
 def attention(
@@ -224,7 +224,7 @@ def attention(
     segment_ids: Any = None,
     cache: Any = None,
     bias: Any = None,
-    given: Sequence[Any] | None = None,
+    keys_values: Sequence[Any] | None = None,
 ) -> Any:
     """Attention of a value; with a cache a pair of it and of the longer cache.
 
@@ -232,10 +232,10 @@ def attention(
       layer: the Attention.
       x: (B, T, D) or (T, D).
       angles: of the positions, arrays or values.
-      mask, segment_ids, cache, bias: as Attention has them, of arrays or values.
-      given: k and v of another text.
+      mask, segment_ids, cache, bias: as in Attention, arrays or values.
+      keys_values: k and v of another text.
     """
-    q, k, v = query_key_value(layer, x, angles, given)
+    q, k, v = query_key_value(layer, x, angles, keys_values)
     leaves, tree = jax.tree.flatten({"mask": mask, "segment_ids": segment_ids, "cache": cache, "bias": bias})
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> Any:
@@ -243,28 +243,28 @@ def attention(
         return layer._attended(q, k, v, **jax.tree.unflatten(tree, arrays))
 
     context, longer = coda.opaque(attention, q, k, v, *leaves)
-    y = mapped(layer.out, context.constrained(_of_columns(layer._specs(x.shape[:-1]))[0]))
+    y = mapped(layer.out, context.constrained(_column_specs(layer._specs(x.shape[:-1]))[0]))
     return y if cache is None else (y, longer)
 
 
-def _of_columns(specs: Sequence[jax.P] | None) -> list[jax.P | None]:
-    """How q, k and v lie as (..., T, H Dh), of how they lie as (..., T, H, Dh)."""
+def _column_specs(specs: Sequence[jax.P] | None) -> list[jax.P | None]:
+    """The specs of q, k and v as (..., T, H Dh), from their specs as (..., T, H, Dh)."""
     return [None] * 3 if specs is None else [jax.P(*spec[:-1]) for spec in specs]
 
 
 def hidden(x: Any) -> Any:
-    """The hidden activation (..., F), laid by the rules in force."""
+    """The hidden activation (..., F), sharded by the rules in force."""
     return x.constrained(activation_spec(x.shape, "batch", None, "mlp"))
 
 
 def dtype_of_products(modules: Sequence[Any], x: Any) -> Any:
-    """The compute dtype of the layers of modules, of x: that of the first, where they have several."""
+    """The compute dtype of the layers of modules for x: the first, where they have several."""
     return next(iter(_dtypes(modules, x)), jnp.dtype(x.dtype))
 
 
 def _dtypes(modules: Sequence[Any], x: Any) -> dict[Any, str]:
     """The compute dtypes of the layers of modules, each with the path of one."""
-    found: dict[Any, str] = {}
+    dtypes: dict[Any, str] = {}
     for path, layer in (pair for module in modules for pair in nnx.iter_modules(module)):
         dtype, kernel = getattr(layer, "dtype", None), getattr(layer, "gate_up", None)
         if isinstance(layer, Linear | nnx.Linear):
@@ -273,5 +273,5 @@ def _dtypes(modules: Sequence[Any], x: Any) -> dict[Any, str]:
             kernel = layer.lora_a
         if isinstance(kernel, nnx.Variable):
             resolved = jnp.dtype(dtype or jnp.result_type(x.dtype, kernel[...].dtype))
-            found.setdefault(resolved, ".".join(map(str, path)))
-    return found
+            dtypes.setdefault(resolved, ".".join(map(str, path)))
+    return dtypes

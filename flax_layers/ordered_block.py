@@ -14,7 +14,7 @@ from flax_layers.as_block import in_block
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.mlp import MLP, GatedMLP
-from flax_layers.on_values import Angles, apart, dtype_of_products, takes, why_not, why_not_one_dtype
+from flax_layers.on_values import Angles, accepts_values, apart, dtype_of_products, why_not, why_not_one_dtype
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
 
@@ -25,8 +25,8 @@ Order = Callable[[Any, Any, Layer, Layer], Any]
 class OrderedBlock(nnx.Module):
     """A block whose subclass says in which order its layers are called.
 
-    The layers are parts of one `coda.block`, which takes their parameters as arguments: both passes are planned as one,
-    whatever the order, and traced once for all blocks of one structure, shapes and dtypes.
+    The layers are one `coda.block`, whose arguments are their parameters: both passes are planned as one, whatever the
+    order, and traced once for all blocks of one structure, shapes and dtypes.
     """
 
     attention: Attention
@@ -35,7 +35,7 @@ class OrderedBlock(nnx.Module):
     def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
         """The stream after the block; `attention` and `mlp` are called with a norm or with stream.x.
 
-        All are values; or arrays, where the block is not one `coda.block`.
+        The arguments are values, or arrays where the block is not one `coda.block`.
         """
         raise NotImplementedError
 
@@ -56,8 +56,8 @@ class OrderedBlock(nnx.Module):
 
         Returns:
           x's shape and dtype, a Stream with its statistic where x is a Stream; with a cache a pair of it and the longer
-          cache. A layer that takes no values, or stands in the place of a Linear, is called with arrays: nothing is
-          planned as one then, which a note says.
+          cache. A layer that takes no values, or has another module in the place of a Linear, is called with arrays:
+          nothing is planned as one then, and a note says so.
 
         Raises:
           ValueError: as in Attention.
@@ -86,9 +86,9 @@ class OrderedBlock(nnx.Module):
         reason = next(filter(None, reasons), None)
         if reason is None:
             angles = self.attention._angles(stream.shape, positions, cache) if self.attention in layers else None
-            found: tuple[Stream, KVCache | None] = in_block(
+            result: tuple[Stream, KVCache | None] = in_block(
                 type(self).__name__,
-                _of_values,
+                _on_values,
                 self._in_block(),
                 stream,
                 angles,
@@ -100,7 +100,7 @@ class OrderedBlock(nnx.Module):
                 out_dtype=stream.dtype,
                 has_sums=has_sums,
             )
-            return found
+            return result
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         longer = None
 
@@ -112,24 +112,24 @@ class OrderedBlock(nnx.Module):
             return attended
 
         def as_taken(layer: Any, h: Any) -> Any:
-            return h if takes(layer) else array(h)
+            return h if accepts_values(layer) else array(h)
 
         y = order(self, stream, attention, lambda h: self.mlp(as_taken(self.mlp, h)))
         return Stream(apart(y, reason).astype(stream.dtype)).with_statistic(), longer
 
     def _in_block(self) -> OrderedBlock:
-        """The block as its `coda.block` takes it."""
-        found = {name: getattr(self, name) for name in ("attention", "mlp")}
-        other = {name: layer._in_block() for name, layer in found.items() if takes(layer)}
-        if all(layer is found[name] for name, layer in other.items()):
+        """The block as its `coda.block` reads it."""
+        layers = {name: getattr(self, name) for name in ("attention", "mlp")}
+        in_blocks = {name: layer._in_block() for name, layer in layers.items() if accepts_values(layer)}
+        if all(layer is layers[name] for name, layer in in_blocks.items()):
             return self
         block: OrderedBlock = nnx.merge(*nnx.split(self))
-        for name, layer in other.items():
+        for name, layer in in_blocks.items():
             setattr(block, name, layer)
         return block
 
 
-def _of_values(
+def _on_values(
     block: Any,
     stream: Any,
     angles: Angles | None,
@@ -162,6 +162,6 @@ def entering(x: jax.Array | Stream) -> Stream:
 
 
 def leaving(stream: Stream, x: jax.Array | Stream) -> jax.Array | Stream:
-    """The stream that leaves a block; an array, if it was entered by one."""
+    """The stream that leaves a block; an array, if an array entered."""
     stream = named(constrain(stream, *STREAM), LAYER_OUTPUT)
     return stream if isinstance(x, Stream) else stream.x

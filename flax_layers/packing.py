@@ -1,7 +1,7 @@
 """Sequences packed into one row: segments, their positions, and the labels that cross from one to the next.
 
 A segment is a run of equal ids. An id that comes again later in its row is a new segment: ids need not be unique, and
-padding, a segment of its own, may have 0 wherever it lies.
+padding, a segment of its own, may have 0 wherever it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax import lax
 
 from coda_jax.extend import int32_labels
 
-_IGNORED = -100  # as int32 labels have no other number below -1
+_IGNORED = -100  # int32_labels returns no number below -1
 
 
 def segment_runs(segment_ids: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def labels_within_segments(labels: jax.Array, segment_ids: jax.Array, ignored: int) -> jax.Array:
-    """labels (..., T) or (..., T, k), but `ignored` for the last token of each segment that another follows in its row.
+    """labels (..., T) or (..., T, k), with `ignored` at the last token of each segment that another one follows.
 
     They are int32 where their own dtype cannot hold `ignored`.
 
@@ -60,10 +60,10 @@ def counted_labels(labels: jax.Array, segment_ids: jax.Array, ignore_index: int 
     Args:
       labels: (..., T) or (..., T, k).
       segment_ids: (..., T).
-      ignore_index: of the labels as they are given, which need not hold it; None: none of them is ignored.
+      ignore_index: of the given labels, whose dtype need not hold it; None: none of them is ignored.
     """
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
-        return labels, ignore_index  # refused by what takes them
+        return labels, ignore_index  # the head refuses them
     labels, ignored = int32_labels(labels, ignore_index)
     return labels_within_segments(jnp.where(ignored, _IGNORED, labels), segment_ids, _IGNORED), _IGNORED
 

@@ -32,11 +32,11 @@ def project(
     out_dtype: DTypeLike | None = None,
     transpose_b: bool = False,
 ) -> Any:
-    """epilogue(x @ kernel, *operands), with an RMSNorm that x is applied on the way; of a `coda.Value` a map.
+    """epilogue(x @ kernel, *operands); an RMSNorm x is applied in the epilogue, and a `coda.Value` gives a map.
 
     For an RMSNorm the accumulator is rstd * (x.x @ (x.scale[:, None] * kernel)). The scale is always folded into the
     kernel, in the pass that casts it to the compute dtype; with float32 parameters that pass is needed anyway. A
-    LayerNorm is formed.
+    LayerNorm is applied before the product.
 
     Args:
       x: (..., M, K).

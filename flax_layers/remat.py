@@ -1,14 +1,14 @@
-"""The arrays that a layer keeps for its backward pass, others being recomputed: policies for `jax.checkpoint`.
+"""The arrays that a layer keeps for its backward pass, where others are recomputed: policies for `jax.checkpoint`.
 
 The products of coda_jax are not dots, so `jax.checkpoint_policies.dots_saveable` and its like keep none of them. The
-policies here go by names, MaxText's, which a pre-norm block gives to these arrays (D model width, F hidden features,
+policies here go by MaxText's names, which a pre-norm block gives to these arrays (D model width, F hidden features,
 H query and Hkv key heads of width Dh; bytes a token and layer where stream and compute dtype have 2 bytes):
 
 | name                              | array                                          | bytes              |
 |-----------------------------------|------------------------------------------------|--------------------|
 | decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
-| query_proj, key_proj, value_proj  | as attention takes them, rotated               | 2 (H + 2 Hkv) Dh   |
-| norm_projection                   | a Linear's of a norm, outside of attention, MLP | 2 N                |
+| query_proj, key_proj, value_proj  | as attention reads them, rotated               | 2 (H + 2 Hkv) Dh   |
+| norm_projection                   | a Linear of a norm, outside of attention, MLP  | 2 N                |
 | context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
 | expert_rows                       | rows of tokens, sorted by their k experts      | 2 k D              |
@@ -16,9 +16,9 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
 
 decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each
-token's k experts and the order of rows by expert, 12 k bytes. Computed again, scores that differ in the last bit could
-choose another expert, of which the gradient would then be. Expert rows are the largest array of a layer with experts:
-without their name in a tuple that has all others they are gathered again, and no product is run again.
+token's k experts and the order of rows by expert, 12 k bytes. If they were recomputed, scores that differ in
+the last bit could choose another expert, whose gradient would be wrong. Expert rows are the largest array of a layer
+with experts: a tuple of all names but theirs gathers them again, and runs no product again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXPERT_ROWS = "expert_rows"
 LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
 QKV = ("query_proj", "key_proj", "value_proj")
 NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "mlpwi", LAYER_OUTPUT})
-# Names that MaxText has for arrays that are several, or parts of one, here.
+# MaxText's names for arrays that are several here, or pieces of one.
 _ALSO = {"qkv_proj": QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 
 POLICIES: dict[str, tuple[str, ...]] = {
@@ -55,13 +55,13 @@ T = TypeVar("T", jax.Array, Stream)
 
 
 def named(x: T, name: str) -> T:
-    """x, named for policies; a Stream together with its statistic, which only the product before could make again."""
+    """x, named for policies; a Stream together with its statistic, which only its product could recompute."""
     result: T = checkpoint_name(x, name)
     return result
 
 
 def policy_of(remat: Remat) -> Callable[..., Any] | None:
-    """The policy, as `jax.checkpoint` takes it, that `remat` stands for; None where nothing is computed again.
+    """The policy for `jax.checkpoint` that `remat` stands for; None where nothing is recomputed.
 
     Args:
       remat: None; a key of `POLICIES`; names of the arrays to keep, of `NAMES` or MaxText's; or a policy itself.
@@ -80,16 +80,18 @@ def policy_of(remat: Remat) -> Callable[..., Any] | None:
     else:
         if not isinstance(remat, Iterable):
             raise ValueError(f"{remat=}; it must be None, one of {', '.join(POLICIES)}, names of arrays, or a policy")
-        given = tuple(remat)
-        names = frozenset(name for one in given for name in _ALSO.get(one, (one,)))
+        requested = tuple(remat)
+        names = frozenset(name for one in requested for name in _ALSO.get(one, (one,)))
         if unknown := sorted(names - NAMES):
-            raise ValueError(f"remat={given!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
+            raise ValueError(
+                f"remat={requested!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}"
+            )
     by_name = jax.checkpoint_policies.save_only_these_names(*names, ROUTING)
     if CONTEXT not in names:
         return by_name
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        # cuDNN's backward pass wants its forward's log-sum-exp too, which no name outside of it can reach.
+        # cuDNN's backward pass also needs the forward pass's log-sum-exp, which no name outside of it can reach.
         return primitive.name.startswith("dot_product_attention_fwd") or by_name(primitive, *avals, **params)
 
     return policy

@@ -19,9 +19,9 @@ class Sum(NamedTuple):
 
     Attributes:
       array: the residual itself.
-      is_stream: whether the sum is a Stream,
-      has_sums: and that with the row sums of its squares.
-      is_normalised: whether it is what the norm of the module's input normalises.
+      is_stream: whether the sum is a Stream.
+      has_sums: whether that Stream has the row sums of its squares.
+      is_normalised: whether the norm of the module's input normalises it.
     """
 
     array: jax.Array
@@ -31,10 +31,10 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, residual: Residual, x: Any) -> Sum | None:
-        """The residual that `residual=` of a module says, beside its input x.
+        """The residual that a module's `residual=` means, beside the input x.
 
         Args:
-          residual: True for what x, a DeferredNorm, normalises; an array or a Stream; None for no residual.
+          residual: True for the array that x, a DeferredNorm, normalises; an array or a Stream; None for no residual.
           x: the module's input.
         """
         if residual is None:

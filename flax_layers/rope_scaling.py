@@ -49,7 +49,7 @@ class RotaryScaling:
         Args:
           size: how many columns of a head are turned.
           theta: base of the frequencies.
-          length: () of how many positions there are, the largest one plus 1; given where `needs_length`.
+          length: (), the number of positions, the largest one plus 1; given where `needs_length`.
         """
         raise NotImplementedError
 
@@ -126,7 +126,7 @@ class LinearRopeScaling(RotaryScaling):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicRopeScaling(RotaryScaling):
-    """A base that grows with the text behind the original context, "dynamic NTK".
+    """A base that grows with the text beyond the original context, "dynamic NTK".
 
         theta' = theta * (factor * L / C - (factor - 1)) ** (size / (size - 2)),  L = max(length, C)
 
@@ -151,7 +151,7 @@ class DynamicRopeScaling(RotaryScaling):
         context = self.original_max_position_embeddings
         length = jnp.maximum(jnp.asarray(context if length is None else length, jnp.float32), context)
         growth = self.factor * length / context - (self.factor - 1)
-        # The power of theta' without theta', which may overflow: i / (size - 2) of the growth.
+        # A power of theta' without theta', which may overflow: theta's frequency by a power of the growth.
         exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / max(size - 2, 1)
         return rotary_frequencies(size, theta) * growth**-exponent
 
@@ -161,7 +161,7 @@ class YarnRopeScaling(RotaryScaling):
     """YaRN (arXiv 2309.00071), with Hugging Face's names.
 
     A frequency that turns beta_fast times or more over the original context stays, one that turns beta_slow times or
-    less is divided by factor, and between them is a ramp over the frequencies' numbers. Queries and keys are multiplied
+    less is divided by factor, and between them is a ramp over the frequencies' indices. Queries and keys are multiplied
     by attention_factor; by default 0.1 log(factor) + 1, or with mscale and mscale_all_dim the ratio of what these give
     as the factors of log(factor).
 
@@ -203,7 +203,7 @@ class YarnRopeScaling(RotaryScaling):
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
         self._check(size, theta)
         frequency = rotary_frequencies(size, theta)
-        low, high = (self._number_of(turns, size, theta) for turns in (self.beta_fast, self.beta_slow))
+        low, high = (self._frequency_index(turns, size, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
@@ -222,14 +222,14 @@ class YarnRopeScaling(RotaryScaling):
     def _logarithm(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0
 
-    def _number_of(self, turns: float, size: int, theta: float) -> float:
-        """The number of the frequency, not rounded, that turns so often over the original context."""
+    def _frequency_index(self, turns: float, size: int, theta: float) -> float:
+        """The index, not rounded, of the frequency that turns so often over the original context."""
         return size * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling(RotaryScaling):
-    """LongRoPE (arXiv 2402.13753), as Phi-3 has it: a factor for each frequency, of short texts and of long ones.
+    """LongRoPE (arXiv 2402.13753), as in Phi-3: a factor for each frequency, for short texts and for long ones.
 
     Texts of more than original_max_position_embeddings positions are long. Queries and keys are multiplied by
     attention_factor, by default sqrt(1 + log(factor) / log(original_max_position_embeddings)), 1 where factor is 1 or
@@ -316,7 +316,7 @@ def rotary_angles(
       positions: integers.
       head_dim: columns of a head.
       theta: base of the frequencies.
-      scaling: how they are stretched.
+      scaling: of the frequencies, or None.
       partial_rotary_factor: R / head_dim. The last (head_dim - R) / 2 pairs of columns are not turned: cos 1, sin 0.
     """
     size = turned_columns(head_dim, partial_rotary_factor)
@@ -332,7 +332,7 @@ def rotary_angles(
 
 
 def check_rotary(head_dim: int, theta: float | None, scaling: Any, partial_rotary_factor: float) -> None:
-    """Checks that a head can be turned so; theta None is no rotary embedding, beside which the others do not count.
+    """Checks that a head can be turned so; theta None is no rotary embedding; the others are not checked then.
 
     Args:
       head_dim, theta, scaling, partial_rotary_factor: as of `rotary_angles`.
@@ -373,10 +373,10 @@ def turned_columns(head_dim: int, partial_rotary_factor: float) -> int:
 def with_amplitude(
     q: jax.Array, scale: float | None, scaling: RotaryScaling | None, partial_rotary_factor: float
 ) -> tuple[jax.Array, float | None]:
-    """q and the scale of scores, with the factor of rotated queries and keys, which is of both, in one of them.
+    """q and the scale of scores, one of them multiplied by the factors of rotated queries and keys.
 
-    Rotations keep lengths, which backward passes go by: the factor is in no table of cos and sin. Where a part of a
-    head is turned, it is of that part alone.
+    The tables of cos and sin do not have the factor: backward passes rely on rotations that keep lengths. Where only
+    some columns of a head are turned, the factor is theirs alone, and q has it.
 
     Args:
       q: (..., Dh), turned.

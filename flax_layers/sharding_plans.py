@@ -1,4 +1,4 @@
-"""The textbook plans of how a model lies on a mesh: which mesh axes cut the axes of each name."""
+"""The textbook plans for sharding a model: which mesh axes shard the axes of each name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ TENSOR: Plan = {"batch": "data", "heads": "tensor", "kv_heads": "tensor", "mlp":
 FSDP_TENSOR: Plan = {**TENSOR, **FSDP}
 SEQUENCE: Plan = {**TENSOR, "length": "tensor"}
 FSDP_SEQUENCE: Plan = {**FSDP_TENSOR, "length": "tensor"}
-# Experts over "expert", which cuts the batch as well: outside of the experts it is one more axis of data parallelism.
+# Experts over "expert", which shards the batch as well: outside of the experts it is an axis of data parallelism.
 EXPERT: Plan = {**FSDP_TENSOR, "batch": ("data", "fsdp", "expert"), "expert": "expert"}

@@ -27,7 +27,7 @@ def soft_capped_attention(
     """softmax(soft_cap tanh(scale q k^T / soft_cap) + bias) v over the keys that every query may see.
 
     From Gemma 2 (arXiv 2408.00118). No array of all scores exists: those of a block of queries take 256 MiB at most,
-    and the backward pass makes them again. A window's queries read the keys of their window alone.
+    and the backward pass recomputes them. A window's queries read the keys of their window alone.
 
     Args:
       q: (B, T, H, Dh).
@@ -46,7 +46,7 @@ def soft_capped_attention(
     attend = functools.partial(
         _block, soft_cap=soft_cap, scale=scale, is_causal=is_causal, window=local_window_size and local_window_size[0]
     )
-    if not all(isinstance(x, int) for x in (batch, length, count)):  # symbolic, of an export
+    if not all(isinstance(x, int) for x in (batch, length, count)):  # symbolic, in an export
         return attend(jnp.int32(0), q, k, v, mask, bias)
     size = max(min(_MOST_BYTES // max(batch * row_bytes, 1), length), 1)
     if size == length:
@@ -54,21 +54,21 @@ def soft_capped_attention(
     blocks = -(-length // size)
     size = -(-length // blocks)
     padded = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
-    parts = jnp.moveaxis(padded.reshape(batch, blocks, size, *q.shape[2:]), 1, 0)
+    query_blocks = jnp.moveaxis(padded.reshape(batch, blocks, size, *q.shape[2:]), 1, 0)
 
     def rows_of(x: jax.Array | None, start: jax.Array) -> jax.Array | None:
-        """The block's rows of a mask or bias; behind the last query the last rows again, whose results are dropped."""
+        """The block's rows of a mask or bias; after the last query the last row again, whose results are dropped."""
         if x is None or x.ndim < 2 or x.shape[-2] == 1:
             return x
         return jnp.take(x, start + jnp.arange(size), axis=-2, mode="clip")
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        start, rows = part
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        start, rows = block
         return attend(start, rows, k, v, rows_of(mask, start), rows_of(bias, start))
 
-    made = lax.map(one, (jnp.arange(blocks, dtype=jnp.int32) * size, parts))
-    return jnp.moveaxis(made, 0, 1).reshape(batch, blocks * size, *q.shape[2:])[:, :length]
+    results = lax.map(one, (jnp.arange(blocks, dtype=jnp.int32) * size, query_blocks))
+    return jnp.moveaxis(results, 0, 1).reshape(batch, blocks * size, *q.shape[2:])[:, :length]
 
 
 def _block(
@@ -95,7 +95,7 @@ def _block(
         mask, bias = (_columns(x, first, size) for x in (mask, bias))
     groups = k.shape[2]
     grouped = q.reshape(batch, length, groups, heads // groups, dim)
-    # The names by which coda_jax's tools know products of attention.
+    # coda_jax's tools recognise products of attention by the names of these einsums.
     scores = jnp.einsum("btngh,bsnh->bngts", grouped, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, heads, length, size)
     scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
