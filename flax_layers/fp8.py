@@ -1,8 +1,8 @@
 """State of layers that train in 8 bits with delayed scaling: histories, their update, and what went out of range.
 
 A layer with `fp8=coda.fp8.Recipe(scaling="delayed")` has a `History` for each of its products. Histories are no
-parameters: optimisers, weight decay and norms of gradients do not see them. They are differentiated: their
-gradients are the maxima of the step, from which `update` makes the next histories:
+parameters: optimisers, weight decay and norms of gradients do not see them. They are differentiated: their gradients
+are the maxima of the step, from which `update` makes the next histories:
 
     recipe = coda.fp8.Recipe(scaling="delayed")
     model = Llama(config, fp8=recipe, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -2,9 +2,9 @@
 
 On several devices nothing in a list of layers says when a layer's weights are gathered, or when its gradients are
 summed over the devices. XLA's scheduler then gathers the weights of many layers before the first product, leaves most
-sums to the end of the step, and runs remat's computations before them: all of these are in memory at once. So
-under a mesh (`jax.set_mesh`) the layers take turns, by optimization barriers: the weights of a layer are gathered while
-the layer before it is computed, and its gradients are summed while the backward pass of that layer runs.
+sums to the end of the step, and runs remat's computations before them: all of these are in memory at once. So under a
+mesh (`jax.set_mesh`) the layers take turns, by optimization barriers: the weights of a layer are gathered while the
+layer before it is computed, and its gradients are summed while the backward pass of that layer runs.
 """
 
 from __future__ import annotations

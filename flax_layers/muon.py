@@ -22,7 +22,7 @@ def muon_dimension_numbers(params: Any) -> Any:
     separate projections. Experts' `gate_up` (E, D, 2, F) and `down` (E, F, D) are a matrix for each expert. Layers
     stacked for a scan are a matrix for each layer: their axis is the first, or the one that the names of linen's
     variables say. Query, key and value are one matrix, `qkv.kernel`: dimension numbers do not split columns. Adam has
-    the rest: embeddings, norms, biases, the gate of a shared expert, and parameters of modules whose name ends in head.
+    the rest: embeddings, norms, biases, the gate of a shared expert, and parameters under a name that ends in head.
 
     Args:
       params: an nnx.State, of variables or of arrays, or nested dictionaries, as linen's; or gradients as these.

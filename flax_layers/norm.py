@@ -88,8 +88,8 @@ class RMSNorm(_Norm):
         if self.scale_offset:
             wide = scale if isinstance(scale, coda.Value) else scale.astype(jnp.float32)
             scale = wide + self.scale_offset
-        whole: jax.Array = scale
-        return whole
+        result: jax.Array = scale
+        return result
 
     def _deferred(self, x: Any) -> Any:
         return coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)

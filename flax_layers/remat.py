@@ -16,9 +16,9 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
 
 decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each
-token's k experts and the order of rows by expert, 12 k bytes. If they were recomputed, scores that differ in
-the last bit could choose another expert, whose gradient would be wrong. Expert rows are the largest array of a layer
-with experts: a tuple of all names but theirs gathers them again, and runs no product again.
+token's k experts and the order of rows by expert, 12 k bytes. If they were recomputed, scores that differ in the last
+bit could choose another expert, whose gradient would be wrong. Expert rows are the largest array of a layer with
+experts: a tuple of all names but theirs gathers them again, and runs no product again.
 """
 
 from __future__ import annotations

@@ -114,12 +114,12 @@ def send(rows: jax.Array, source: Slices, target: Slices, buffers: Buffers, axis
     axes = varying_axes(rows, *source, *target)
     arguments = vary(axes, rows, *source, *target)
 
-    def move(way: Any, rows: jax.Array, *ends: jax.Array) -> jax.Array:
+    def send_by(way: Any, rows: jax.Array, *ends: jax.Array) -> jax.Array:
         received: jax.Array = way(rows, Slices(*ends[:3]), Slices(*ends[3:]), buffers, axis_name)
         return received
 
     received: jax.Array = lax.platform_dependent(
-        *arguments, cpu=functools.partial(move, send_in_blocks), default=functools.partial(move, send_ragged)
+        *arguments, cpu=functools.partial(send_by, send_in_blocks), default=functools.partial(send_by, send_ragged)
     )
     return received
 

@@ -141,12 +141,12 @@ def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -
     stream, free = activation_spec(x.shape, *names), _free_axes()
     if stream is None or not free:
         return None
-    cuts = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
-    experts = _expert_axes(parameters, cuts, {_entries(spec_of(each), free)[0] for each in axes})
+    parameter_entries = [_entries(spec_of(each, shape=p.shape), free) for p, each in zip(parameters, axes, strict=True)]
+    experts = _expert_axes(parameters, parameter_entries, {_entries(spec_of(each), free)[0] for each in axes})
     stream_entries = _entries(stream, free)[:-1]
     batch = mesh_axes(entry for name, entry in zip(names, stream_entries, strict=False) if name != "length")
     # Sequence parallelism shards the length by the axis that shards F, whose devices need the same tokens here.
-    summed = _without(_hidden_axes(cuts, axes), batch)
+    summed = _without(_hidden_axes(parameter_entries, axes), batch)
     tokens = [_without(entry, summed) for entry in stream_entries]
     token_axes = frozenset(mesh_axes(tokens))
     results, scattered = list(tokens), None
@@ -161,7 +161,10 @@ def _plan(x: jax.Array, parameters: Sequence[jax.Array], axes: Sequence[Axes]) -
         _without(experts, token_axes),
         summed,
         token_axes.union(experts, summed),
-        tuple(_parameter(entries, each, experts, summed, token_axes) for entries, each in zip(cuts, axes, strict=True)),
+        tuple(
+            _parameter(entries, each, experts, summed, token_axes)
+            for entries, each in zip(parameter_entries, axes, strict=True)
+        ),
     )
 
 
@@ -170,10 +173,10 @@ def _without(axes: MeshAxes, others: Collection[str]) -> MeshAxes:
 
 
 def _expert_axes(
-    parameters: Sequence[jax.Array], cuts: Sequence[tuple[MeshAxes, ...]], allowed: set[MeshAxes]
+    parameters: Sequence[jax.Array], parameter_entries: Sequence[tuple[MeshAxes, ...]], allowed: set[MeshAxes]
 ) -> MeshAxes:
     """The mesh axes that shard the experts of all parameters."""
-    if len(allowed) != 1 or {entries[0] for entries in cuts} != allowed:
+    if len(allowed) != 1 or {entries[0] for entries in parameter_entries} != allowed:
         raise ValueError(
             f"the rules cut experts, of parameters of shapes {[p.shape for p in parameters]}, by mesh axes "
             f"{sorted(allowed)}: these must be the same for all, and divide the number of experts evenly"
@@ -181,11 +184,11 @@ def _expert_axes(
     return next(iter(allowed))
 
 
-def _hidden_axes(cuts: Sequence[tuple[MeshAxes, ...]], axes: Sequence[Axes]) -> MeshAxes:
+def _hidden_axes(parameter_entries: Sequence[tuple[MeshAxes, ...]], axes: Sequence[Axes]) -> MeshAxes:
     """The mesh axes that shard F of all parameters which have it, in their order."""
     hidden_entries = [
         entry
-        for entries, each in zip(cuts, axes, strict=True)
+        for entries, each in zip(parameter_entries, axes, strict=True)
         for entry, name in zip(entries, each, strict=True)
         if _is_f(name)
     ]

@@ -201,7 +201,7 @@ def update_balance_bias(model: T, counts: jax.Array, rate: float) -> T:
     """Adds rate * sign(mean of counts - counts) to the balance biases: experts with too many tokens get fewer.
 
     DeepSeek-V3's load balancing without an auxiliary loss (arXiv 2408.15664). Called after the step, outside of the
-    gradient. Counts are those of the whole step: `model.loss(..., tokens_per_expert=True)` under `jax.jit` counts the
+    gradient. Counts are those of the entire step: `model.loss(..., tokens_per_expert=True)` under `jax.jit` counts the
     tokens of all devices, and those of microbatches are added up.
 
     Args:

@@ -1,13 +1,13 @@
 """Rows of tokens to their experts and back: the permutation that sorts by expert, its gather and its sum.
 
-A token t of T has k choices, the routed rows t k .. t k + k - 1. `Order` is the permutation that sorts routed
-rows by expert, and those of an expert by token. With G the (T k, T) matrix whose row n is the unit
-vector of the token of sorted row n,
+A token t of T has k choices, the routed rows t k .. t k + k - 1. `Order` is the permutation that sorts routed rows by
+expert, and those of an expert by token. With G the (T k, T) matrix whose row n is the unit vector of the token of
+sorted row n,
 
     gathered(x) = G x,   combined(y) = G^T y
 
-so each is the other's gradient, and neither is a scatter with additions: combined(y)[t] is a sum of the k rows
-that the inverse permutation names. Sums are in float32, in the order of the choices: results are deterministic.
+so each is the other's gradient, and neither is a scatter with additions: combined(y)[t] is a sum of the k rows that the
+inverse permutation names. Sums are in float32, in the order of the choices: results are deterministic.
 """
 
 from __future__ import annotations
