@@ -90,6 +90,29 @@ def test_every_kind_of_difference_is_seen(made, kind, change):
     assert kinds(made, change) == {kind}
 
 
+def a_record(*products):
+    """A record of one case, whose products (operands, registers) have one image."""
+    about = {"results": [], "makers": [], "aliases": "", "attributes": {}, "launch": {}}
+    each = [
+        {**about, "operands": list(operands), "kernel": {"image": "", "registers": registers, "spilled_bytes": 0}}
+        for operands, registers in products
+    ]
+    return {"cases": {"case": {"products": each, "returns": []}}, "explained": {}}
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_products_beside_one_that_one_side_lacks_are_compared(more):
+    """They are paired by their types then; what comes behind the one that is missing is no difference."""
+    one = [(("a", "b"), 1), (("b", "c"), 2)]
+    other = [*one[:more], (("a", "d"), 9), *one[more:]]
+    for first, second, side in ((one, other, "B"), (other, one, "A")):
+        (found,) = compare(a_record(*first), a_record(*second), None)
+        assert found == ("missing product", f"case, product {more}", f"only in {side}: a, d to ")
+    changed = [(operands, registers + 1) for operands, registers in other]
+    found = [difference.kind for difference in compare(a_record(*one), a_record(*changed), None)]
+    assert found == ["missing product", "registers", "registers"]
+
+
 @pytest.mark.slow
 def test_a_tile_that_one_side_lacks_is_seen(made):
     def change(records):

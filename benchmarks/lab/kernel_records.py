@@ -9,6 +9,7 @@ for the driver sees it; and the tiles that `coda.explain` tells. `kernels_diff` 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -163,17 +164,25 @@ def products(function: Any, *arguments: Any) -> list[core.JaxprEqn]:
 
 
 def in_every_tile(case: Case) -> dict[str, Module | None]:
-    """Each product of a case alone, in each of `CONFIGS`; None where it cannot be cut so."""
+    """Each product of a case alone, in each of `CONFIGS`; None where it cannot have that tile.
+
+    A product is named by its types, and by its number among those of the same: others may come and go beside it.
+    """
     found: dict[str, Module | None] = {}
-    for i, equation in enumerate(products(case.function, *case.arguments)):
+    alike: collections.Counter[str] = collections.Counter()
+    for equation in products(case.function, *case.arguments):
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+        inputs, outputs = (", ".join(v.aval.str_short() for v in of) for of in (equation.invars, equation.outvars))
+        signature = f"product of {inputs} to {outputs}"
+        alike[signature] += 1
         for config in CONFIGS:
             params = _with_config(equation.params, coda.GemmConfig(**config))
 
             def product(*arguments: jax.Array, equation: Any = equation, params: Any = params) -> Any:
                 return equation.primitive.bind(*arguments, **params)
 
-            name = f"product {i} in {', '.join(f'{key} {value}' for key, value in config.items())}"
+            tile = ", ".join(f"{key} {value}" for key, value in config.items())
+            name = f"{signature}, number {alike[signature]}, in {tile}"
             try:
                 found[name] = lowered(product, *types)
             except ValueError:

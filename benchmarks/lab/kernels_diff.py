@@ -2,7 +2,8 @@
 
 `make kernels-diff A=<commit> B=<commit>` installs each commit in an environment of its own, all with the same versions
 of NVRTC, JAX and Flax, runs this tree's `kernel_records` in both, and compares. Products are paired by case and by
-their place in the program, never by name. It prints how many it compared, and fails where anything differs:
+their place in the program, never by name; where one program has more of them, by their types. It prints how many it
+compared, and fails where anything differs:
 
 * a case, a product, or a tile that one side alone can have;
 * machine code, as nvdisasm prints it, labels and symbols aside, and its constants; registers; spilled bytes;
@@ -28,7 +29,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.lab.machine_code import disassembly
@@ -74,11 +75,10 @@ def compare(a: dict[str, Any], b: dict[str, Any], image: Callable[[str], bytes])
             if one is not other:
                 yield Difference("missing tile", name, f"only in {'B' if one is None else 'A'}")
             continue
-        if len(one["products"]) != len(other["products"]):
-            counts = f"{len(one['products'])} and {len(other['products'])} products"
-            yield Difference("missing product", name, counts)
-            continue
-        for place, (x, y) in enumerate(zip(one["products"], other["products"], strict=True)):
+        for side, place, product in _unpaired(one["products"], other["products"]):
+            types = f"{', '.join(product['operands'])} to {', '.join(product['results'])}"
+            yield Difference("missing product", f"{name}, product {place}", f"only in {side}: {types}")
+        for place, (x, y) in _pairs(one["products"], other["products"]):
             yield from _compare_products(f"{name}, product {place}", x, y, same_code)
         if one["returns"] != other["returns"]:
             yield Difference("how results are made", name, "")
@@ -86,6 +86,32 @@ def compare(a: dict[str, Any], b: dict[str, Any], image: Callable[[str], bytes])
         if a["explained"][name] != b["explained"][name]:
             lines = difflib.ndiff(*([str(row) for row in side["explained"][name]] for side in (a, b)))
             yield Difference("tile", name, " | ".join(line for line in lines if line[0] in "+-"))
+
+
+def _alignment(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[str, int, int, int, int]]:
+    """The edits that make the one program's products the other's, as `difflib` says them, by their types."""
+    types = [[(*product["operands"], "to", *product["results"]) for product in side] for side in (one, other)]
+    return difflib.SequenceMatcher(None, *types, autojunk=False).get_opcodes()
+
+
+def _pairs(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """The products of two programs that are compared, with the place of the first; all, where they are as many."""
+    if len(one) == len(other):
+        yield from enumerate(zip(one, other, strict=True))
+        return
+    for kind, start, end, of_other, _ in _alignment(one, other):
+        if kind == "equal":
+            yield from ((start + i, (one[start + i], other[of_other + i])) for i in range(end - start))
+
+
+def _unpaired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
+    """The products of two programs that have no other: the side, the place and the product of each."""
+    if len(one) == len(other):
+        return
+    for kind, *ranges in _alignment(one, other):
+        if kind != "equal":
+            for side, products, (start, end) in (("A", one, ranges[:2]), ("B", other, ranges[2:])):
+                yield from ((side, place, products[place]) for place in range(start, end))
 
 
 def _compare_products(
