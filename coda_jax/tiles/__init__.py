@@ -1,3 +1,3 @@
-"""How a kernel is cut into tiles, and which tiles a product gets: what changes when a chip is measured."""
+"""The tiles of kernels, and their choice for a product: the code that changes when a chip is measured."""
 
 from coda_jax.tiles.config import GemmConfig as GemmConfig

@@ -1,8 +1,8 @@
-"""Agreement between the processes of a job about what tiles are chosen by, so that all lower the same program.
+"""Agreement between the processes of a job on the table that chooses tiles, so that all lower the same program.
 
-JAX's coordination service keeps one verdict for all, which is never changed. The first process writes what it goes by,
-and the others compare it with theirs. Where the first one is late, whoever has waited long enough writes that no
-user's table has a say, and the first one goes by that too.
+JAX's coordination service keeps one verdict for all processes, which never changes. The first process writes the digest
+of its table, and the others compare it with theirs. If the first one is late, a process that has waited long enough
+writes that no user's table counts, and the first process follows that, too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax._src import distributed  # the client of the coordination service has n
 
 TIMEOUT_SECONDS = 60
 _KEY = "coda_jax/what_tiles_are_chosen_by"
-_NO_TABLE = "no user's table, "  # begins the verdict of a process that has waited; its settings follow
+_NO_TABLE = "no user's table, "  # the verdict of a process that has waited begins so, followed by its settings
 
 
 def may_consult(path: pathlib.Path | None, own: str, settings: str = "") -> bool:
-    """Whether the user's table at `path` may choose tiles in this process: always where it is the only one.
+    """Whether the user's table at `path` may choose tiles in this process: always if this is the only process.
 
-    Where the first process is late to say what it goes by, or there is no coordination service, no user's table has a
-    say in any process, and a warning tells it.
+    If the first process is late to write its verdict, or there is no coordination service, no process uses a user's
+    table, and a warning says so.
 
     Args:
-      own: names what this process goes by: the table's content, and `settings`.
-      settings: what counts beside the table, and without one too.
+      own: identifies the table's content, and `settings`, in this process.
+      settings: further settings that must agree, even without a table.
 
     Raises:
-      RuntimeError: the first process has another table, or other settings; or no verdict can be had.
+      RuntimeError: the first process has another table, or other settings; or the service does not answer.
     """
     return jax.process_count() == 1 or _is_agreed(path, own, settings)
 
@@ -61,7 +61,7 @@ def _is_agreed(path: pathlib.Path | None, own: str, settings: str) -> bool:
 
 
 def _verdict(client: Any, own: str, settings: str) -> str:
-    """The verdict of all processes: the one written first. It is read again, as a write that fails may have been late.
+    """The verdict of all processes: the one written first. It is read after writing, as another may have come first.
 
     Raises:
       jax.errors.JaxRuntimeError: the service does not answer.

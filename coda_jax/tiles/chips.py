@@ -12,7 +12,7 @@ class Chip(NamedTuple):
     tbytes: float
 
     def tflops_of(self, element_bytes: int) -> float:
-        """The TFLOP/s of factors with elements of so many bytes: twice as many of 8 bits, 1978.8 on an H100 or H200."""
+        """The TFLOP/s for factors of so many bytes an element: twice as many for 1 byte, 1978.8 on an H100 or H200."""
         return 2 * self.tflops if element_bytes == 1 else self.tflops
 
 
@@ -23,10 +23,10 @@ CHIPS = {  # by the beginning of JAX's device kind
 }
 
 
-# Of the data sheet's TB/s, what XLA's elementwise passes over large arrays reach on an H200: 3.3 of 4.8.
+# The share of the data sheet's TB/s that XLA's elementwise passes over large arrays reach: 3.3 of 4.8 on an H200.
 COPIED = 0.69
 
 
 def chip_of(device: str) -> Chip | None:
-    """The chip of a device of this kind; None where it is not known."""
+    """The chip of a device of this kind; None if it is not known."""
     return next((chip for name, chip in CHIPS.items() if device.startswith(name)), None)

@@ -9,8 +9,8 @@ import numpy as np
 
 CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
 THREADS = 128 * (1 + CONSUMERS)
-# (tile_m, tile_n) that the kernel can have; those of which each consumer has half of the rows, always or by choice;
-# those that it can split along k.
+# (tile_m, tile_n) that the kernel can have; cooperative tiles, of which each consumer has half of the rows, always or
+# by choice; tiles that it can split along k.
 TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64, 192))
 COOPERATIVE_TILES = ((128, 256),)
 EITHER_WAY_TILES = ((128, 192),)
@@ -21,7 +21,7 @@ _WAYS: dict[tuple[int | None, int | None], tuple[bool, ...]] = {
 SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in COOPERATIVE_TILES)
 MAX_STAGES = 12
 PROMOTED_TILE = (128, 192)  # cooperative: registers have room for two accumulators
-UNPROMOTED_K, PROMOTE = 4096, 512  # the longest k of factors of 8 bits whose products are not promoted; else how often
+UNPROMOTED_K, PROMOTE = 4096, 512  # 8-bit factors with a longer k than the first are promoted every 512 elements of k
 ROW_BYTES = 128  # of a row of a factor's tile in shared memory, and so of a k block: the widest swizzle
 
 
@@ -31,10 +31,10 @@ def tile_k(dtype: np.dtype) -> int:
 
 
 class TileShape(NamedTuple):
-    """How a product is divided into tiles: all that its cost depends on; see `GemmConfig`.
+    """The fields of a `GemmConfig` on which a product's cost depends.
 
     Attributes:
-      cooperative: whether the consumers share each tile, and so nothing is multiplied during its epilogue.
+      cooperative: whether the consumers share each tile, so that no products hide its epilogue.
     """
 
     tile_m: int
@@ -61,28 +61,30 @@ class TileShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Tile and pipeline sizes of one kernel. `None` where the library shall choose.
+    """Tile and pipeline sizes of one kernel. The library chooses the fields that are None.
 
     Attributes:
-      tile_m, tile_n: rows and columns of the output that a warpgroup makes at a time, or two together: one of `TILES`.
+      tile_m, tile_n: rows and columns of the output that a warpgroup, or two together, computes at a time: one of
+        `TILES`.
       stages: depth of the ring of operand tiles, each a k block of 128 bytes: 64 of k of 16-bit factors. 2 to 12.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
-      box_n: columns of the boxes in which the epilogue's tiles move, 16, 32 or 64; a row of one is at most 128 bytes.
+      box_n: columns of the boxes in which the epilogue's tiles are copied, 16, 32 or 64; a row of a box is at most 128
+        bytes.
       subtile_n: columns of a box that the epilogue has in registers at a time, 16, 32 or 64.
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
-      split_k: whether tiles that whole waves leave over, if they fill at most half of the chip, are split along k among
-        all multiprocessors. A launch then has a workspace of 132 float32 tiles. Cooperative tiles cannot be split.
-      column_passes: into how many groups of columns an epilogue divides a tile, to work on one after the other by the
-        same code: more than 1 where code for all columns would outgrow the instruction cache. A group has whole boxes,
-        as many as every other, and whole heads.
+      split_k: whether the tiles of the last, partial wave, if they fill at most half of the chip, are split along k
+        among all SMs. A launch then has a workspace of 132 float32 tiles. Cooperative tiles cannot be split.
+      column_passes: the number of groups of a tile's columns on which the same code of the epilogue works one after the
+        other: more than 1 where code for all columns would exceed the instruction cache. All groups have the same
+        number of whole boxes, and whole heads.
       cooperative: whether two warpgroups have half of the rows of each tile, or each has every second tile. Tiles of
         128 x 256 are always cooperative, of 128 x 192 by choice, others never.
-      promote: of factors of 8 bits, after how many elements of k the accumulator is added to a float32 total and begins
-        anew, a multiple of 128; False for never. The tensor cores align what they add to the largest addend and cut it
-        13 bits below that: harmless for data of mean zero, but of 16384 addends that are all positive a quarter is
-        lost, and 0.6 % with 512. By default never up to k = 4096, and every 512 beyond. It takes cooperative
-        tiles of 128 x 192, which cost up to 5 % of a product.
+      promote: for factors of 8 bits, after how many elements of k the accumulator is added to a float32 total and
+        begins at zero again, a multiple of 128; False for never. The tensor cores align addends to the largest one and
+        truncate them 13 bits below it: harmless for data of mean zero, but a sum of 16384 positive addends loses a
+        quarter, and 0.6 % with 512. By default never up to k = 4096, and every 512 beyond. It needs cooperative tiles
+        of 128 x 192, which cost up to 5 % of a product.
     """
 
     tile_m: int | None = None
@@ -136,13 +138,13 @@ class GemmConfig:
 
 
 def ways_of(tile_m: int, tile_n: int) -> tuple[bool, ...]:
-    """The possible values of `cooperative` for tiles of this size, the one that is not by choice first."""
+    """The possible values of `cooperative` for tiles of this size, the default first."""
     return _WAYS[tile_m, tile_n]
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """The sizes of one kernel: a `GemmConfig` in which everything is chosen; `promote` is 0 for never."""
+    """The sizes of one kernel: a `GemmConfig` with all fields chosen; `promote` is 0 for never."""
 
     tile_m: int
     tile_n: int
@@ -169,6 +171,6 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """For a reader: "128 x 192", "128 x 192, split-K", or "128 x 192 cooperative, promoted every 512"."""
+        """The tile for a reader: "128 x 192", "128 x 192, split-K", "128 x 192 cooperative, promoted every 512"."""
         size = f"{self.tile_m} x {self.tile_n}{' cooperative' * (len(self.tile.kind) > 2)}"
         return f"{size}{', split-K' * self.split_k}{f', promoted every {self.promote}' if self.promote else ''}"

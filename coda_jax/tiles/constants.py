@@ -1,10 +1,10 @@
-"""Measured constants of the cost model, for each kind of device, and by which measure tiles are chosen.
+"""Measured constants of the cost model, for each kind of device, and the measure by which tiles are chosen.
 
-Environment, read when a product is lowered, for export too: what is jitted already keeps its tiles.
+Environment, read when a product is lowered, for export too: a function that is jitted already keeps its tiles.
 
-* ``CODA_JAX_TILES_BY``: ``energy_delay`` (default), energy times time, for a chip that is at its power limit always or
+* ``CODA_JAX_TILES_BY``: ``energy_delay`` (default), energy times time, for a chip that is at its power limit at least
   at times, where less energy is less time; or ``time``, for one that stays below it. On an H100 it makes no difference.
-  All processes of a job should have the same, for all must lower the same program.
+  All processes of a job should have the same setting, as all must lower the same program.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from coda_jax.tiles.config import ROW_BYTES
 
 NUM_SMS = 132  # of an H100 or H200 with SXM
-# The unit of `Constants` where all multiprocessors together give 700 TFLOP/s of 16-bit factors, as they do at the power
-# limit.
+# The unit of `Constants` where all SMs together reach 700 TFLOP/s with 16-bit factors, as they do at the power limit.
 UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * (ROW_BYTES // 2) / 700e3
-# In a program of several devices NCCL holds some of the multiprocessors for a while. Were a product's blocks all given
-# their share of it from the start, those that belong there would begin when the others end. So blocks claim their tiles
-# (cuda/claims.cuh). And they end after this long, or up to twice as long, that a collective need not wait for a long
-# product's end to begin.
+# In a program of several devices, NCCL occupies some SMs for a while. If all blocks of a product had fixed shares of
+# its tiles, the blocks of those SMs would begin when the others end. So blocks claim their tiles (cuda/claims.cuh). A
+# block also ends after this time, or up to twice this time, so that a collective need not wait for the end of a long
+# product.
 YIELD_NANOSECONDS = 1_000_000
 
 
@@ -30,32 +29,32 @@ YIELD_NANOSECONDS = 1_000_000
 class Constants:
     """Constants of the cost model on one kind of device, which `make lab-tiles ARGS=--fit` fits to measured times.
 
-    The fit wants the fastest tile of each shape to come first. It says little about a tile that is seldom the fastest.
-    The unit of time is that of a k block in a 128 x 128 tile in a cluster of two, when every multiprocessor has such a
-    tile and the chip is at its power limit. The constants lack a tile that was never timed on the device.
-    Tiles are known by `TileShape.kind`. Of factors of 8 bits a k block is twice as long, takes the same time, and
-    leaves an epilogue half of it for as much of k. Cooperative tiles of 128 x 192 were timed with them alone, on an
+    The fit ranks the fastest tile of each shape first. It says little about a tile that is seldom the fastest. The unit
+    of time is that of a k block in a 128 x 128 tile in a cluster of two, when every SM has such a tile and the chip is
+    at its power limit. A tile that was never timed on the device has no constants. Tiles are identified by
+    `TileShape.kind`. With factors of 8 bits a k block has twice as many elements of k in the same time, which leaves an
+    epilogue half the time for the same k. Cooperative tiles of 128 x 192 were timed with these factors alone, on an
     H100, promoted every 512 of k: 1.06 of the time of 128 x 256.
 
     Attributes:
       of_block: tile -> time of a k block, for the area of a 128 x 128 tile, in clusters of one and of two, when every
-        multiprocessor has such a tile: what they all read from L2 tells.
-      power: tile -> power that this takes, over that of 128 x 128 tiles at the same clock (`python -m
-        benchmarks.lab.tiles_energy`: its time alone over that at one clock). At the power limit energy is time: what
-        products save, the clock of all else gains. No `--fit` sets this, nor `idle`.
-      idle: power of a multiprocessor that has nothing to do, over that of one at work.
-      alone: tile -> the least such time, when other multiprocessors have nothing to do.
+        SM has such a tile: their common bandwidth of L2 counts.
+      power: tile -> power that such tiles need, relative to 128 x 128 tiles at the same clock (`python -m
+        benchmarks.lab.tiles_energy`: its time alone over that at one clock). At the power limit energy is time: the
+        energy that products save raises the clock of all other kernels. No `--fit` sets this, nor `idle`.
+      idle: power of an idle SM, relative to one at work.
+      alone: tile -> the least time of a k block, when the other SMs are idle.
       with_long_epilogue: tile -> factor for a long epilogue; a larger tile leaves it more of L2's bandwidth.
-      load, store: of an epilogue, for each byte that it loads and stores for an element of a 128 x 128 tile.
-      cooperative_load, cooperative_arithmetic, cooperative_column_reduction: of a cooperative tile's epilogue, which
-        nothing hides, for each byte that it loads, each instruction and each reduction along columns.
-      cooperative_heads: of one that works on heads, beside that. No `--fit` sets it: the models' shapes have no heads.
-      memory: for each MB of a and b, of products with few rows. No `--fit` sets it.
-      tile: between a tile and the next.
-      start: of a launch in clusters of one and of two.
-      zero_flags: before a launch with split-K.
-      k_part: sending or adding one of the parts along k of a 128 x 128 tile.
-      late_epilogue: of a split tile, whose loads wait for the sum, as a share of the epilogue.
+      load, store: time of an epilogue for each byte that it loads and stores for an element of a 128 x 128 tile.
+      cooperative_load, cooperative_arithmetic, cooperative_column_reduction: time of a cooperative tile's epilogue,
+        which nothing hides, for each byte that it loads, each instruction and each reduction along columns.
+      cooperative_heads: additional time of one that works on heads. No `--fit` sets it: the models' shapes have none.
+      memory: time for each MB of a and b, for products with few rows. No `--fit` sets it.
+      tile: time between two tiles.
+      start: time of a launch in clusters of one and of two.
+      zero_flags: time before a launch with split-K.
+      k_part: time to send or add one k slice of a 128 x 128 tile.
+      late_epilogue: additional time of a split tile's epilogue, whose loads wait for the sum, as a share of it.
     """
 
     of_block: Mapping[tuple[int, ...], tuple[float, float]]
@@ -153,7 +152,7 @@ CONSTANTS = {
         },
         load=4.85,
         cooperative_load=1.52,
-        cooperative_arithmetic=0.1,  # `--fit` finds less, from one program alone
+        cooperative_arithmetic=0.1,  # `--fit` gives less, from one program alone
         cooperative_column_reduction=1.75,
         cooperative_heads=0.5,
         store=1.7,
@@ -168,12 +167,12 @@ CONSTANTS = {
 
 
 def by_time(constants: Constants) -> Constants:
-    """The same for products at one clock, whatever power they take."""
+    """The same constants for products at one clock, whatever power they need."""
     return dataclasses.replace(constants, power=dict.fromkeys(constants.power, 1.0), idle=1.0)
 
 
 def constants_for(device: str | None) -> Constants:
-    """The constants of this kind of device; an H200's for other kinds, and where the kind is not known."""
+    """The constants of this kind of device; an H200's for other kinds, and for None."""
     return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
 
 
@@ -190,6 +189,6 @@ def tiles_by() -> str:
 
 
 def constants_in_use(device: str | None) -> Constants:
-    """`constants_for`; `by_time` where that is what tiles are chosen by."""
+    """`constants_for` the device; `by_time` if tiles are chosen by time."""
     constants = constants_for(device)
     return by_time(constants) if tiles_by() == "time" else constants

@@ -1,4 +1,4 @@
-"""The tile that a product should have, from its sizes and what its epilogue moves: energy and time of each tile."""
+"""The energy and time of a product with each tile, from its sizes and its epilogue's traffic."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coda_jax.tiles.config import ROW_BYTES, TileShape
 from coda_jax.tiles.constants import NUM_SMS, Constants
 from coda_jax.tiles.traffic import ElementTraffic
 
-_NOT_HIDDEN = 0.1  # of products beside reading from memory, or the other way round
-_MAX_K_PARTS, _MIN_BLOCKS = 8, 4  # of a split tile, and of a part
+_NOT_HIDDEN = 0.1  # share of the shorter of computing and reading from memory that the longer does not hide
+_MAX_K_PARTS, _MIN_BLOCKS = 8, 4  # k slices of a split tile, and k blocks of a slice
 _MANY_WAVES = 12
-_TIMED_K_BYTES = 2048  # of k, from which epilogues that compute have been timed in cooperative tiles
-_FEW_WAVES = 4  # of 128 x 128 tiles: so short a product is waited for; of a longer one the mean power counts
+_TIMED_K_BYTES = 2048  # bytes along k from which epilogues that compute have been timed in cooperative tiles
+_FEW_WAVES = 4  # of 128 x 128 tiles: a shorter product's last wave counts in full; for a longer one mean power counts
 _AS_GOOD = 0.0075
 _SYMBOLIC_M = 1 << 14
 
@@ -27,14 +27,14 @@ class GemmShape:
     """Sizes of a product, on which the best tile depends.
 
     Attributes:
-      m: rows (an int, or a symbolic dimension, which is taken as large).
+      m: rows (an int, or a symbolic dimension, which counts as large).
       n, k: columns, and the length of the sums.
-      batch: how many such products one launch makes (an int, or symbolic, which is taken as one).
+      batch: how many such products one launch computes (an int, or symbolic, which counts as one).
       transpose_b: whether b is stored as (N, K).
       element_bytes: of an element of a or b.
       ragged: "m" or "k", the dimension that the groups of a grouped product divide; else "". Groups along k are a
-        batch, and k is what one has of it on average.
-      groups: how many.
+        batch, and k is the mean of theirs.
+      groups: the number of groups.
     """
 
     m: Any
@@ -48,7 +48,7 @@ class GemmShape:
 
     @property
     def k_bytes(self) -> int:
-        """Bytes along k, in which the time of products is counted: half the bits are multiplied twice as fast."""
+        """Bytes along k, to which the time of products is proportional: half the bits are multiplied twice as fast."""
         return self.k * self.element_bytes
 
     @property
@@ -57,8 +57,10 @@ class GemmShape:
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
-    """Least energy times time first: at its power limit a chip is the faster, the less energy a product takes, below it
-    the less time. Of those whose geometric mean of both is within 0.75 % of the least, the fastest first.
+    """The keys of `costs` by energy times time, the least first.
+
+    A chip at its power limit is faster the less energy a product needs; below the limit only time counts. Of the keys
+    whose geometric mean of energy and time is within 0.75 % of the least, the fastest comes first.
 
     Args:
       costs: energy of each, and its time at one clock.
@@ -74,69 +76,72 @@ def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
 
 def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: Constants) -> float:
     """Energy of a product, which is its time at the power limit, in the unit of `Constants`; with `by_time` its time at
-    one clock. Infinite where nobody has measured.
+    one clock. Infinite for tiles and epilogues that have not been measured.
 
-    The time is that of the busiest multiprocessor; those that have nothing to do in the last wave of a long product
-    count for what they take. Two warpgroups take turns at its tiles, so that one's epilogue runs while the other
-    multiplies: a tile takes as long as its products, or half as long as products and epilogue, whichever is longer. The
-    last epilogue is alone; that of a cooperative tile always is. With split-K comes what its part of a split tile
-    takes, and adding the others'. Where there are few rows, reading a and b from memory takes longer than all that.
+    The time is that of the busiest SM; idle SMs in the last wave of a long product count by their power. Two warpgroups
+    alternate, so that one's epilogue runs while the other multiplies: a tile takes as long as its products, or half as
+    long as products and epilogue, whichever is longer. The last epilogue is not hidden, nor is one of a cooperative
+    tile. Split-K adds the time of a k slice of a split tile, and of adding the other slices. For few rows, reading a
+    and b from memory takes longer than all this.
     """
     if tile.cooperative and (math.isinf(traffic.arithmetic) or (traffic.arithmetic and shape.k_bytes < _TIMED_K_BYTES)):
         return math.inf
-    of = constants
+    c = constants
     at_once, clusters = NUM_SMS // tile.cluster_m, _clusters(shape, tile)
     split, k_parts = split_tiles(shape, tile)
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, kind, area = shape.k_blocks, tile.kind, tile.tile_m * tile.tile_n / (128 * 128)
-    epilogue = _epilogue(tile, traffic, of) * area
-    all_at_work = of.of_block[kind][tile.cluster_m - 1] * (of.with_long_epilogue[kind] if traffic.is_long else 1)
+    epilogue = _epilogue(tile, traffic, c) * area
+    all_at_work = c.of_block[kind][tile.cluster_m - 1] * (c.with_long_epilogue[kind] if traffic.is_long else 1)
 
     def block(clusters_at_work: int) -> float:
         share = clusters_at_work / at_once
-        return area * _power(tile, share, of) * max(of.alone[kind], all_at_work * share)
+        return area * _power(tile, share, c) * max(c.alone[kind], all_at_work * share)
 
     def whole_tile(clusters_at_work: int) -> float:
-        products = k_blocks * block(clusters_at_work) + of.tile
+        products = k_blocks * block(clusters_at_work) + c.tile
         return products + epilogue if tile.cooperative else max(products, (products + epilogue) / 2)
 
     time = 0.0
     if clusters > split:
         time += waves * whole_tile(at_once)
         if left_over:
-            last = _last_wave(shape, left_over / at_once, of) * whole_tile(at_once) if waves else whole_tile(left_over)
+            last = _last_wave(shape, left_over / at_once, c) * whole_tile(at_once) if waves else whole_tile(left_over)
             time += last
     if split:
         time += -(-k_blocks // k_parts) * block(split * k_parts)
-    reading = of.memory * _megabytes(shape)
-    time = max(time, reading) + _NOT_HIDDEN * min(time, reading) + of.start[tile.cluster_m - 1]
+    reading = c.memory * _megabytes(shape)
+    time = max(time, reading) + _NOT_HIDDEN * min(time, reading) + c.start[tile.cluster_m - 1]
     if split:
-        time += of.tile + k_parts * of.k_part * area + of.late_epilogue * epilogue
+        time += c.tile + k_parts * c.k_part * area + c.late_epilogue * epilogue
     if not tile.cooperative:
         time += epilogue
-    return time + (of.zero_flags if tile.split_k else 0)
+    return time + (c.zero_flags if tile.split_k else 0)
 
 
-def _epilogue(tile: TileShape, traffic: ElementTraffic, of: Constants) -> float:
-    """Time that the epilogue adds to an area of 128 x 128."""
+def _epilogue(tile: TileShape, traffic: ElementTraffic, constants: Constants) -> float:
+    """Time of the epilogue for an area of 128 x 128."""
     if not tile.cooperative:
-        return of.load * traffic.load_bytes + of.store * traffic.store_bytes
-    epilogue = of.cooperative_load * traffic.load_bytes + of.cooperative_arithmetic * traffic.arithmetic
-    epilogue += of.cooperative_column_reduction * traffic.column_reductions + of.cooperative_heads * traffic.has_heads
-    return epilogue + of.store * traffic.store_bytes
+        return constants.load * traffic.load_bytes + constants.store * traffic.store_bytes
+    epilogue = constants.cooperative_load * traffic.load_bytes + constants.cooperative_arithmetic * traffic.arithmetic
+    epilogue += (
+        constants.cooperative_column_reduction * traffic.column_reductions
+        + constants.cooperative_heads * traffic.has_heads
+    )
+    return epilogue + constants.store * traffic.store_bytes
 
 
 def _megabytes(shape: GemmShape) -> float:
-    """Megabytes of a and b, which are read from memory at least once."""
+    """Megabytes of a and b, each read from memory once."""
     m, batch = _rows_and_batch(shape)
-    of_b = shape.groups if shape.ragged == "m" else batch
-    return 1e-6 * (batch * m + of_b * shape.n) * shape.k_bytes
+    b_count = shape.groups if shape.ragged == "m" else batch
+    return 1e-6 * (batch * m + b_count * shape.n) * shape.k_bytes
 
 
 def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> float:
     """The mean power of a product over its duration, relative to 128 x 128 tiles that fill the chip at the same clock.
 
-    It is the factor that `cost` applies to a time to make an energy of it.
+    `cost` multiplies a time by it to get the energy.
     """
     at_once, (split, k_parts) = NUM_SMS // tile.cluster_m, split_tiles(shape, tile)
     waves, left_over = divmod(_clusters(shape, tile), at_once)
@@ -147,15 +152,14 @@ def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> f
 
 
 def _power(tile: TileShape, share: float, constants: Constants) -> float:
-    """The chip's relative power while this share of its multiprocessors works on such tiles."""
+    """The chip's relative power while this share of its SMs works on such tiles."""
     return 1 + (constants.power.get(tile.kind, 1.0) - 1) * share
 
 
 def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
     """The weight of a last wave that occupies this share of the chip; a full wave has weight 1.
 
-    In a long product idle multiprocessors save power. A short product is waited for, so that its last wave counts in
-    full.
+    In a long product idle SMs save power. The last wave of a short product counts in full.
     """
     if _clusters(shape, TileShape(128, 128, 1, False, False)) < _FEW_WAVES * NUM_SMS:
         return 1.0
@@ -163,9 +167,9 @@ def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
 
 
 def split_tiles(shape: GemmShape, tile: TileShape) -> tuple[int, int]:
-    """How many clusters' tiles are split along k, and into how many parts each.
+    """How many clusters' tiles are split along k, and into how many k slices each.
 
-    As cuda/scheduler.cuh has it, on 132 multiprocessors and for an output whose columns are one section.
+    It agrees with cuda/scheduler.cuh for 132 SMs and an output whose columns are one section.
     """
     if not tile.split_k or not isinstance(shape.m, int) or not isinstance(shape.batch, int):
         return 0, 1
@@ -176,22 +180,22 @@ def split_tiles(shape: GemmShape, tile: TileShape) -> tuple[int, int]:
 
 
 def may_split(shape: GemmShape, tile: TileShape) -> bool:
-    """Whether split-K changes anything, and whole waves are few enough for that to show."""
+    """Whether split-K splits any tile, in a product with few enough waves for that to matter."""
     waves = _clusters(shape, tile) * tile.cluster_m / NUM_SMS
     return split_tiles(shape, tile)[0] > 0 and waves < _MANY_WAVES
 
 
 def _clusters(shape: GemmShape, tile: TileShape) -> int:
-    """Clusters' tiles of a product."""
+    """The number of clusters' tiles of a product."""
     m, batch = _rows_and_batch(shape)
     tiles_n = -(-shape.n // tile.tile_n)
-    if shape.ragged == "m":  # a group ends anywhere within a tile; of few rows not each has some
+    if shape.ragged == "m":  # a group ends within a tile, on average in its middle; with few rows some are empty
         tiles_m = max(m / tile.tile_m + shape.groups / 2, min(m, shape.groups))
         return math.ceil(tiles_m * tiles_n / tile.cluster_m)
     return -(-m // (tile.tile_m * tile.cluster_m)) * tiles_n * batch
 
 
 def _rows_and_batch(shape: GemmShape) -> tuple[int, int]:
-    """m and batch, with what `GemmShape` says is taken for symbolic ones."""
+    """m and batch, with the numbers by which symbolic ones count."""
     m = shape.m if isinstance(shape.m, int) else _SYMBOLIC_M
     return m, shape.batch if isinstance(shape.batch, int) else 1

@@ -1,15 +1,15 @@
-"""Tables of measured tiles: what `coda.tune` found for products on a device, and those that come with the library.
+"""Tables of measured tiles: the user's, which `coda.tune` writes, and those that come with the library.
 
-A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, in the user's table
-`user_key` of it. An entry has the fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the
+A table is JSON, ``{"format": 1, "devices": {device kind: {key: entry}}}``. A key is `Problem.key`, or `user_key` of it
+in the user's table. An entry has the fields of a `GemmConfig` under ``config``; the rest of it is for the reader: the
 epilogue's name, the median time in microseconds and that of the cost model's choice. The user's table comes first, then
 the library's, whose tiles are better by energy and by time, then the cost model.
 
 Environment, read when a product is lowered:
 
 * ``CODA_JAX_TUNED``: the user's table (default ``tuned.json`` in the folder where compiled kernels are kept, and none
-  in a job of several processes: all must lower the same program, whatever lies on their disks; empty: none). One that
-  is named in such a job must be the same in all processes: `agreement.py` compares it.
+  in a job of several processes, as all must lower the same program; empty: none). A table that is named in such a job
+  must be the same in all processes: `agreement.py` compares it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _reporting = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A product as it is launched: all that its best tile depends on, but the device.
+    """A product as it is launched: all that its best tile depends on, except the device.
 
     Attributes:
       shape: its sizes and b's layout.
@@ -61,7 +61,7 @@ class Problem:
       out_dtypes: of the program's stores.
       transpose_a: whether a is stored as (K, M).
       batched: flags for a, b and the operands.
-      b_dtype: of b, where that is another one.
+      b_dtype: of b, if it differs from a's.
     """
 
     shape: GemmShape
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def key(self) -> str | None:
-        """Its name in tables, the same in every process; None where a size is symbolic."""
+        """Its name in tables, the same in every process; None if a size is symbolic."""
         sizes = (self.shape.m, self.shape.n, self.shape.k, self.shape.batch)
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -91,13 +91,13 @@ class Problem:
         groups = f" {self.shape.ragged} in {self.shape.groups}" if self.shape.ragged else ""
         return f"{batch}x{m}x{n}x{k}{groups} {layout} {factors} {digest}"
 
-    def config(self, given: GemmConfig | None, device: str | None) -> KernelConfig:
-        """`given` completed: what it leaves open is chosen by the cost model of this kind of device."""
-        return choose_config(self.shape, self.program, self.out_dtypes, given, device)
+    def config(self, fixed: GemmConfig | None, device: str | None) -> KernelConfig:
+        """`fixed` completed: the cost model of this kind of device chooses the fields that are None."""
+        return choose_config(self.shape, self.program, self.out_dtypes, fixed, device)
 
 
 def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | None) -> int | None:
-    """About how long a product takes, by the cost model, for XLA's scheduler; None where it does not know."""
+    """The expected time of a product by the cost model, for XLA's scheduler; None where the model has no constants."""
     shape = problem.shape
     if problem.key is None:
         return None
@@ -109,22 +109,22 @@ def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | N
     return None if math.isinf(units) else max(1, round(units * UNIT_NANOSECONDS))
 
 
-def config_for(problem: Problem, given: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:
+def config_for(problem: Problem, fixed: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:
     """The configuration of a product's kernel, and its source: "config", "tuned", "tuned by coda_jax" or "cost model".
 
     Args:
-      given: the user's, which wins.
-      device: kind of the device it runs on; None where that is not known: no table is looked at, and the cost model is
+      fixed: the user's, which comes before all others.
+      device: kind of the device it runs on; None if that is not known: then no table is read, and the cost model is
         that of an H200.
     """
-    if given is not None and given != GemmConfig():
-        return problem.config(given, device), "config"
+    if fixed is not None and fixed != GemmConfig():
+        return problem.config(fixed, device), "config"
     key = problem.key
     if device is not None and key is not None:
-        of_user = user_path()
-        of_user = of_user if may_consult(of_user, chosen_by(), tiles_by()) else None
+        user_table = user_path()
+        user_table = user_table if may_consult(user_table, chosen_by(), tiles_by()) else None
         for path, name, origin in (
-            (of_user, user_key(key, device), "tuned"),
+            (user_table, user_key(key, device), "tuned"),
             (shipped_path(device), key, "tuned by coda_jax"),
         ):
             entry = _devices(path, _load(path)).get(device, {}).get(name) if path else None
@@ -141,7 +141,7 @@ _named: contextvars.ContextVar[str | None] = contextvars.ContextVar("named_devic
 
 @contextlib.contextmanager
 def as_if_attached(device: str | None) -> Iterator[None]:
-    """In this context, tiles are chosen as if a GPU of this kind, a Hopper, were attached; None: as it is."""
+    """A context in which tiles are chosen as if a Hopper GPU of this kind were attached; None changes nothing."""
     token = _named.set(device)
     try:
         yield
@@ -155,7 +155,7 @@ def named_device() -> str | None:
 
 
 def attached_device() -> str | None:
-    """Kind of the GPUs attached, where there are any and all are of one kind."""
+    """Kind of the attached GPUs, if there are any and all are of one kind."""
     if (named := named_device()) is not None:
         return named
     try:
@@ -174,7 +174,7 @@ def user_path() -> pathlib.Path | None:
 
 
 def chosen_by() -> str:
-    """Names what tiles are chosen by beside the product and the device: the user's table, ``CODA_JAX_TILES_BY``."""
+    """Identifies the settings that choose tiles: the digest of the user's table, and ``CODA_JAX_TILES_BY``."""
     return f"{_digest(user_path())} {tiles_by()}"
 
 
@@ -189,7 +189,7 @@ def _digest_of(content: bytes) -> str:
 
 
 def user_key(key: str, device: str) -> str:
-    """With "by time" where tiles are chosen so (``CODA_JAX_TILES_BY``) and that makes a difference on this device."""
+    """The key in the user's table: with "by time" if tiles are chosen so and this device's constants differ for it."""
     return key if constants_in_use(device) == constants_for(device) else f"{key} by time"
 
 
@@ -231,10 +231,10 @@ def _parsed(content: bytes) -> dict[str, dict[str, Any]]:
 
 
 def update(path: pathlib.Path, device: str, entries: Mapping[str, Any]) -> None:
-    """Merges entries into a table. Readers see the old one or the new one; writers wait for each other.
+    """Merges entries into a table. Readers see the old table or the new one; writers wait for each other.
 
     Raises:
-      ValueError: the file is there and no table of this format; it is left as it is.
+      ValueError: the file exists and is no table of this format; it is left as it is.
       OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def update(path: pathlib.Path, device: str, entries: Mapping[str, Any]) -> None:
 
 
 def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces a table at once."""
+    """Replaces a table atomically."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("w") as file:
@@ -262,15 +262,15 @@ def write(path: pathlib.Path, devices: Mapping[str, Mapping[str, Any]]) -> None:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
     with path.open("a") as file:
-        # A file system without locks: two writers at once may lose the entries of one, and never the table.
+        # On a file system without locks, two simultaneous writers may lose the entries of one, but never the table.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-@functools.cache  # once a process: what a product is lowered to must not change between two steps
+@functools.cache  # once a process: the kernel of a product must not change between two steps
 def _load(path: pathlib.Path) -> bytes | OSError:
-    """A table's text, of which both its digest and its devices are; or why there is none."""
+    """A table's text, for both its digest and its entries; or the error that reading it raised."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -279,7 +279,7 @@ def _load(path: pathlib.Path) -> bytes | OSError:
 
 @functools.cache
 def _devices(path: pathlib.Path, content: bytes | OSError) -> _Devices:
-    """The table, empty where it cannot be used."""
+    """The table's entries by device; empty if the table cannot be used."""
     if isinstance(content, FileNotFoundError):
         return {}
     try:

@@ -16,8 +16,8 @@ SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
 LEAST_BOX_BYTES = 32  # of a row of a box: the narrowest swizzle
 CLAIMS_BYTES = 16 * 12  # of a kernel that claims its tiles (cuda/claims.cuh)
 _KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
-_LIGHT_NODES = 7  # values that are computed for an element, up to which registers are plenty and time is short
-# The time that each operation takes in a cooperative tile, as far as measured there; a logistic has two slow
+_LIGHT_NODES = 7  # up to so many nodes for an element, registers are plenty and time is short
+# The relative time of each operation that has been measured in a cooperative tile; a logistic has two slow
 # instructions. `Operation.instructions` has the number of instructions instead.
 _TIMED = dict.fromkeys(("acc", "operand", "literal", "row", "column"), 0) | dict.fromkeys((
     "add", "add_any", "sub", "mul", "square", "integer_pow", "neg", "abs", "max", "min", "clamp", "eq", "ne", "lt",
@@ -31,11 +31,10 @@ class EpilogueTraffic:
     """The traffic of an epilogue.
 
     Attributes:
-      load_bytes, store_bytes: of its tiles, for one column of each run that the program works on together.
+      load_bytes, store_bytes: of its tiles, for one column of each run of columns; see `Halves.runs`.
       transposed_bytes: of transposed results, for one such column.
-      widest_bytes, narrowest_bytes: of an element of a tile that is not transposed, from at least two bytes on or up to
-        two.
-      column_reductions, vectors_over_columns: how many; two halves count twice, but even and odd columns once.
+      widest_bytes, narrowest_bytes: of an element of a tile that is not transposed, at least and at most two.
+      column_reductions, vectors_over_columns: counts; two halves count twice, but even and odd columns once.
     """
 
     load_bytes: int
@@ -56,9 +55,9 @@ class EpilogueTraffic:
             for i, (dtype, store) in enumerate(zip(out_dtypes, program.stores, strict=True))
             if not store.transposed
         }
-        # Boxes of 4 bytes an element begin at multiples of 1024 bytes: beside them those of 1 byte have the room of 2.
+        # Boxes of 4-byte elements begin at multiples of 1024 bytes: beside them, 1-byte elements have the room of 2.
         least = 2 if 4 in straight.values() else 1
-        of_section = [
+        section_bytes = [
             sum(
                 max(least, straight[i]) * program.halves.runs(program.stores[i].width)
                 for i in program.stores_of(section)
@@ -76,18 +75,18 @@ class EpilogueTraffic:
             program.halves.runs(reduction.width) for reduction in program.reductions if reduction.axis is Axis.COLUMN
         )
         vectors = sum(len(program.loaded_runs(i)) for i, x in enumerate(program.operands) if x.kind.in_shared_memory)
-        return cls(sum(loads), max(of_section), transposed, max(tiles), min(tiles), columns, vectors)
+        return cls(sum(loads), max(section_bytes), transposed, max(tiles), min(tiles), columns, vectors)
 
 
 class ElementTraffic(NamedTuple):
     """The work of an epilogue for one element of the accumulator, as the cost model counts it.
 
     Attributes:
-      load_bytes, store_bytes: moved.
-      column_reductions: along columns.
+      load_bytes, store_bytes: of tiles.
+      column_reductions: reductions along columns.
       is_long: whether it is about as long as the other warpgroup's products, which then do not hide it.
-      arithmetic: instructions, where nothing hides them: 0 if they take no time beside what it moves, infinite if they
-        have not been timed.
+      arithmetic: instructions, for tiles in which nothing hides them: 0 if its loads and stores hide them, infinite if
+        they have not been timed.
       has_heads: whether it works on heads.
     """
 
@@ -115,21 +114,25 @@ def element_traffic(program: Program, traffic: EpilogueTraffic) -> ElementTraffi
 def _arithmetic(program: Program) -> float:
     """`ElementTraffic.arithmetic`, of the section of columns that has most.
 
-    Timed have been the operations of `_TIMED`, in programs that store tiles; with heads only programs whose tables
+    The operations of `_TIMED` have been timed, in programs that store tiles; with heads, only programs whose tables
     cooperative tiles keep.
     """
-    takes = _TIMED_WITH_HEADS if program.halves.head else _TIMED
+    operation_times = _TIMED_WITH_HEADS if program.halves.head else _TIMED
     if not program.stores or has_logsumexp(program):
         return math.inf
     if program.halves.head and not all(keeps_tables(program, size) for size in COOPERATIVE_TILES):
         return math.inf
     reduced = [value for reduction in program.reductions for value in reduction.values]
-    of_sections = []
+    section_times = []
     for section in program.sections:
         stored = [value for i in program.stores_of(section) for value in program.stores[i].values]
-        of_sections.append([takes.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])])
-    is_light = not program.halves.head and has_few_nodes(program) and all(one <= 1 for of in of_sections for one in of)
-    return 0.0 if is_light else max(map(sum, of_sections)) / program.halves.acc_halves
+        section_times.append(
+            [operation_times.get(program.nodes[i].op, math.inf) for i in program.needed([*reduced, *stored])]
+        )
+    is_light = (
+        not program.halves.head and has_few_nodes(program) and all(x <= 1 for times in section_times for x in times)
+    )
+    return 0.0 if is_light else max(map(sum, section_times)) / program.halves.acc_halves
 
 
 def has_few_nodes(program: Program) -> bool:
@@ -145,10 +148,10 @@ def has_logsumexp(program: Program) -> bool:
 
 
 def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffic, groups: int = 0) -> int:
-    """Shared memory of a kernel in bytes; the kernel asserts that it counts the same (SharedLayout).
+    """Shared memory of a kernel in bytes; the kernel asserts that its own count is the same (SharedLayout).
 
     Args:
-      groups: of a grouped product; 0 of any other.
+      groups: of a grouped product; 0 for any other.
     """
     operands = config.stages * (config.tile_m + config.tile_n) * ROW_BYTES
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
@@ -169,15 +172,15 @@ def _group_table_bytes(groups: int) -> int:
 
 
 def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
-    """Whether registers keep a tile's words of rope tables from before its products on, beside the accumulator.
+    """Whether a tile's words of rope tables are loaded before its products and kept in registers.
 
-    In cooperative tiles, if there is room: there nothing hides the loads of each head, 2 to 7 % of a product. In
-    others, where the other consumer's products do, loading ahead costs 1 to 3 %.
+    Cooperative tiles do so if registers have room beside the accumulator: nothing hides the loads of each head there, 2
+    to 7 % of a product. In other tiles the other consumer's products hide them, and loading ahead costs 1 to 3 %.
     """
     if size not in COOPERATIVE_TILES:
         return False
     blocks, tile_n = size[0] // CONSUMERS // 64, size[1]
-    # A table counts twice if it has 16 bits, which the assembler keeps as they are and widened.
+    # A table of 16 bits counts twice, as the assembler keeps its words both packed and widened.
     tables = sum(
         len(program.loads(i)) * (4 // np.dtype(one.dtype).itemsize)
         for i, one in enumerate(program.operands)
