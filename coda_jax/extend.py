@@ -1,4 +1,4 @@
-"""For libraries of layers: what `flax_layers` is made with beside the operators."""
+"""For libraries of layers: the functions that `flax_layers` uses beside the operators."""
 
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.graph.lines import joined as joined

@@ -189,7 +189,7 @@ def is_key(x: Any) -> bool:
 
 
 def data_of(x: Any) -> Any:
-    """The data of an array of keys of `jax.random`; another array as it is."""
+    """The data of an array of keys of `jax.random`; another array unchanged."""
     return jax.random.key_data(x) if is_key(x) else x
 
 

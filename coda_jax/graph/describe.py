@@ -11,7 +11,7 @@ from coda_jax.graph.values import Map, Product, Value, reachable
 
 
 def described(plan: Plan, name: str) -> str:
-    """Lines of text: a line for each product, with the maps that its epilogue makes; behind them XLA's tiles."""
+    """Lines of text: a line for each product, with the maps that its epilogue makes; then XLA's tiles."""
     lines = []
     for i, step in enumerate(plan.steps):
         maps = ", ".join(dict.fromkeys(_name(x) for x in _made_in(plan, i)))

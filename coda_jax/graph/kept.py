@@ -114,5 +114,5 @@ def _is_of_leaves(value: Value) -> bool:
 
 @remembered
 def _is_of_vectors(value: Value) -> bool:
-    """True for what is computed from vectors and scalars among the leaves alone."""
+    """True for a vector computed from vectors and scalars among the leaves alone."""
     return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, inputs_read(value)))

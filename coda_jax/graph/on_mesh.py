@@ -92,7 +92,7 @@ def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         target = [names if is_same else () for names, is_same in zip(cuts[first], same, strict=True)]
         return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(target)))
 
-    return [x if names == cuts[first] else beside(x) for x, names in zip(arrays, cuts, strict=True)]
+    return [x if own == cuts[first] else beside(x) for x, own in zip(arrays, cuts, strict=True)]
 
 
 def are_on_explicit_axes(arrays: Sequence[Any]) -> bool:

@@ -19,8 +19,8 @@ from coda_jax.graph.values import has_captured, without_constants
 def opaque(f: Callable[..., Any], *values: Any) -> Any:
     """f(*values) in a block, any JAX function of entire arrays, with JAX's own derivative: attention, a router.
 
-    It is called as it is, on arrays with all their axes in the dtypes that the values have; nothing of it is fused. The
-    arrays that f captures have their gradients too.
+    It is called unchanged, on arrays with all their axes in the dtypes that the values have; nothing of it is fused.
+    The arrays that f captures have their gradients too.
 
     Args:
       values: values of the block, at least one, or arrays.

@@ -30,7 +30,7 @@ from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
-# Of an epilogue's maps, as `code_size.instructions` counts them for an element. Of (16384, 2048) @ (2048, 8192) on an
+# Of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048) @ (2048, 8192) on an
 # H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, and 2 % slower at 513.
 MOST_INSTRUCTIONS = 256
 
@@ -97,7 +97,7 @@ class Plan:
                 self.steps[self._epilogue[value]].stores.append(value)
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
         read = [x for step in range(len(products)) for x in self.operands(step)]
-        read += _leaves([x for value in self.by_xla for x in value.inputs], self._pass_inputs)
+        read += _leaves([x for one in self.by_xla for x in one.inputs], self._pass_inputs)
         self.leaves_of_passes = frozenset(x for x in self._read_by_passes() if isinstance(x, Leaf))
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
 
@@ -183,7 +183,7 @@ class Plan:
         def inputs_of(value: Value) -> Sequence[Value] | None:
             return None if self._pass_inputs(value) is None else inputs_read(value)
 
-        return _leaves([x for value in self.by_xla for x in inputs_read(value)], inputs_of)
+        return _leaves([x for one in self.by_xla for x in inputs_read(one)], inputs_of)
 
     def operands(self, step: int) -> list[Value]:
         """The values that its epilogue reads beside this product, as its stores need them."""

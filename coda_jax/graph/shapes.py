@@ -37,7 +37,7 @@ def _is_beside(shape: tuple[Any, ...], full: tuple[Any, ...]) -> bool:
 
 
 def named(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, as it is called in messages."""
+    """f with this name, which messages use."""
     f.__name__ = name
     return f
 

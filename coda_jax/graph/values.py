@@ -44,7 +44,7 @@ class Value:
       recovered: the same value, computed from its users; backward passes read that.
       has_one_row: its rows are the block's, which has one, so that (1, N) is a tile.
       is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
-      made_of: the dtypes of the floating tiles that a tile is made of; None stands for that of products.
+      made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
     """
 
     inputs: tuple[Value, ...] = ()

@@ -1,4 +1,4 @@
-"""The operators of a transformer: products with what stands between them, each with its derivative."""
+"""The operators of a transformer: products with the operations between them, each with its derivative."""
 
 from coda_jax.operators.deferred_norm import DeferredNorm as DeferredNorm
 from coda_jax.operators.deferred_norm import layer_norm as layer_norm

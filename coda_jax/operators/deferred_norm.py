@@ -1,4 +1,4 @@
-"""A norm that has not been applied: what it normalises, its statistics, scale and bias."""
+"""A norm that has not been applied: an array, its statistics, scale and bias."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class DeferredNorm(NotAnArray):
         RMSNorm(x) = rstd * x * scale                            rstd = rsqrt(sumsq / D + epsilon)
         LayerNorm(x) = rstd * (x - mean) * scale + bias
 
-    `rms_norm` and `layer_norm` make one. The operator that is given it applies the norm, in its products' epilogues but
-    for the loss. x is multiplied as it is, in the compute dtype: float16 overflows where x does, beyond 65504.
+    `rms_norm` and `layer_norm` make one. The operator that reads it applies the norm, in its products' epilogues except
+    in the loss. x is multiplied without it, in the compute dtype: float16 overflows where x does, beyond 65504.
 
-    As of a `Stream`, a linear map of the leaves is no map of the norm. `dataclasses.replace` refuses another x beside
+    As for a `Stream`, a linear map of the leaves is no map of the norm. `dataclasses.replace` refuses another x beside
     the statistics of this one; `with_array` gives the norm of the same values.
 
     Attributes:
-      x: (..., D), what is normalised.
+      x: (..., D), the array that is normalised.
       sumsq: (...,) float32, row sums of x * x, or of (x - mean)^2. Like mean it is a cache of a function of x:
         gradients go to x.
       scale: (D,).
@@ -70,11 +70,11 @@ class DeferredNorm(NotAnArray):
             )
 
     def with_array(self, x: jax.Array) -> DeferredNorm:
-        """The norm of the same values in another array, as one that is cast; its statistics are kept."""
+        """The norm of the same values in another array, for instance a cast one; the statistics are kept."""
         return DeferredNorm(x, self.sumsq, self.scale, self.mean, self.bias, self.epsilon)
 
     def cotangent(self, x: Any, scale: Any = None, bias: Any = None) -> DeferredNorm:
-        """The norm's cotangent, of those of its fields. The statistics, functions of x, have none."""
+        """The norm's cotangent, from those of its fields. The statistics, functions of x, have none."""
         none: Any = None
         return DeferredNorm(x, none, scale, none, bias, self.epsilon)
 
@@ -101,7 +101,7 @@ class DeferredNorm(NotAnArray):
 
 
 def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector (N,) beside x (..., N); where explicit mesh axes cut it, it is moved to lie as the columns of x."""
+    """A vector (N,) broadcast against x (..., N); where explicit mesh axes shard it, it is resharded as x's columns."""
     (cut,), columns = explicit_cuts(vector), explicit_cuts(x)[-1]
     if cut and cut != columns:
         mesh = jax.typeof(vector).sharding.mesh
@@ -118,11 +118,11 @@ def rms_norm(x: jax.Array | Stream, scale: jax.Array, *, epsilon: float = ...) -
 
 
 def rms_norm(x: jax.Array | Stream | Value, scale: Any, *, epsilon: float = 1e-6) -> Any:
-    """x * rsqrt(mean(x * x, -1) + epsilon) * scale, left to the product behind it.
+    """x * rsqrt(mean(x * x, -1) + epsilon) * scale, applied by the product that reads it.
 
     Args:
       x: (..., D); a Stream brings its statistic, that of an array is computed. In a block a value, or a Stream of one;
-        then the norm is a value too, which is applied where something else than a product reads it.
+        then the norm is a value too, which is applied where anything but a product reads it.
       scale: (D,).
       epsilon: added to the mean of squares.
 
@@ -130,8 +130,8 @@ def rms_norm(x: jax.Array | Stream | Value, scale: Any, *, epsilon: float = 1e-6
       TypeError: an array that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit.
     """
-    given: Any = x
-    stream: Any = Stream.of(given)
+    untyped: Any = x
+    stream: Any = Stream.of(untyped)
     if isinstance(stream.x, Value):
         return normed.rms_norm(stream.x, stream.sumsq, scale, epsilon)
     stream = stream.with_statistic()
@@ -152,7 +152,7 @@ def layer_norm(
 
 
 def layer_norm(x: jax.Array | Stream | Value, scale: Any, bias: Any = None, *, epsilon: float = 1e-6) -> Any:
-    """(x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias, left to the product behind it.
+    """(x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias, applied by the product that reads it.
 
     Args:
       x: (..., D). The statistics are one pass over it; the variance is that of centred values. In a block as for
@@ -164,8 +164,8 @@ def layer_norm(x: jax.Array | Stream | Value, scale: Any, bias: Any = None, *, e
       TypeError: an array that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit.
     """
-    given: Any = x
-    array: Any = Stream.of(given).x
+    untyped: Any = x
+    array: Any = Stream.of(untyped).x
     if isinstance(array, Value):
         return normed.layer_norm(array, scale, bias, epsilon)
     check_floats("layer_norm", x=array)
@@ -178,7 +178,7 @@ def layer_norm(x: jax.Array | Stream | Value, scale: Any, bias: Any = None, *, e
 
 
 def width_of(name: str, norm: DeferredNorm) -> int:
-    """D; raises where what an operator is given is no norm."""
+    """D; raises if an operator's argument is no norm."""
     if not isinstance(norm, DeferredNorm):
         raise TypeError(f"{name}: norm is {type(norm).__name__}; it must be a DeferredNorm, as coda.rms_norm makes one")
     return norm.shape[-1]
@@ -187,7 +187,7 @@ def width_of(name: str, norm: DeferredNorm) -> int:
 def check_arrays(
     name: str, norm: DeferredNorm, arrays: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]] | None = None
 ) -> None:
-    """Raises where an array of the norm, or one given beside its shape, has another shape or a dtype not taken."""
+    """Raises if an array of the norm, or of `arrays`, has another shape than is expected, or a dtype not accepted."""
     rows, width = norm.x.shape[:-1], norm.x.shape[-1:]
     expected = {
         "sumsq": (norm.sumsq, rows),
@@ -202,7 +202,7 @@ def check_arrays(
 
 
 def check_shapes(name: str, x: jax.Array, expected: Mapping[str, tuple[jax.Array | None, tuple[int, ...]]]) -> None:
-    """Raises where an array beside x has another shape than is expected, or one of them a dtype not taken."""
+    """Raises if an array beside x has another shape than is expected, or one of them a dtype not accepted."""
     check_floats(name, x=x, **{argument: array for argument, (array, _) in expected.items()})
     for argument, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
@@ -212,7 +212,7 @@ def check_shapes(name: str, x: jax.Array, expected: Mapping[str, tuple[jax.Array
 def _known(
     x: jax.Array, mean: jax.Array | None, sumsq: jax.Array, epsilon: float
 ) -> tuple[jax.Array | None, jax.Array]:
-    """mean and rsqrt(sumsq / D + epsilon), known, as the functions of x (..., D) that they are.
+    """mean and rsqrt(sumsq / D + epsilon) from known statistics, differentiated as functions of x (..., D).
 
     The cotangent of x is (dmean - (x - mean) * drstd * rstd**3) / D. Both have the shape of sumsq, (...,) or (..., 1).
     """
@@ -249,19 +249,19 @@ def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
 
 
 def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
-    """scale * w in the compute dtype, (D, ...), or with `transpose` (N, D), as w is; a product rounded once."""
+    """scale * w, rounded once to the compute dtype, in w's shape: (D, ...), or with `transpose` (N, D)."""
     wide = scale.astype(jnp.float32)
-    of_w = wide if transpose else jnp.expand_dims(wide, range(1, w.ndim))
-    return (of_w * w.astype(jnp.float32)).astype(dtype)
+    factor = wide if transpose else jnp.expand_dims(wide, range(1, w.ndim))
+    return (factor * w.astype(jnp.float32)).astype(dtype)
 
 
 def row_flags(tree: Any) -> Any:
-    """The flags of a tree's arrays that have the rows of x: of a norm x and its statistics, of all else none."""
+    """A flag for each array of a tree: True if it has the rows of x, as a norm's x and its statistics do."""
 
-    def of_one(x: Any) -> Any:
+    def flags_of(x: Any) -> Any:
         if not isinstance(x, DeferredNorm):
             return False
         flags: Any = jax.tree.map(lambda _: True, x)
         return dataclasses.replace(flags, scale=False, bias=None if x.bias is None else False)
 
-    return jax.tree.map(of_one, tree, is_leaf=lambda x: isinstance(x, DeferredNorm))
+    return jax.tree.map(flags_of, tree, is_leaf=lambda x: isinstance(x, DeferredNorm))

@@ -34,8 +34,8 @@ def expert_mlp(
         u = x w_gate_up[e], hidden = row_scale * activation(gate) * up      one grouped product
         y = hidden w_down[e]                                                one
 
-    e is the row's expert. The backward pass is four grouped products, of which the first says in its epilogue all that
-    is elementwise, and what row_scale takes of it:
+    e is the row's expert. The backward pass is four grouped products, of which the first computes in its epilogue all
+    that is elementwise, and the gradient of row_scale:
 
         acc = dy w_down[e]^T, dhidden = row_scale * acc, drow_scale = sum_F acc * hidden      one, whose epilogue goes
             on to t, the cotangent of u, and stores row_scale * hidden
@@ -46,17 +46,17 @@ def expert_mlp(
     arguments, and u (named "mlpwi" for `jax.checkpoint` policies) rounded to the compute dtype.
 
     Args:
-      x: (R, D), rows sorted by expert. Rows from sum(group_sizes) on are of no expert: they are zeros in the result and
-        in every gradient, whatever x, row_scale and the result's cotangent have there.
-      w_gate_up: (E, D, 2F), gate in the first half of the columns and up in the second; or (E, D, 2, F); or both apart,
-        a pair of (E, D, F).
+      x: (R, D), rows sorted by expert. Rows from sum(group_sizes) on have no expert: they are zeros in the result and
+        in every gradient, whatever x, row_scale and the result's cotangent hold there.
+      w_gate_up: (E, D, 2F), gate in the first half of the columns and up in the second; or (E, D, 2, F); or a pair of
+        (E, D, F).
       w_down: (E, F, D); D and F multiples of 8 for the kernel.
       group_sizes: (E,) int32, how many rows each expert has, in their order. Their sum is at most R, and none is
-        negative; else the result is that of some other sizes.
-      row_scale: (R,), each row's factor in the result, as a routing weight; None for one.
+        negative; else the result is that of other sizes.
+      row_scale: (R,), each row's factor in the result, as a routing weight; None for 1.
       activation: a function of float32 arrays, elementwise. Arrays that it closes over have gradients.
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_gate_up.
-      keep_weights: whether the weights in the compute dtype are kept for the backward pass and not made anew.
+      keep_weights: whether the weights in the compute dtype are kept for the backward pass and not cast again.
       implementation: as in `gemm`.
 
     Returns:
@@ -94,7 +94,7 @@ def expert_mlp(
         name,
         _expert_feed_forward,
         arguments,
-        [None if of is None else of is x or of is row_scale for of in arguments],
+        [None if argument is None else argument is x or argument is row_scale for argument in arguments],
         dtype=resolve_dtype(name, dtype, x, gate_up),
         implementation=implementation,
         activation=gated(activation),

@@ -83,15 +83,15 @@ def _feed_forward(
 ) -> tuple[Value, ...]:
     """y, and for an RMSNorm the row sums of its squares."""
     h = norm_value(norm)
-    z = product(h, [up], keep_weights=keep_weights).named(MLP_NAME).constrained(_of_columns(hidden_sharding, up))
+    z = product(h, [up], keep_weights=keep_weights).named(MLP_NAME).constrained(_product_spec(hidden_sharding, up))
     hidden = fused("activated", activated, z, up_bias, activation=activation).constrained(hidden_sharding)
     acc = like(product(hidden, [down], keep_weights=keep_weights), h.x)
     y = stored(fused("add_residual", add_residual, acc, h.x if adds_x else other, down_bias), out_dtype)
     return (y,) if h.norm.mean is not None else (y, sum_of_squares(y, is_column=False))
 
 
-def _of_columns(spec: jax.P | None, w: Value) -> jax.P | None:
-    """The sharding of the product with w (D, F) or (D, 2, F), from the one of (..., F)."""
+def _product_spec(spec: jax.P | None, w: Value) -> jax.P | None:
+    """The sharding of the product with w (D, F) or (D, 2, F), from that of (..., F)."""
     return spec if spec is None or w.ndim == 2 else jax.P(*spec[:-1], None, spec[-1])
 
 
@@ -126,24 +126,25 @@ def mlp(
     Args:
       norm: of x (..., D), the residual stream.
       w_up: (D, F); with a `gated` activation (D, 2F), gate in the first half and up in the second, or (D, 2, F), of
-        which a mesh may cut F, or both apart, a pair of (D, F).
+        which a mesh may shard F, or a pair of (D, F).
       w_down: (F, D), F a multiple of 8 for the kernel.
       up_bias: (F,) or (2F,), as w_up's columns.
       down_bias: (D,).
       activation: a function of float32 arrays, elementwise; or `gated(function)`. Arrays that it closes over have
         gradients. One that is not local to tiles is a pass of XLA's, with a note.
-      residual: what is added: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
+      residual: the summand: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
         False for nothing; or another array (..., D) or Stream.
       dtype: compute dtype, of the products' inputs; default the promotion of x and w_up.
-      hidden_sharding: how the hidden activation (..., F) lies over the mesh of `jax.set_mesh`, and so do u and t: a
-        constraint to XLA on automatic axes, a reshard on explicit ones. It takes no part in what is computed.
-      keep_weights: whether the weights in the compute dtype, the norm's scale in w_up's, are kept for the backward pass
-        and not made anew. Automatic mesh axes that cut them as FSDP's do then gather them once, for a copy's memory.
+      hidden_sharding: the sharding of the hidden activation (..., F), of z and of t over the mesh of `jax.set_mesh`: a
+        constraint to XLA on automatic axes, a reshard on explicit ones. It does not change the result.
+      keep_weights: whether the weights in the compute dtype, w_up multiplied by the norm's scale, are kept for the
+        backward pass and not computed again. Over automatic mesh axes that shard them as FSDP's do they are then
+        gathered once, for a copy's memory.
       implementation: as in `gemm`.
 
     Returns:
       y (..., D) in the residual's dtype, without one in x's; its row sums of squares (...,) float32, through which no
-      gradient flows, or with a LayerNorm, whose statistic needs the whole row, None.
+      gradient flows, or with a LayerNorm, whose statistic needs the entire row, None.
 
     Raises:
       TypeError: activation is no function, norm no DeferredNorm, or an array or dtype not bfloat16, float16 or float32.

@@ -1,8 +1,8 @@
 """Products that train in fp8: both factors and the cotangent are quantised, each by one scale.
 
-`matmul` stands in the place of `jnp.matmul`, `DotGeneral` in that of `jax.lax.dot_general` in a Flax layer. Their three
-products, of the result and of both gradients, have factors of eight bits. The copies that these need are made by a pass
-each, for nothing here knows what comes before and after.
+`matmul` replaces `jnp.matmul`, and `DotGeneral` replaces `jax.lax.dot_general` in a Flax layer. Their three products,
+of the result and of both gradients, have factors of eight bits. Each copy that these need is made by a pass, for a
+single product does not know the operations before and after it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def matmul(
         dx = (q(dy) q(w)^T) / (s_dy s_w),  dw = (q(x)^T q(dy)) / (s_x s_dy)
 
     This is current scaling, a scale a tensor (arXiv 2209.05433, section 3.2, with the scale of the tensor itself). The
-    derivative takes rounding for the identity, and sees nothing of the clipping and of the scales. Sums are float32.
+    derivative treats rounding as the identity, and ignores the clipping and the scales. Sums are float32.
     Kept for the backward pass are q(x) and q(w): a byte an element.
 
     Args:
       x: (..., K) bfloat16, float16 or float32.
       w: (K, N) of such a dtype. K, N and the product of the leading axes of x are multiples of 16 for the kernel.
-      x_scale, w_scale: float32 scalars in the place of s_x and s_w, for instance from the maxima of steps before. What
-        is beyond the largest value then is clipped to it. They have no gradient.
+      x_scale, w_scale: float32 scalars that replace s_x and s_w, for instance from the maxima of earlier steps. Values
+        beyond the largest one are then clipped to it. They have no gradient.
       gradient_scale: the same for s_dy.
       dtype: of q(x) and q(w), float8_e4m3fn or float8_e5m2.
       gradient_dtype: of q(dy). float8_e5m2 has more range and half the precision; beside a scale of the tensor itself
@@ -130,8 +130,8 @@ class DotGeneral:
         precisions = precision if isinstance(precision, tuple | list) else (precision,)
         if any(one not in (None, "default", lax.Precision.DEFAULT) for one in precisions):
             raise ValueError(f"fp8.DotGeneral: precision = {precision}; it must be None, fp8 has no other")
-        if given := {name: value for name, value in options.items() if value is not None}:
-            raise ValueError(f"fp8.DotGeneral: {given}; these options are not supported and must be None")
+        if unsupported := {name: value for name, value in options.items() if value is not None}:
+            raise ValueError(f"fp8.DotGeneral: {unsupported}; these options are not supported and must be None")
         x, rows = _contracting_last(lhs, contracting[0])
         w, columns = _contracting_last(rhs, contracting[1])
         y = matmul(
@@ -153,7 +153,7 @@ class _Options(NamedTuple):
 
 
 class _Quantised(NamedTuple):
-    """An array of fp8 values; `unit` times them is what they stand for."""
+    """An array as fp8 values; `unit` times them is the array."""
 
     values: jax.Array
     unit: jax.Array
@@ -162,7 +162,7 @@ class _Quantised(NamedTuple):
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> _Quantised:
     largest = float(jnp.finfo(dtype).max)
     if scale is None:
-        # Not the other way round: XLA makes a product of a division by a constant, and not everywhere.
+        # Not 1 / (maximum / largest): XLA makes a product of a division by a constant, but not everywhere.
         scale = largest / jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), LEAST_AMAX)
     return _Quantised(saturated_in_memory(x.astype(jnp.float32) * scale, dtype), 1 / scale)
 
@@ -182,7 +182,7 @@ def _multiply(a: _Quantised, b: _Quantised, out_dtype: Any, implementation: str)
 
 
 def scaled(acc: jax.Array, unit: jax.Array) -> jax.Array:
-    """Epilogue: what sums of quantised values stand for."""
+    """Epilogue: the product of the arrays, from that of their quantised values."""
     return acc * unit
 
 

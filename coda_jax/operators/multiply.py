@@ -1,4 +1,4 @@
-"""Products of operators that are no blocks: operands that may be absent, results in dtypes that are said."""
+"""Products for operators that are no blocks: operands may be absent, and the results' dtypes are stated."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def multiply(
     """The flat outputs of epilogue(a @ b, *operands) in these dtypes, sharded as `like` over explicit mesh axes.
 
     The epilogue gets the operands that are None as None. Arrays may have any number of axes, and a, b and tiles be
-    several arrays, as `product` says.
+    several arrays, as in `product`.
     """
-    given = epilogue
+    function = epilogue
     if epilogue is not None and any(x is None for x in operands):
-        given = with_absent(epilogue, [x is not None for x in operands])
-        given.__name__ = epilogue.__name__
+        function = with_absent(epilogue, [x is not None for x in operands])
+        function.__name__ = epilogue.__name__
     options = Options(
         transpose_a,
         transpose_b,
@@ -44,7 +44,7 @@ def multiply(
         out_sharding=None if like is None else explicit_sharding(like),
     )
     dtypes = [np.dtype(dtype) for dtype in out_dtypes]
-    return product(a, b, [x for x in operands if x is not None], given, lambda _: dtypes, options)[0]
+    return product(a, b, [x for x in operands if x is not None], function, lambda _: dtypes, options)[0]
 
 
 def scale_rows(acc: jax.Array, factor: jax.Array) -> jax.Array:

@@ -11,16 +11,16 @@ from coda_jax.primitives.derivative import Parts
 
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:
-    """The arrays that x is joined of; one array is its only part."""
+    """The pieces that x is concatenated from; one array is its only piece."""
     parts: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
     return parts
 
 
 def one_or_parts(arrays: Sequence[Any]) -> Any:
-    """Undoes `parts_of`: one array as it is, several as a tuple."""
+    """Undoes `parts_of`: one array itself, several as a tuple."""
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def ends_of(parts: Sequence[Any]) -> list[int]:
-    """The column at which each part but the last ends, as `jnp.split` takes it."""
+    """The column at which each piece but the last ends, as `jnp.split` reads it."""
     return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]

@@ -34,15 +34,14 @@ def project(
 
         y = x w + bias + residual,   sumsq = sum_j y[..., j]^2     one product
 
-    As the out-projection of attention makes the stream, which the next norm then need not read. y is rounded once; the
-    sums are taken before. Backward dx = dy w^T and dw = x^T dy are each one product, and nothing but the arguments is
-    kept.
+    The out-projection of attention makes the stream so, and the next norm need not read it. y is rounded once, after
+    the sums. Backward dx = dy w^T and dw = x^T dy are each one product, and nothing but the arguments is kept.
 
     Args:
       x: (..., K), an array or a Stream.
       w: (K, N).
       bias: (N,).
-      residual: (..., N), an array or a Stream. Where explicit mesh axes cut K in both x and w, y lies as it does.
+      residual: (..., N), an array or a Stream. Where explicit mesh axes shard K in both x and w, y is sharded as it.
       dtype: compute dtype, of the product's inputs; default the promotion of x and w.
       implementation: as in `gemm`.
 
@@ -60,15 +59,15 @@ def project(
     check_floats("project", x=a, w=w, bias=bias, residual=other)
     if w.ndim != 2 or a.ndim == 0 or a.shape[-1] != w.shape[0]:
         raise ValueError(f"project: x has shape {a.shape} and w {w.shape}; they must be (..., K) and (K, N)")
-    for name, given, shape in (("bias", bias, w.shape[1:]), ("residual", other, (*a.shape[:-1], w.shape[1]))):
-        if given is not None and given.shape != shape:
+    for name, argument, shape in (("bias", bias, w.shape[1:]), ("residual", other, (*a.shape[:-1], w.shape[1]))):
+        if argument is not None and argument.shape != shape:
             raise ValueError(
-                f"project: {name} has shape {given.shape}; beside x {a.shape} and w {w.shape} it must be {shape}"
+                f"project: {name} has shape {argument.shape}; beside x {a.shape} and w {w.shape} it must be {shape}"
             )
     dtype = resolve_dtype("project", dtype, a, w)
     is_row = a.ndim == 1
     if is_row:
-        a, other = (None if of_row is None else jnp.expand_dims(of_row, 0) for of_row in (a, other))
+        a, other = (None if row is None else jnp.expand_dims(row, 0) for row in (a, other))
     y, sumsq = multiply(
         a.astype(dtype),
         w.astype(dtype),
@@ -100,11 +99,11 @@ def norm_projection(
 
     Args:
       norm: of x (..., D).
-      w: (D, N); or several (D, Ni), one product still, of which a mesh may cut each.
+      w: (D, N); or several (D, Ni), still one product, of which a mesh may shard each.
       bias: (N,), or as many (Ni,).
       dtype: compute dtype, and that of z; default the promotion of x and w.
-      out_sharding: how z, or each of several, and its cotangent lie over the mesh of `jax.set_mesh`, as `mlp`'s
-        hidden_sharding.
+      out_sharding: the sharding of z, or of each of several, and of its cotangent over the mesh of `jax.set_mesh`, as
+        `mlp`'s hidden_sharding.
       keep_weights: as in `mlp`.
       implementation: as in `gemm`.
 
@@ -122,15 +121,15 @@ def norm_projection(
             f"norm_projection: bias is {len(biases)} arrays; beside {len(weights)} weights it must be as many"
         )
     arrays: dict[str, Any] = {}
-    for i, (part, of_part) in enumerate(zip(weights, biases, strict=True)):
+    for i, (piece, piece_bias) in enumerate(zip(weights, biases, strict=True)):
         place = f"[{i}]" if len(weights) > 1 else ""
-        arrays[f"w{place}"] = (part, (width_of("norm_projection", norm), part.shape[-1]))
-        arrays[f"bias{place}"] = (of_part, part.shape[-1:])
+        arrays[f"w{place}"] = (piece, (width_of("norm_projection", norm), piece.shape[-1]))
+        arrays[f"bias{place}"] = (piece_bias, piece.shape[-1:])
     check_arrays("norm_projection", norm, arrays)
     dtype = resolve_dtype("norm_projection", dtype, norm.x, *weights)
     specs: list[Any] = list(out_sharding) if isinstance(out_sharding, tuple | list) else [out_sharding] * len(weights)
-    given = None if bias is None else tuple(biases)
-    arguments = [norm, tuple(weights), given]
+    bias_pieces = None if bias is None else tuple(biases)
+    arguments = [norm, tuple(weights), bias_pieces]
     zs = run_operator(
         "norm_projection",
         _norm_projection,
@@ -165,13 +164,13 @@ def _norm_projection(
 
 
 def _shifted(z: jax.Array, bias: jax.Array | None, *, ends: Sequence[int]) -> list[jax.Array]:
-    """Epilogue: z + bias, apart at these columns."""
+    """Epilogue: z + bias, split at these columns."""
     z = z if bias is None else z + bias[None, :]
     return jnp.split(z, ends, axis=1) if ends else [z]
 
 
 def _not_shifted(*arrays: jax.Array, ends: Sequence[int]) -> jax.Array:
-    """z again, of the arrays that `_shifted` gives, and the bias."""
+    """z again, from the arrays that `_shifted` gives, and the bias."""
     zs, bias = arrays[: len(ends) + 1], arrays[len(ends) + 1 :]
     z = jnp.concatenate(zs, axis=1) if ends else zs[0]
     return z - bias[0][None, :] if bias else z

@@ -29,8 +29,8 @@ def _unit_heads(z: jax.Array, epsilon: float) -> jax.Array:
     return z * lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + epsilon)
 
 
-def _of_heads(scale: jax.Array, ndim: int) -> jax.Array:
-    """scale (Dh,) float32 beside arrays (..., Dh) of so many axes."""
+def _beside_heads(scale: jax.Array, ndim: int) -> jax.Array:
+    """scale (Dh,) as float32, broadcast against arrays (..., Dh) of `ndim` axes."""
     return jnp.expand_dims(scale.astype(jnp.float32), range(ndim - 1))
 
 
@@ -50,14 +50,14 @@ def _turned(
     rows = z.shape[0]
     heads = z.reshape(rows, z.shape[1] // of_head.dim, of_head.dim)
     if scale is not None:
-        heads = _unit_heads(heads, of_head.epsilon) * _of_heads(scale, heads.ndim)
+        heads = _unit_heads(heads, of_head.epsilon) * _beside_heads(scale, heads.ndim)
     if cos is not None and sin is not None:
         heads = rotary(heads, *(_repeated(table, rows) for table in (cos, sin)))
     return heads.reshape(z.shape)
 
 
 def _repeated(table: jax.Array, rows: Any) -> jax.Array:
-    """A table of positions that sequences share, for all rows."""
+    """A table of positions that sequences share, repeated for all rows."""
     count = table.shape[0]
     repeats = 0 if isinstance(count, int) and count == 0 else rows // count
     return jnp.tile(lax.stop_gradient(table), (repeats, 1))
@@ -73,14 +73,14 @@ def _split_and_turned(
     ends: Sequence[int],
     of_head: Head,
 ) -> list[jax.Array]:
-    """Epilogue: q, k and v; with norms of heads also q and k before them, from which alone z is known again."""
+    """Epilogue: q, k and v; with norms of heads also q and k before them, from which z is computed again."""
     q, k, v = _split(z, ends=ends)
     turned = [_turned(x, cos, sin, scale, of_head=of_head) for x, scale in ((q, q_scale), (k, k_scale))]
     return [*turned, v, *(() if q_scale is None else (q, k))]
 
 
 def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: Head) -> jax.Array:
-    """z again, of what `_split_and_turned` gives: a rotation turns back, a norm does not."""
+    """z again, from the results of `_split_and_turned`: a rotation can be inverted, a norm cannot."""
     if len(arrays) > 5:  # with scales
         _, _, v, q, k, *_ = arrays
     else:
@@ -92,7 +92,7 @@ def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: Head) -> jax.
 
 
 class Head(NamedTuple):
-    """The width of a head, and what is added to its mean of squares."""
+    """The width of a head, and the epsilon added to its mean of squares."""
 
     dim: int
     epsilon: float
@@ -104,33 +104,33 @@ Tables = tuple[Value, Value] | tuple[()]  # cos and sin, (M / n, Dh / 2), of pos
 def heads_apart(
     z: Value, tables: Tables, scales: tuple[Value, Value] | tuple[()], head: Head, ends: Any
 ) -> list[Value]:
-    """q, k and v, each (..., H Dh), of a product with the columns of all.
+    """q, k and v, each (..., H Dh), from a product with the columns of all.
 
     Args:
       tables: by which q and k are turned; without them they are not.
-      scales: (Dh,), of the norms of their heads, before that.
-      head: as they have it.
-      ends: where the columns of q, and those of k, end.
+      scales: (Dh,), of the norms of their heads, which are applied before.
+      head: of q and k.
+      ends: the columns at which q, and k, end.
 
     Returns:
       q, k, v, and with scales q and k before their norms.
     """
-    of_q, of_k = scales or (None, None)
+    q_scale, k_scale = scales or (None, None)
     if not (tables or scales):
         return list(fused("split", _split, z, inverse=_joined, ends=ends))
     cos, sin = tables or (None, None)
     if takes_heads(head.dim):
-        operands = (cos, sin, of_q, of_k)
+        operands = (cos, sin, q_scale, k_scale)
         return list(
             fused("split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, of_head=head)
         )
     q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
-    turned = (by_xla("turned", _turned, x, cos, sin, of, of_head=head) for x, of in ((q, of_q), (k, of_k)))
+    turned = (by_xla("turned", _turned, x, cos, sin, scale, of_head=head) for x, scale in ((q, q_scale), (k, k_scale)))
     return [*turned, v, *([q, k] if scales else [])]
 
 
 def heads_turned(x: Value, tables: Tables, scale: Value | None, head: Head) -> Value:
-    """q or k (..., H Dh) of a product of their own, as of `heads_apart`."""
+    """q or k (..., H Dh), from a product of its own, turned as by `heads_apart`."""
     if not tables and scale is None:
         return x
     cos, sin = tables or (None, None)
@@ -157,27 +157,27 @@ def _qkv_projection(
 ) -> tuple[Value, ...]:
     """q, k, v, each (..., H Dh)."""
     z = product(norm_value(norm), weights, keep_weights=keep_weights)
-    made = zip(
+    each = zip(
         heads_apart(z, tables, scales, head, ends), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False
     )
-    q, k, v, *_ = (y.named(name).constrained(spec) for y, name, spec in made)
+    q, k, v, *_ = (y.named(name).constrained(spec) for y, name, spec in each)
     return q, k, v
 
 
 def in_whole_heads(weights: Sequence[jax.Array], head_dim: int) -> list[jax.Array]:
-    """The weights, gathered over explicit mesh axes that do not cut them in whole heads; where it is one, over all.
+    """The weights, gathered over explicit mesh axes that do not shard them into whole heads; one weight over all.
 
-    Heads of a width that the kernel does not turn may be cut anyhow.
+    Heads of a width that the kernel does not turn may be sharded in any way.
     """
     if not takes_heads(head_dim):
         return list(weights)
-    kept = [axes_of_heads(part, head_dim) if len(weights) > 1 else () for part in weights]
-    lost = [axes_of_dimension(part, 1) - set(axes) for part, axes in zip(weights, kept, strict=True)]
+    kept = [axes_of_heads(piece, head_dim) if len(weights) > 1 else () for piece in weights]
+    lost = [axes_of_dimension(piece, 1) - set(axes) for piece, axes in zip(weights, kept, strict=True)]
     return [without_axes(x, 1, frozenset().union(*lost)) for x in weights]
 
 
-def _of_rows(table: jax.Array, rows: tuple[Any, ...]) -> jax.Array:
-    """A table for the product's rows: (T, Dh / 2) as it is, which the epilogue repeats."""
+def _table_of_rows(table: jax.Array, rows: tuple[Any, ...]) -> jax.Array:
+    """A table for the product's rows: (T, Dh / 2) unchanged, for the epilogue to repeat, or one row for each."""
     table = lax.stop_gradient(table)
     if table.ndim == 2 and isinstance(table.shape[0], int) and table.shape[0] in (1, rows[-1]):
         return table
@@ -217,14 +217,15 @@ def qkv_projection(
 
     Args:
       norm: an RMSNorm of x (..., T, D), the residual stream.
-      w: (D, (H + 2 Hkv) Dh): query heads, then key heads, then value heads; or these three apart, of which a mesh may
-        cut the heads.
+      w: (D, (H + 2 Hkv) Dh): query heads, then key heads, then value heads; or these as three arrays, of which a
+        mesh may shard the heads.
       cos, sin: (T, Dh / 2) or (..., T, Dh / 2) float32, as `rotary` takes them. They receive no gradient.
       num_heads, num_kv_heads: H, Hkv.
       q_scale, k_scale: (Dh,), of the norms of the heads of q and of k; None, both, for no such norms.
       qk_epsilon: added to their means of squares; default that of the norm.
       dtype: compute dtype, and that of q, k and v; default the promotion of x and w.
-      out_sharding: how q, k and v and their cotangents lie over the mesh of `jax.set_mesh`, as `mlp`'s hidden_sharding.
+      out_sharding: the shardings of q, k and v and their cotangents over the mesh of `jax.set_mesh`, as `mlp`'s
+        hidden_sharding.
       keep_weights: as in `mlp`.
       implementation: as in `gemm`.
 
@@ -239,7 +240,7 @@ def qkv_projection(
     check_floats("qkv_projection", cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale)
     heads = num_heads + 2 * num_kv_heads
     weights = parts_of(w)
-    head_dim = sum(part.shape[-1] for part in weights) // heads
+    head_dim = sum(piece.shape[-1] for piece in weights) // heads
     width = width_of("qkv_projection", norm)
     if norm.ndim < 2:
         raise ValueError(
@@ -249,9 +250,9 @@ def qkv_projection(
         raise ValueError(
             f"qkv_projection: w is {len(weights)} arrays; it must be one, or three: of query, key and value"
         )
-    of_each = (heads,) if len(weights) == 1 else (num_heads, num_kv_heads, num_kv_heads)
+    head_counts = (heads,) if len(weights) == 1 else (num_heads, num_kv_heads, num_kv_heads)
     names = ("w",) if len(weights) == 1 else ("w[0]", "w[1]", "w[2]")
-    expected = ((part, (width, count * head_dim)) for part, count in zip(weights, of_each, strict=True))
+    expected = ((piece, (width, count * head_dim)) for piece, count in zip(weights, head_counts, strict=True))
     check_arrays("qkv_projection", norm, dict(zip(names, expected, strict=True)))
     if norm.mean is not None:
         raise ValueError("qkv_projection: norm is a LayerNorm; it must be an RMSNorm. norm_projection takes both")
@@ -268,7 +269,7 @@ def qkv_projection(
     check_tables("qkv_projection", norm.shape[:-1], head_dim, cos, sin)
     weights = tuple(in_whole_heads(weights, head_dim))
     rows = norm.shape[:-1]
-    arguments = [norm, weights, tuple(_of_rows(table, rows) for table in (cos, sin)), scales]
+    arguments = [norm, weights, tuple(_table_of_rows(table, rows) for table in (cos, sin)), scales]
     specs = (None,) * 3 if out_sharding is None else tuple(out_sharding)
     q, k, v = run_operator(
         "qkv_projection",

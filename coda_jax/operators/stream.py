@@ -1,4 +1,4 @@
-"""The residual stream with its norm statistic, and what it has in common with a norm that is not applied yet."""
+"""The residual stream with its norm statistic, and its common base with a norm that is not applied yet."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Stream(NotAnArray):
 
     @classmethod
     def of(cls, x: jax.Array | Stream) -> Stream:
-        """The array as a Stream without statistic; a Stream as it is. See `with_statistic` for a carry of scan."""
+        """The array as a Stream without statistic; a Stream unchanged. See `with_statistic` for a carry of scan."""
         return x if isinstance(x, Stream) else cls(x)
 
     def array(self) -> jax.Array:
@@ -133,11 +133,11 @@ class Stream(NotAnArray):
             return self
         x: Any = self.x
         if isinstance(x, Value):  # in a block
-            of_value: Any = (x, sum_of_squares(x))
-            return Stream(*of_value)
+            fields: Any = (x, sum_of_squares(x))
+            return Stream(*fields)
         return Stream(self.x, jnp.sum(jnp.square(lax.stop_gradient(self.x).astype(jnp.float32)), axis=-1))
 
 
 def array(x: Any) -> Any:
-    """The plain array behind a Stream or a norm that is not applied yet; anything else as it is."""
+    """The plain array of a Stream or of a norm that is not applied yet; anything else unchanged."""
     return x.array() if isinstance(x, NotAnArray) else x

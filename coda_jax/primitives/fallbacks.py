@@ -30,7 +30,7 @@ class FallbackWarning(UserWarning):
 
 
 class FallbackError(NotImplementedError):
-    """The error that stands for a `FallbackWarning` in strict mode."""
+    """The error that replaces a `FallbackWarning` in strict mode."""
 
 
 def _strict_by_default() -> bool:
@@ -61,7 +61,7 @@ def strict(enabled: bool = True) -> Iterator[None]:
 
 
 def is_strict() -> bool:
-    """True if what is traced or lowered now, in this thread, must not fall back."""
+    """True if a program that is traced or lowered now, in this thread, must not fall back."""
     return bool(_strict.value)
 
 

@@ -171,7 +171,7 @@ class Matrices:
         return spec.replace(axes=ArrayAxes(), k_axes=1, halves=False, batched=batched)
 
     def flatten(self, arguments: Sequence[Any]) -> list[Any]:
-        """a, b and the operands as matrices and vectors, behind a batch axis where there is one."""
+        """a, b and the operands as matrices and vectors, after a batch axis where there is one."""
         return _flattened(arguments, self.spec.batched, [self.a, self.b, *self.operands])
 
     def flatten_operands(self, operands: Sequence[Any]) -> list[Any]:

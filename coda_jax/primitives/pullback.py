@@ -1,4 +1,4 @@
-"""The derivative of an epilogue, and what it needs kept."""
+"""The derivative of an epilogue, and the arrays that are kept for it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Pullback:
     def __call__(
         self, acc: jax.Array | None, arguments: Sequence[jax.Array], cotangents: Sequence[Any]
     ) -> tuple[jax.Array, list[jax.Array | None]]:
-        """dacc float32 and each argument's cotangent (None for integers), from what is needed and all cotangents."""
+        """dacc float32 and each argument's cotangent (None for integers), from the needed arrays and all cotangents."""
         dacc, *rest = self._run(acc, arguments, [cotangents[i] for i in self._read])
         return dacc, self.restored(rest)
 

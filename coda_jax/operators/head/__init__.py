@@ -1,5 +1,5 @@
-"""The head under a loss: what a projection's logits sum up to, a chunk of tokens at a time, and two operators of it.
+"""The head under a loss: sums over a projection's logits, a chunk of tokens at a time, and the two operators with it.
 
-`arguments` makes a `LossHead` and its `arrays` of an operator's arguments; `statistics` makes its sums differentiable
-functions on any mesh. `loss_head` has the algebra; `exponential_head` and `entropy_head` spare a pass over the logits.
+`arguments` makes a `LossHead` and its `arrays` from an operator's arguments; `statistics` makes its sums differentiable
+functions on any mesh. `loss_head` has the algebra; `exponential_head` and `entropy_head` save a pass over the logits.
 """

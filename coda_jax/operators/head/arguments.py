@@ -1,4 +1,4 @@
-"""The arguments of the operators over a vocabulary, checked, and as the loss head takes them."""
+"""The arguments of the operators over a vocabulary: their checks, and the loss head and arrays made from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def head_arguments(
     dtype = resolve_dtype(operator, dtype, array, w)
     vocabulary = vocabulary_of(w, transpose_w)
     columns = columns_of(vocabulary, dtype)
-    if chunk_bytes is None:  # a copy of w in the compute dtype may stand beside the logits
+    if chunk_bytes is None:  # a copy of w in the compute dtype may be in memory beside the logits
         chunk_bytes = 2**29 if w.dtype == dtype and columns == vocabulary and low_rank is None else 2**28
     cap: Any = None
     if soft_cap is not None:
@@ -65,20 +65,20 @@ def head_arguments(
         soft_cap=cap if isinstance(cap, float) else None,
     )
     rows = Rows.of(array, w, *(low_rank or ()))
-    of_cap = None if isinstance(cap, float) else cap
+    cap_array = None if isinstance(cap, float) else cap
     h = rows.norm(x) if isinstance(x, DeferredNorm) else rows.flat(x)
     if low_rank is None:
-        return HeadArguments(head, Tokens(h, cap=of_cap), Kernel(w), rows)
-    a, b = rows.whole(low_rank[0]), low_rank[1]
+        return HeadArguments(head, Tokens(h, cap=cap_array), Kernel(w), rows)
+    a, b = rows.replicated(low_rank[0]), low_rank[1]
     if isinstance(h, DeferredNorm):
         inner = norm_projection(h, a, dtype=dtype, implementation=implementation)
     else:
         (inner,) = multiply(h.astype(dtype), a.astype(dtype), out_dtypes=[dtype], implementation=implementation)
-    return HeadArguments(head, Tokens(h, inner, cap=of_cap), Kernel(w, b), rows)
+    return HeadArguments(head, Tokens(h, inner, cap=cap_array), Kernel(w, b), rows)
 
 
 def coefficient(operator: str, name: str, value: Any, fits: Callable[[Any], Any], rule: str) -> float | jax.Array:
-    """A number that is checked, or an array of one, () float32, as of a schedule: NaN where it is traced and unfit.
+    """A checked number, or an array of one, () float32, as of a schedule; NaN where it is traced and does not fit.
 
     Args:
       operator, name, rule: for messages.
@@ -119,7 +119,7 @@ def int32_labels(labels: jax.Array, ignore_index: int | None) -> tuple[jax.Array
     """Labels of any integer dtype as int32, and which of them are ignore_index, a number that it need not hold.
 
     A label below 0 becomes -1 and one beyond int32 its greatest number: no vocabulary has either. In uint32 and uint64
-    a negative ignore_index is the number that it becomes there; narrower ones may have that as a label.
+    a negative ignore_index is the number that it wraps to; narrower dtypes may have that number as a label.
     """
     limits, greatest = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32).max
     narrow = labels.clip(max(limits.min, -1), min(limits.max, greatest)).astype(jnp.int32)
@@ -163,8 +163,8 @@ def check_head(
             + (" with transpose_w" if transpose_w else "")
         )
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
-        given = f"have dtype {labels.dtype}" if hasattr(labels, "dtype") else f"are {type(labels).__name__}"
-        raise TypeError(f"{operator}: labels {given}; they must be integers")
+        kind = f"have dtype {labels.dtype}" if hasattr(labels, "dtype") else f"are {type(labels).__name__}"
+        raise TypeError(f"{operator}: labels {kind}; they must be integers")
     if low_rank is None:
         return
     if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:

@@ -1,4 +1,4 @@
-"""The arrays that the loss head takes and gives; each type also stands for their cotangents."""
+"""The arrays that the loss head reads and returns; each type also holds their cotangents."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import jax
 
 from coda_jax.operators.deferred_norm import DeferredNorm
 
-Hidden = DeferredNorm | jax.Array  # what is projected: a norm of x, or x as it is
+Hidden = DeferredNorm | jax.Array  # the projected array: a norm of x, or x itself
 
 
 class Tokens(NamedTuple):
-    """The arrays that the head has of each token.
+    """The arrays of the tokens.
 
     Attributes:
-      h: of x (M, D), what is projected.
+      h: x (M, D) or a norm of it, which is projected.
       inner: u (M, r), beside a low-rank delta.
       scale: 1 / T, () or (M,) float32; None: 1.
       cap: c, () or (M,) float32, the bound of logits where it is an array; None: a number of the head's, or no bound.

@@ -21,7 +21,7 @@ class Chunk:
 
     Attributes:
       start, size: of the chunk among the rows, or among the kept ones.
-      rows: where there is a mask, the kept ones' numbers in their order, and behind them numbers beyond the last row.
+      rows: where there is a mask, the kept ones' numbers in their order, followed by numbers beyond the last row.
     """
 
     start: Any
@@ -29,7 +29,7 @@ class Chunk:
     rows: jax.Array | None = None
 
     def of(self, x: Any) -> Any:
-        """The chunk's rows of x, or None of None; behind the last kept row the first one again, which is finite."""
+        """The chunk's rows of x, or None of None; after the last kept row the first one again, which is finite."""
         if x is None:
             return None
         if self.rows is None:
@@ -37,23 +37,23 @@ class Chunk:
         rows = self._own()
         return jnp.take(x, jnp.where(rows < x.shape[0], rows, self.rows[0]), axis=0, mode="clip")
 
-    def of_kept(self, x: Any) -> Any:
-        """The same, but behind the last kept row 0."""
+    def or_zeros(self, x: Any) -> Any:
+        """The chunk's rows of x, or None of None; zeros after the last kept row."""
         if x is None or self.rows is None:
             return self.of(x)
         return jnp.take(x, self._own(), axis=0, mode="fill", fill_value=0)
 
-    def put(self, rows: jax.Array, part: jax.Array) -> jax.Array:
-        """The rows of an array with the chunk's in their places."""
+    def put(self, rows: jax.Array, values: jax.Array) -> jax.Array:
+        """`rows`, an array of all rows, with the chunk's values in their places."""
         if self.rows is not None:
-            return rows.at[self._own()].set(part, mode="drop", unique_indices=True, indices_are_sorted=True)
-        whole = same_size(part.shape[0], rows.shape[0])
-        return part if whole else lax.dynamic_update_slice_in_dim(rows, part, self.start, 0)
+            return rows.at[self._own()].set(values, mode="drop", unique_indices=True, indices_are_sorted=True)
+        has_all_rows = same_size(values.shape[0], rows.shape[0])
+        return values if has_all_rows else lax.dynamic_update_slice_in_dim(rows, values, self.start, 0)
 
     def _own(self) -> jax.Array:
         assert self.rows is not None
-        whole = same_size(self.size, self.rows.shape[0])
-        return self.rows if whole else lax.dynamic_slice_in_dim(self.rows, self.start, self.size)
+        has_all_rows = same_size(self.size, self.rows.shape[0])
+        return self.rows if has_all_rows else lax.dynamic_slice_in_dim(self.rows, self.start, self.size)
 
 
 def over_chunks(
@@ -70,7 +70,7 @@ def over_chunks(
     Args:
       step: gives the next state.
       rows: their number.
-      size: of a chunk; the last one may be shorter, but with a mask. None: all rows are one.
+      size: of a chunk; without a mask the last one may be shorter. None: all rows are one chunk.
       mask: (rows,) bool: which are kept. There are as many steps as chunks of kept rows, perhaps none.
       all_chunks: as many steps as without a mask, which JAX can differentiate.
     """
@@ -89,8 +89,8 @@ def over_chunks(
 def chunk_size(rows: Any, row_bytes: int, chunk_bytes: int) -> int | None:
     """Rows of a chunk, a multiple of 128; None: one chunk.
 
-    All are of one size if less than twice as many as are needed can be, else about so: a last one of another size has
-    kernels and memory of its own.
+    All have one size if that takes less than twice as many chunks as are needed, else nearly one: a last chunk of
+    another size has its own kernels and memory.
     """
     most = max(chunk_bytes // row_bytes // 128 * 128, 128)
     if not isinstance(rows, int) or rows <= most:
@@ -112,10 +112,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def kept_rows(mask: jax.Array, size: Any) -> jax.Array:
-    """(size,) int32: the numbers of the rows that a mask (rows,) keeps, and behind them rows, rows + 1, ..."""
+    """(size,) int32: the numbers of the rows that a mask (rows,) keeps, followed by rows, rows + 1, ..."""
     rows = mask.shape[0]
     places = jnp.cumsum(mask, dtype=jnp.int32) - 1
     beyond = rows + lax.iota(jnp.int32, size)
-    # Of those that are not kept the places are beyond the last, each its own.
+    # Rows that are not kept have distinct places beyond the last.
     places = jnp.where(mask, places, size + lax.iota(jnp.int32, rows))
     return beyond.at[places].set(lax.iota(jnp.int32, rows), mode="drop", unique_indices=True)

@@ -1,12 +1,12 @@
-"""A head with entropies whose logits are read by nobody: sums of the first product's epilogue give them.
+"""A head with entropies that reads no logits: sums of the first product's epilogue give the entropies.
 
     S[m] = sum_v exp(y[m, v] - s)        W[m] = sum_v (y[m, v] - s) exp(y[m, v] - s)
     lse = s + log(S)        entropy = lse - sum_v p[v] y[v] = log(S) - W / S
 
-with one number s near the logits. No maximum is needed where S is in float32's range. Of lse - s rounding makes some
-1e-7 of it in the entropy, as it does in the logarithms of p from which the derivative comes.
+with one number s near the logits. No maximum is needed where S is in float32's range. Rounding makes the entropy
+uncertain by some 1e-7 of lse - s, as it does the logarithms of p from which the derivative comes.
 
-A row whose S leaves 2^-60 to 2^110 is lost, W with it. That is noticed, and all statistics are made again from logits.
+A row whose S leaves 2^-60 to 2^110 is lost, W with it. Then all statistics are computed again, from logits.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class EntropyHead(LossHead):
 
     @classmethod
     def of(cls, head: LossHead, labels: jax.Array) -> LossHead:
-        """The same head with sums, or the head itself, which reads logits: exact ones, or those of more labels."""
+        """The same head with sums; or the head itself, which reads logits: for float32 products, and several labels."""
         is_fit = head.has_entropy and not head.has_total and labels.ndim == 1
         return cls(**vars(head)) if is_fit and np.dtype(head.dtype).itemsize == 2 else head
 
     def statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
-        w, columns = self._joined(kernel), self._of_part(labels)
+        w, columns = self._joined(kernel), self._shard_labels(labels)
         shift = near_logits(self, tokens, w, columns, mask)
 
         def step(state: tuple[Statistics, jax.Array], chunk: Chunk) -> tuple[Statistics, jax.Array]:
-            found, is_lost = state
-            of_chunk, is_row_lost = self._shifted_sums(
+            stats, is_lost = state
+            chunk_stats, is_row_lost = self._shifted_sums(
                 self.formed(tokens, chunk), w, chunk.of(columns), self.curve(tokens, chunk), shift
             )
-            return jax.tree.map(chunk.put, found, of_chunk), is_lost | jnp.any(is_row_lost)
+            return jax.tree.map(chunk.put, stats, chunk_stats), is_lost | jnp.any(is_row_lost)
 
         (is_lost,) = vary(varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes), jnp.zeros((), jnp.bool))
         state = self._no_statistics(tokens, kernel, labels), is_lost
         size = self._chunk(labels.shape[0], self.dtype)
-        found, is_lost = over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
+        stats, is_lost = over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
 
         def by_logits() -> Statistics:
             return LossHead.statistics(self, tokens, kernel, labels, mask)
 
-        return unexpected(is_lost.astype(jnp.int32), by_logits, found)
+        return unexpected(is_lost.astype(jnp.int32), by_logits, stats)
 
     def _shifted_sums(
         self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, curve: LogitCurve, shift: jax.Array
@@ -69,7 +69,7 @@ class EntropyHead(LossHead):
         """The statistics, and for each row whether it is lost."""
 
         def loss_entropy(acc: jax.Array, labels: jax.Array, shift: jax.Array, scale: Any, cap: Any) -> list[jax.Array]:
-            y = curve.of_tile(scale, cap).of(acc)
+            y = curve.for_tile(scale, cap).of(acc)
             column = lax.broadcasted_iota(jnp.int32, y.shape, 1)
             e = jnp.exp(y - shift)
             if self.columns > self.vocabulary:

@@ -1,4 +1,4 @@
-"""A loss head that keeps the exponentials of a chunk's logits: no pass makes the logits' cotangent of them.
+"""A loss head that keeps the exponentials of a chunk's logits: the logits' cotangent needs no pass over them.
 
     e[m, v] = exp(z[m, v] - s)        lse[m] = s + log(sum_v e[m, v])
 
@@ -9,12 +9,12 @@ label's, a multiple of it in each row:
     e'[m, v] = e[m, v]  but  e'[m, labels[m]] = exp(target - s) + dtarget / f
     dh = f (e' W^T)        dW = (f h)^T e'
 
-so that the products read e', and f is a factor of one's rows, in its epilogue, and of the other's input. bfloat16 has
-float32's range, and an exponential is as exact in it as the cotangent would be; a logit of 20 that is rounded to
+so that both products read e': f scales the first one's rows, in its epilogue, and the second one's input h. bfloat16
+has float32's range, and an exponential is as exact in it as the cotangent would be; a logit of 20 that is rounded to
 bfloat16 makes its probability uncertain by 6 %.
 
-A row whose sum leaves 2^-60 to 2^126 has logits more than 41 below s or 87 above it in all that matters, and what is
-beyond is lost. That is noticed, and all chunks are made again by their logits.
+A row whose sum leaves 2^-60 to 2^126 has its largest logits more than 41 below s or 87 above it, and its exponentials
+are lost. Then all chunks are computed again, from their logits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ExponentialHead(LossHead):
         return cls(**{**vars(head), "chunk_bytes": chunk_bytes})
 
     def logit_head(self) -> LossHead:
-        """The head that keeps logits and makes a second array of them: half of a chunk's tokens take as much."""
+        """The head that keeps logits and their cotangent: half as many tokens take the memory of a chunk."""
         return LossHead(**{**vars(self), "chunk_bytes": max(self.chunk_bytes // 2, 1)})
 
     def values_and_gradients(
@@ -74,23 +74,26 @@ class ExponentialHead(LossHead):
         weights: jax.Array,
         *coefficients: jax.Array,
     ) -> Any:
-        w, columns = self._joined(kernel), self._of_part(labels)
+        w, columns = self._joined(kernel), self._shard_labels(labels)
         shift = near_logits(self, tokens, w, columns)
 
         def step(state: Any, chunk: Chunk) -> Any:
             (values, is_lost), dtokens, dkernel = state
-            formed, given = self.formed(tokens, chunk), chunk.of(columns)
-            found, e, is_row_lost = self._exponentials(formed, w, given, shift)
-            made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
+            formed, chunk_labels = self.formed(tokens, chunk), chunk.of(columns)
+            stats, e, is_row_lost = self._exponentials(formed, w, chunk_labels, shift)
+            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
             cotangents, *dcoefficients = pullback(chunk.of(weights))
-            factor = jnp.exp(shift - found.lse) * cotangents.lse
+            factor = jnp.exp(shift - stats.lse) * cotangents.lse
             added = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)  # to the label's
             is_row_lost |= jnp.abs(added) > MOST
-            rows, inside = lax.iota(jnp.int32, given.shape[0]), (given >= 0) & (given < self.vocabulary)
-            exact = (jnp.exp(found.target - shift) + added).astype(e.dtype)
-            e = e.at[rows, jnp.where(inside, given, self.columns)].set(exact, mode="drop", unique_indices=True)
+            rows, inside = (
+                lax.iota(jnp.int32, chunk_labels.shape[0]),
+                (chunk_labels >= 0) & (chunk_labels < self.vocabulary),
+            )
+            exact = (jnp.exp(stats.target - shift) + added).astype(e.dtype)
+            e = e.at[rows, jnp.where(inside, chunk_labels, self.columns)].set(exact, mode="drop", unique_indices=True)
             gradients = self._products(e, [], formed, w, (dtokens, dkernel), chunk, factor=factor[:, None])
-            values = jax.tree.map(chunk.put, values, [made, *dcoefficients])
+            values = jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients])
             return (values, is_lost | jnp.any(is_row_lost)), *gradients
 
         size = self._chunk(labels.shape[0], self.dtype)
@@ -100,13 +103,13 @@ class ExponentialHead(LossHead):
             ([no_value] * (1 + len(coefficients)), is_lost),
             *self._no_gradients(tokens, kernel, is_single=size is None),
         )
-        ((made, *dcoefficients), is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        ((token_values, *dcoefficients), is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
         is_lost = across(ReductionOp.MAX, is_lost.astype(jnp.int32), self.axes)
 
         def by_logits() -> Any:
             return self.logit_head().values_and_gradients(value, tokens, kernel, labels, weights, *coefficients)
 
-        return unexpected(is_lost, by_logits, (made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)))
+        return unexpected(is_lost, by_logits, (token_values, tuple(dcoefficients), dtokens, self._unpadded(dkernel)))
 
     def _exponentials(
         self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, shift: jax.Array
@@ -129,6 +132,6 @@ class ExponentialHead(LossHead):
             out_dtypes=[jnp.float32, jnp.float32, self.dtype],
             transpose_b=self.transpose_w,
         )
-        is_finite = total <= MOST  # of this part of W: false of NaN
+        is_finite = total <= MOST  # on this shard of W; False for NaN
         total, target = (across(ReductionOp.SUM, x, self.axes) for x in (total, target))
         return Statistics(shift + jnp.log(total), target), e, ~(is_finite & (total >= LEAST))

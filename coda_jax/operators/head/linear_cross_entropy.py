@@ -60,12 +60,12 @@ def linear_cross_entropy(
     A norm is applied on its way into the product, not in the epilogue as elsewhere: with V > D a pass over (M, D) is
     cheaper than one over w, where the scale would be folded, and as accurate.
 
-    Over a device mesh each device works on chunks of its own tokens. Axes that cut the vocabulary leave each device its
-    part of w: sums over the vocabulary, vectors, are finished over them in each chunk, and dx once. Over axes that cut
-    tokens w is gathered, once; over automatic ones in the compute dtype.
+    Over a device mesh each device works on chunks of its own tokens. Axes that shard the vocabulary leave each device
+    its shard of w: sums over the vocabulary, vectors, are finished over them in each chunk, and dx once. Over axes that
+    shard tokens w is gathered, once; over automatic ones in the compute dtype.
 
     Args:
-      x: (..., D), what is projected, or a DeferredNorm of it.
+      x: (..., D), the array that is projected, or a DeferredNorm of it.
       w: (D, V); with transpose_w (V, D), as of a tied embedding.
       labels: (...) integers from 0 to V - 1, or ignore_index. For any other label, loss and gradient are NaN.
       weights: (...), of the tokens; default 1. They receive their gradient.
@@ -74,14 +74,14 @@ def linear_cross_entropy(
       reduction: "mean": sum(weights * loss) / sum(weights), and 0 where nothing has weight; "sum": sum(weights * loss);
         "none": weights * loss.
       ignore_index: tokens with this label have weight 0 (their x must be finite all the same); None: there is none.
-      label_smoothing: in [0, 1), the part of the target distribution that is spread over all of the vocabulary.
+      label_smoothing: in [0, 1), the share of the target distribution that is spread over all of the vocabulary.
       z_loss: coefficient of lse^2, which keeps the logits from drifting.
       soft_cap: bound of the logits, as in Gemma 2; None: none. It, label_smoothing and z_loss are numbers or arrays (),
         which receive their gradient and make one program of a schedule. A traced one that is out of its range makes
         loss and gradients NaN.
       chunk_bytes: the most that a chunk's logits or exponentials take; they are those of a multiple of 128 tokens, at
         least 128. The default is 2^29, 2048 tokens for V = 128256 and bfloat16, and half of it where a copy of w in
-        the compute dtype stands beside them; of exponentials 1.6 times what dw takes in float32, if both are within
+        the compute dtype is beside them; of exponentials 1.6 times what dw takes in float32, if both are within
         3.25 GiB, for adding to dw costs the more, the more chunks there are. A symbolic number of tokens is one chunk.
       dtype: compute dtype, of the products' inputs and the chunk's logits, but that these are float32 where it is
         float16, beyond whose range, 65504, logits without a norm may be; default the promotion of x and w.
@@ -95,12 +95,12 @@ def linear_cross_entropy(
       TypeError: labels that are no integers, or a floating array or dtype that is not bfloat16, float16 or float32.
       ValueError: shapes that do not fit, or an option out of its range.
 
-    Numerics: lse and the label's logit come from the float32 accumulator. Of the others the gradient reads exponentials
-    in bfloat16 where that is the compute dtype and there is neither smoothing nor a cap; else rounded logits:
-    in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" nothing is rounded before the
-    probability. Where a row's log-sum-exp is 41 below or 87 above the logits of the first labels, all chunks are made
-    again by rounded logits, in twice the time. dx and dw leave the products in float32 where x or w are. In 16-bit
-    dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
+    Numerics: lse and the label's logit come from the float32 accumulator. For other logits the gradient reads
+    exponentials in bfloat16 where that is the compute dtype and there is neither smoothing nor a cap; else rounded
+    logits: in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" nothing is rounded
+    before the probability. Where a row's log-sum-exp is 41 below or 87 above the logits of the first labels, all chunks
+    are computed again from rounded logits, in twice the time. dx and dw leave the products in float32 where x or w are.
+    In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
     Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).
     """
@@ -132,17 +132,17 @@ def linear_cross_entropy(
     weights = jnp.where(unknown, jnp.nan, jnp.where(ignored, 0.0, weights))
     total, arrays = jnp.sum(weights), [x for x in coefficients if not isinstance(x, float)]
 
-    def loss(of_token: Statistics, *arrays: jax.Array) -> jax.Array:
+    def loss(token_stats: Statistics, *arrays: jax.Array) -> jax.Array:
         remaining = iter(arrays)
-        smoothing, of_square = (next(remaining) if x is None else x for x in fixed)
-        value = of_token.lse - (1 - smoothing) * of_token.target
+        smoothing, square_weight = (next(remaining) if x is None else x for x in fixed)
+        value = token_stats.lse - (1 - smoothing) * token_stats.target
         if has_square:
-            value += of_square * of_token.lse * of_token.lse
-        return value - smoothing / head.vocabulary * of_token.total if has_smoothing else value
+            value += square_weight * token_stats.lse * token_stats.lse
+        return value - smoothing / head.vocabulary * token_stats.total if has_smoothing else value
 
     if reduction == "none":
-        found = statistics(head, _NAME, tokens, kernel, labels)
-        return rows.apart(weights * loss(found, *arrays)), total
+        stats = statistics(head, _NAME, tokens, kernel, labels)
+        return rows.apart(weights * loss(stats, *arrays)), total
     summed = weighted_sum(head, _NAME, loss, tokens, kernel, labels, weights, *arrays)
     return summed / jnp.where(total == 0, 1.0, total) if reduction == "mean" else summed, total
 

@@ -29,19 +29,19 @@ class LogitCurve(NamedTuple):
         """The columns of scale and cap, or None."""
         return self.scale, self.cap if self.has_cap_column else None
 
-    def cotangent_columns(self, labels: jax.Array, found: Statistics, cotangents: Statistics) -> list[Any]:
-        """Columns (m, 1), or None, of the cotangent of z: labels (m,), scale, what the statistics and theirs give, cap.
+    def cotangent_columns(self, labels: jax.Array, stats: Statistics, cotangents: Statistics) -> list[Any]:
+        """Columns (m, 1), or None, that the cotangent of z reads: labels, scale, statistics and their cotangents, cap.
 
-        Of several labels a token, (m, k), there are none.
+        Those of the labels and of the targets' cotangents are None where a token has several labels, (m, k).
         """
-        given = (labels, cotangents.target) if labels.ndim == 1 else (None, None)
-        rows = (found.lse, found.entropy, cotangents.lse, given[1], cotangents.total, cotangents.entropy)
-        of_labels, *others = (None if x is None else x[:, None] for x in (given[0], *rows))
+        targets = (labels, cotangents.target) if labels.ndim == 1 else (None, None)
+        rows = (stats.lse, stats.entropy, cotangents.lse, targets[1], cotangents.total, cotangents.entropy)
+        label_column, *others = (None if x is None else x[:, None] for x in (targets[0], *rows))
         scale, cap = self.columns()
-        return [of_labels, scale, *others, cap]
+        return [label_column, scale, *others, cap]
 
-    def of_tile(self, scale: Any, cap: Any) -> LogitCurve:
-        """The same of columns as an epilogue is given them; a number stays what it is, a constant."""
+    def for_tile(self, scale: Any, cap: Any) -> LogitCurve:
+        """The same curve with columns as an epilogue reads them; a number stays a constant."""
         return LogitCurve(scale, self.cap if cap is None else cap)
 
     def capped(self, z: jax.Array) -> jax.Array:
@@ -57,10 +57,10 @@ class LogitCurve(NamedTuple):
         return y if self.scale is None else y / self.scale
 
     def through(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
-        """dz of dy."""
+        """dz from dy."""
         return self.scaled(dy if self.cap is None else dy * (1 - jnp.square(capped / self.cap)))
 
-    def of_cap(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
+    def cap_terms(self, dy: jax.Array, capped: jax.Array) -> jax.Array:
         """The term that each dy adds to dc: dy / T (t - artanh(t) (1 - t^2)) with t = tanh(z / c)."""
         t = jnp.clip(capped / self.cap, -1 + 2.0**-20, 1 - 2.0**-20)  # artanh(1) is infinite
         return self.scaled(dy * (t - jnp.arctanh(t) * (1 - jnp.square(t))))

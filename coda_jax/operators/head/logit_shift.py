@@ -23,22 +23,22 @@ def near_logits(
 
     Args:
       w: [W; B], as a head's products read it.
-      labels: (M,), as columns of this part of W.
-      mask: (M,) bool, or None. Others than the tokens that it keeps may hold anything.
+      labels: (M,), as columns of this shard of W.
+      mask: (M,) bool, or None. Tokens that it does not keep may hold anything.
     """
     count = min(_SAMPLE, labels.shape[0])
     rows = Chunk(0, count, lax.iota(jnp.int32, count) * (labels.shape[0] // count))
-    formed, given = head.formed(tokens, rows), rows.of(labels)
+    formed, row_labels = head.formed(tokens, rows), rows.of(labels)
     h = jnp.concatenate(formed, axis=1)
-    picked = jnp.take(w, jnp.clip(given, 0, head.vocabulary - 1), axis=0 if head.transpose_w else 1)
+    picked = jnp.take(w, jnp.clip(row_labels, 0, head.vocabulary - 1), axis=0 if head.transpose_w else 1)
     equation = "mk,mk->m" if head.transpose_w else "mk,km->m"
     z = jnp.einsum(equation, h.astype(jnp.float32), picked.astype(jnp.float32))
     targets = head.curve(tokens, rows).of(z[:, None])[:, 0]
-    is_target = (given >= 0) & (given < head.vocabulary) & jnp.isfinite(targets)
+    is_target = (row_labels >= 0) & (row_labels < head.vocabulary) & jnp.isfinite(targets)
     if mask is not None:
         is_target &= rows.of(mask)
-    total, found = (
+    total, num_targets = (
         across(ReductionOp.SUM, jnp.sum(x), head.axes) for x in (jnp.where(is_target, targets, 0.0), is_target)
     )
-    shift = total / jnp.maximum(found, 1)
+    shift = total / jnp.maximum(num_targets, 1)
     return lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0.0))

@@ -1,21 +1,21 @@
-"""The head under a loss and under log-probabilities: what a projection's logits sum up to, a chunk of tokens at a time.
+"""The head under a loss and under log-probabilities: sums over a projection's logits, a chunk of tokens at a time.
 
 z = h W  or, beside a low-rank delta, h W + u B        y = z / T  or, capped,  c tanh(z / c) / T
 
-Of each token's y these are its statistics, with p[v] = exp(y[v] - lse):
+The statistics of each token's y are, with p[v] = exp(y[v] - lse):
 
     lse = log(sum_v exp(y[v]))        target = y[labels]        total = sum_v y[v]
     entropy = -sum_v p[v] log(p[v]) = lse - sum_v p[v] y[v]
 
-A loss or a log-probability is elementwise in them, and its derivative JAX's own. That of the statistics is
+A loss or a log-probability is elementwise in them, and has JAX's own derivative. That of the statistics is
 
     dlse/dy[v] = p[v]      dtarget/dy[v] = [v == labels]      dtotal/dy[v] = 1
     dentropy/dy[v] = -p[v] (log(p[v]) + entropy)
 
-so from their cotangents, which have their names,
+so from their cotangents, dlse, dtarget and so on,
 
     dy[v] = p[v] (dlse - dentropy (y[v] - lse + entropy)) + [v == labels] dtarget + dtotal
-    dz = dy / T (1 - (capped / c)^2)      d(1/T) = sum_v dy[v] capped[v]      dc as `LogitCurve.of_cap` says
+    dz = dy / T (1 - (capped / c)^2)      d(1/T) = sum_v dy[v] capped[v]      dc as `LogitCurve.cap_terms` says
     dh = dz W^T      dW = h^T dz      du = dz B^T      dB = u^T dz
 """
 
@@ -46,7 +46,7 @@ class LossHead:
     """The sizes and settings of a head, beside its arrays.
 
     Attributes:
-      vocabulary: V, of W as it is given: a device's shard where W is sharded.
+      vocabulary: V, of the W that is passed: a device's shard where W is sharded.
       columns: of a chunk's logits: V, or more where rows of V elements cannot be addressed.
       axes: the manual mesh axes that shard W's vocabulary; the sums over it are finished over them.
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
@@ -72,9 +72,9 @@ class LossHead:
     all_chunks: bool = False
     axes: tuple[str, ...] = ()
 
-    def of_part(self, axes: tuple[str, ...], parts: int) -> LossHead:
-        """The same where mesh axes of so many devices cut W's vocabulary."""
-        vocabulary = self.vocabulary // parts
+    def on_shard(self, axes: tuple[str, ...], shards: int) -> LossHead:
+        """The same head for one shard of W, where mesh axes divide its vocabulary into so many shards."""
+        vocabulary = self.vocabulary // shards
         return dataclasses.replace(
             self, vocabulary=vocabulary, columns=columns_of(vocabulary, self.dtype), axes=(*self.axes, *axes)
         )
@@ -87,11 +87,11 @@ class LossHead:
           labels: (M,) or (M, k) int32.
           mask: (M,) bool, or None.
         """
-        w, labels = self._joined(kernel), self._of_part(labels)
+        w, labels = self._joined(kernel), self._shard_labels(labels)
 
-        def step(found: Statistics, chunk: Chunk) -> Statistics:
-            of_chunk, _ = self._sums(self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk))
-            return jax.tree.map(chunk.put, found, of_chunk)
+        def step(stats: Statistics, chunk: Chunk) -> Statistics:
+            chunk_stats, _ = self._sums(self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk))
+            return jax.tree.map(chunk.put, stats, chunk_stats)
 
         size = self._chunk(labels.shape[0], self._logits_dtype(labels))
         state = self._no_statistics(tokens, kernel, labels)
@@ -110,28 +110,28 @@ class LossHead:
 
         The cotangents are those of the coefficients, (M,) each, and those that `pullback` gives.
         """
-        w, labels = self._joined(kernel), self._of_part(labels)
+        w, labels = self._joined(kernel), self._shard_labels(labels)
 
         def step(state: tuple[Any, Tokens, Kernel], chunk: Chunk) -> tuple[Any, Tokens, Kernel]:
             values, dtokens, dkernel = state
-            formed, given, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
-            found, z = self._sums(formed, w, given, curve, keep=True)
-            made, pullback = jax.vjp(value, found, *map(chunk.of, coefficients))
+            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
+            stats, z = self._sums(formed, w, chunk_labels, curve, keep=True)
+            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
             cotangents, *dcoefficients = pullback(chunk.of(weights))
             # The label's own logit is the exact one: its cotangent is often a difference.
-            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == given[:, None]
-            target = curve.unscaled(found.target[:, None])
+            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == chunk_labels[:, None]
+            target = curve.unscaled(stats.target[:, None])
             capped = jnp.where(is_label, target, curve.capped(z.astype(jnp.float32)))
-            of_labels, _, *columns, _ = curve.cotangent_columns(given, found, cotangents)
-            dz, *drows = self._dlogits(curve, capped, of_labels, *columns)
+            label_column, _, *columns, _ = curve.cotangent_columns(chunk_labels, stats, cotangents)
+            dz, *drows = self._dlogits(curve, capped, label_column, *columns)
             gradients = self._products(dz.astype(self.dtype), drows, formed, w, (dtokens, dkernel), chunk)
-            return jax.tree.map(chunk.put, values, [made, *dcoefficients]), *gradients
+            return jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients]), *gradients
 
         size = self._chunk(labels.shape[0], self._logits_dtype(labels))
         values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
         state = (values, *self._no_gradients(tokens, kernel, is_single=size is None))
-        (made, *dcoefficients), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
-        return made, tuple(dcoefficients), dtokens, self._unpadded(dkernel)
+        (token_values, *dcoefficients), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        return token_values, tuple(dcoefficients), dtokens, self._unpadded(dkernel)
 
     def pullback(
         self,
@@ -139,35 +139,35 @@ class LossHead:
         kernel: Kernel,
         labels: jax.Array,
         mask: jax.Array | None,
-        found: Statistics,
+        stats: Statistics,
         cotangents: Statistics,
     ) -> tuple[Tokens, Kernel]:
-        """The cotangents of the tokens and the kernel from the statistics and theirs; the logits are computed again.
+        """The cotangents of tokens and kernel, from the statistics and their cotangents; logits are computed again.
 
-        Of tokens that of what is projected is in x's dtype, of the kernel they are float32. Where W is cut those of the
-        tokens are a part of a sum over the devices that have the others.
+        That of h is in x's dtype, those of the kernel are float32. Where W is sharded those of the tokens are terms of
+        a sum over the devices.
         """
-        w, labels = self._joined(kernel), self._of_part(labels)
+        w, labels = self._joined(kernel), self._shard_labels(labels)
 
         def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
-            formed, given, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
-            of_chunk, asked = jax.tree.map(chunk.of, found), jax.tree.map(chunk.of_kept, cotangents)
+            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
+            chunk_stats, chunk_cotangents = jax.tree.map(chunk.of, stats), jax.tree.map(chunk.or_zeros, cotangents)
 
             def loss_cotangent(acc: jax.Array, labels: Any, scale: Any, *others: Any) -> list[jax.Array]:
                 *columns, cap = others
-                of_tile = curve.of_tile(scale, cap)
-                return self._dlogits(of_tile, of_tile.capped(acc), labels, *columns)
+                tile_curve = curve.for_tile(scale, cap)
+                return self._dlogits(tile_curve, tile_curve.capped(acc), labels, *columns)
 
             dz, *drows = self._multiply(
                 formed,
                 w,
-                *curve.cotangent_columns(given, of_chunk, asked),
+                *curve.cotangent_columns(chunk_labels, chunk_stats, chunk_cotangents),
                 epilogue=loss_cotangent,
                 out_dtypes=[self.dtype, *[jnp.float32] * (self.scale_has_gradient + curve.has_cap_column)],
                 transpose_b=self.transpose_w,
             )
             if labels.ndim > 1:
-                dz, drows = self._with_candidates(dz, drows, given, curve, of_chunk, asked)
+                dz, drows = self._with_candidates(dz, drows, chunk_labels, curve, chunk_stats, chunk_cotangents)
             return self._products(dz, drows, formed, w, state, chunk)
 
         size = self._chunk(labels.shape[0], self.dtype)
@@ -201,14 +201,14 @@ class LossHead:
     ) -> tuple[Statistics, jax.Array]:
         """The statistics, and with `keep` the product in its `_logits_dtype`.
 
-        The entropy and more labels than one are read from the product, which is kept for them: an epilogue's sum over
+        The entropy and several labels a token are read from the product, which is kept for them: an epilogue's sum over
         a tile does not know the log-sum-exp of all tiles that sum_v exp(y - lse) y needs. `EntropyHead` guesses it.
         """
         is_one = labels.ndim == 1
         keep = keep or self._reads_logits(labels)
 
         def loss_sums(acc: jax.Array, labels: Any, scale: Any, cap: Any) -> list[jax.Array]:
-            y = curve.of_tile(scale, cap).of(acc)
+            y = curve.for_tile(scale, cap).of(acc)
             column = lax.broadcasted_iota(jnp.int32, y.shape, 1)
             among = y if self.columns == self.vocabulary else jnp.where(column < self.vocabulary, y, -jnp.inf)
             outputs = [logsumexp(among, axis=1)]
@@ -237,13 +237,13 @@ class LossHead:
         return Statistics(lse, target, total[0] if total else None, entropy), z
 
     def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
-        """The logits of labels (m, k); 0 for those of another part of W."""
+        """The logits of labels (m, k); 0 for those on another shard of W."""
         inside = (labels >= 0) & (labels < self.vocabulary)
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, curve.of(picked), 0.0)
 
     def _entropy(self, z: jax.Array, lse: jax.Array, curve: LogitCurve) -> jax.Array:
-        """-sum p log(p), in one pass over the chunk; lse is but a shift, so that its own rounding is in no p."""
+        """-sum p log(p), in one pass over the chunk; lse is only a shift, whose rounding does not change p."""
         logp = curve.of(z) - lse[:, None]
         if self.columns > self.vocabulary:
             logp = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, logp, -1e4)
@@ -263,7 +263,7 @@ class LossHead:
         dtotal: Any,
         dentropy: Any,
     ) -> list[jax.Array]:
-        """dz and `_row_cotangents`; what follows capped are columns (m, 1), or None."""
+        """dz and `_row_cotangents`; the arguments after capped are columns (m, 1), or None."""
         logp = curve.scaled(capped) - lse
         dy = jnp.exp(logp) * (dlse if dentropy is None else dlse - dentropy * (logp + entropy))
         column = lax.broadcasted_iota(jnp.int32, capped.shape, 1)
@@ -276,9 +276,9 @@ class LossHead:
         return [curve.through(dy, capped), *self._row_cotangents(dy, capped, curve)]
 
     def _row_cotangents(self, dy: jax.Array, capped: jax.Array, curve: LogitCurve) -> list[jax.Array]:
-        """The row sums d(1/T) and dc, each where it is asked for."""
+        """The row sums d(1/T) and dc, each if it is asked for."""
         d_scale = [jnp.sum(dy * capped, axis=1)] if self.scale_has_gradient else []
-        return [*d_scale, jnp.sum(curve.of_cap(dy, capped), axis=1)] if curve.has_cap_column else d_scale
+        return [*d_scale, jnp.sum(curve.cap_terms(dy, capped), axis=1)] if curve.has_cap_column else d_scale
 
     def _with_candidates(
         self,
@@ -286,11 +286,11 @@ class LossHead:
         drows: list[jax.Array],
         labels: jax.Array,
         curve: LogitCurve,
-        found: Statistics,
+        stats: Statistics,
         cotangents: Statistics,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """dz and the row sums with what the targets of labels (m, k) add to them."""
-        capped = curve.unscaled(found.target)
+        capped = curve.unscaled(stats.target)
         inside = (labels >= 0) & (labels < self.vocabulary)
         added = jnp.where(inside, cotangents.target, 0.0)
         drows = [total + more for total, more in zip(drows, self._row_cotangents(added, capped, curve), strict=True)]
@@ -313,7 +313,7 @@ class LossHead:
         *,
         factor: jax.Array | None = None,
     ) -> tuple[Tokens, Kernel]:
-        """The gradients with those of the chunk: dz W^T in its rows, h^T dz added in place; factor (m, 1) is of dz."""
+        """The gradients with the chunk's: dz W^T in its rows, h^T dz added in place. factor (m, 1) multiplies dz."""
         dtokens, dkernel = gradients
         options: dict[str, Any] = {} if factor is None else {"epilogue": scale_rows}
         options |= {"out_dtypes": [dtokens.h.dtype], "transpose_b": not self.transpose_w}
@@ -326,13 +326,13 @@ class LossHead:
             dinner = dinner.astype(dtokens.inner.dtype)
         remaining = iter(drows)
         dscale, dcap = (None if x is None else next(remaining) for x in (dtokens.scale, dtokens.cap))
-        of_chunk = Tokens(dh, dinner, dscale, dcap)
+        chunk_tokens = Tokens(dh, dinner, dscale, dcap)
         dw = self._added(dkernel.w, *((dz, formed[0]) if self.transpose_w else (formed[0], dz)))
         db = None if dinner is None else self._added(dkernel.b, formed[1], dz)
-        return jax.tree.map(chunk.put, dtokens, of_chunk), Kernel(dw, db)
+        return jax.tree.map(chunk.put, dtokens, chunk_tokens), Kernel(dw, db)
 
     def _added(self, total: jax.Array | None, a: jax.Array, b: jax.Array) -> jax.Array:
-        """total + a^T b, float32, in its place; nothing is read where the chunk is the only one."""
+        """total + a^T b, float32, in place of total; a^T b alone where the chunk is the only one."""
         options: dict[str, Any] = {"out_dtypes": [jnp.float32], "transpose_a": True}
         if total is not None:
             options |= {"epilogue": accumulate, "input_output_aliases": ((0, 0),)}
@@ -369,12 +369,12 @@ class LossHead:
         dw = dkernel.w[: self.vocabulary] if self.transpose_w else dkernel.w[:, : self.vocabulary]
         return Kernel(dw, None if dkernel.b is None else dkernel.b[:, : self.vocabulary])
 
-    def _of_part(self, labels: jax.Array) -> jax.Array:
-        """Labels as columns of this part of W; those of other parts are none of its columns, or padding."""
+    def _shard_labels(self, labels: jax.Array) -> jax.Array:
+        """Labels as columns of this shard of W; those of other shards are outside of its columns, or padding."""
         return labels - lax.axis_index(self.axes) * self.vocabulary if self.axes else labels
 
     def _no_statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array) -> Statistics:
-        """Zeros that vary over the mesh axes that those of a chunk vary over: not over those that cut W."""
+        """Zeros that vary over the same mesh axes as a chunk's statistics: not over those that shard W."""
         axes = varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes)
         rows, target = (vary(axes, jnp.zeros(shape, jnp.float32))[0] for shape in (labels.shape[:1], labels.shape))
         return Statistics(rows, target, rows if self.has_total else None, rows if self.has_entropy else None)

@@ -1,4 +1,4 @@
-"""The tokens of arrays with leading axes as the rows that a head over a vocabulary takes."""
+"""The tokens of arrays with leading axes, as the rows that a head over a vocabulary reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from coda_jax.primitives.mesh_types import explicit_cuts, placed, reshaped
 class Rows(NamedTuple):
     """The leading axes of x (..., D), which the arrays of each token have too.
 
-    Over explicit mesh axes all of these lie as x does, whose width is gathered: what cuts one of its leading axes cuts
-    the rows.
+    Over explicit mesh axes all of these are sharded as x, whose width is gathered: mesh axes that shard one of its
+    leading axes shard the rows.
 
     Attributes:
       sizes: of the leading axes.
-      cuts: of each the explicit mesh axes that cut it.
+      cuts: for each, the explicit mesh axes that shard it.
       mesh: of these mesh axes; None where there are none.
     """
 
@@ -31,9 +31,9 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array, *others: jax.Array | None) -> Rows:
-        """The rows of x; the mesh is that of the first of x and the other arrays that explicit mesh axes cut."""
-        cut = [y for y in (x, *others) if y is not None and any(explicit_cuts(y))]
-        return cls(x.shape[:-1], explicit_cuts(x)[:-1], jax.typeof(cut[0]).sharding.mesh if cut else None)
+        """The rows of x; the mesh is that of the first of x and the other arrays that explicit mesh axes shard."""
+        sharded = [y for y in (x, *others) if y is not None and any(explicit_cuts(y))]
+        return cls(x.shape[:-1], explicit_cuts(x)[:-1], jax.typeof(sharded[0]).sharding.mesh if sharded else None)
 
     def flat(self, x: jax.Array) -> jax.Array:
         """x (..., *rest) as (M, *rest)."""
@@ -41,16 +41,16 @@ class Rows(NamedTuple):
         return self._placed(as_matrix(x, (MatrixAxis(Dimension.M, len(self.sizes)), *[UNSHARDED] * rest)))
 
     def norm(self, norm: DeferredNorm) -> DeferredNorm:
-        """The norm of x as (M, D), its statistics as (M,), its scale and bias whole."""
-        of_tokens = {name: getattr(norm, name) for name in ("x", "sumsq", "mean")}
-        rows: dict[str, Any] = {name: None if x is None else self.flat(x) for name, x in of_tokens.items()}
-        return dataclasses.replace(norm, **rows, scale=self.whole(norm.scale), bias=self.whole(norm.bias))
+        """The norm of x as (M, D), its statistics as (M,), its scale and bias replicated."""
+        row_fields = {name: getattr(norm, name) for name in ("x", "sumsq", "mean")}
+        rows: dict[str, Any] = {name: None if x is None else self.flat(x) for name, x in row_fields.items()}
+        return dataclasses.replace(norm, **rows, scale=self.replicated(norm.scale), bias=self.replicated(norm.bias))
 
     def apart(self, x: jax.Array) -> jax.Array:
         """x (M, *rest) as (..., *rest)."""
         return reshaped(x, (*self.sizes, *x.shape[1:]), cuts=(*self.cuts, *[()] * (x.ndim - 1)))
 
-    def whole(self, x: Any) -> Any:
+    def replicated(self, x: Any) -> Any:
         """x, gathered over explicit mesh axes."""
         return x if x is None or not any(explicit_cuts(x)) else placed(x, NamedSharding(self.mesh, PartitionSpec()))
 

@@ -53,25 +53,25 @@ def weighted_sum(
     return jnp.sum(_on_explicit_shards(f, head, tokens, kernel, labels, weights, *coefficients))
 
 
-# ---- on one device's part of explicit axes
+# ---- on one device's shard over explicit axes
 
 
 def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
     def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
         each: Any = Result()
         results = Statistics(each, each, each if head.has_total else None, each if head.has_entropy else None)
-        found: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
-        return found
+        stats: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
+        return stats
 
     def forward(*arguments: Any) -> tuple[Statistics, Any]:
-        found = _statistics(head, *arguments, name=name)
-        return found, (arguments, found)
+        stats = _statistics(head, *arguments, name=name)
+        return stats, (arguments, stats)
 
     def backward(kept: Any, cotangents: Statistics) -> tuple[Any, ...]:
-        (tokens, kernel, labels, mask), found = kept
+        (tokens, kernel, labels, mask), stats = kept
         pullback = _pullback if mask is None else _masked_pullback
-        dtokens, dkernel = pullback(head, tokens, kernel, labels, mask, found, cotangents, name=name)
-        return *_of_arguments(head, tokens, kernel, dtokens, dkernel), None, None
+        dtokens, dkernel = pullback(head, tokens, kernel, labels, mask, stats, cotangents, name=name)
+        return *_argument_cotangents(head, tokens, kernel, dtokens, dkernel), None, None
 
     made: Statistics = differentiable(name, run, forward, backward)(*arguments)
     return made
@@ -83,9 +83,9 @@ def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kerne
 
 
 def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
-    """`_pullback`, whose own derivative is that of a loop over all chunks: of another JAX knows no reverse mode."""
-    whole = dataclasses.replace(head, all_chunks=True)
-    run, like = (partial(_pullback, of, name=name) for of in (head, whole))
+    """`_pullback`, whose own derivative is that of a loop over all chunks: JAX has no reverse mode of one over some."""
+    over_all = dataclasses.replace(head, all_chunks=True)
+    run, like = (partial(_pullback, one, name=name) for one in (head, over_all))
     gradients: tuple[Tokens, Kernel] = _derived_as(like, name, run, arguments, fixed=(2, 3))
     return gradients
 
@@ -93,20 +93,20 @@ def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens
 def _derived_as(
     like: Callable[..., Any], name: str, run: Callable[..., Any], arguments: tuple[Any, ...], *, fixed: tuple[int, ...]
 ) -> Any:
-    """run(*arguments) with the derivative of `like`, another way to the same.
+    """run(*arguments) with the derivative of `like`, another function with the same results.
 
     Args:
       fixed: numbers of the arguments that are not differentiated, as labels.
     """
 
     def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
-        def of_floats(*floats: Any) -> Any:
-            remaining = iter(floats)
+        def varied_function(*varied: Any) -> Any:
+            remaining = iter(varied)
             return like(*(x if i in fixed else next(remaining) for i, x in enumerate(arguments)))
 
-        _, pullback = jax.vjp(of_floats, *(x for i, x in enumerate(arguments) if i not in fixed))
-        found = iter(pullback(cotangents))
-        return tuple(None if i in fixed else next(found) for i in range(len(arguments)))
+        _, pullback = jax.vjp(varied_function, *(x for i, x in enumerate(arguments) if i not in fixed))
+        differentiated = iter(pullback(cotangents))
+        return tuple(None if i in fixed else next(differentiated) for i in range(len(arguments)))
 
     return differentiable(name, run, lambda *arguments: (run(*arguments), arguments), backward)(*arguments)
 
@@ -117,8 +117,8 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
     def run(
         tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array, *coefficients: jax.Array
     ) -> jax.Array:
-        found = _statistics(head, tokens, kernel, labels, None, name=name)
-        return jnp.sum(weights * value(found, *coefficients), keepdims=True)
+        stats = _statistics(head, tokens, kernel, labels, None, name=name)
+        return jnp.sum(weights * value(stats, *coefficients), keepdims=True)
 
     def forward(*arguments: Any) -> tuple[jax.Array, Any]:
         tokens, kernel, _, weights, *_ = arguments
@@ -129,7 +129,7 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
         tokens, kernel, values, (dcoefficients, (dtokens, dkernel)) = kept
         dtokens, dkernel = jax.tree.map(lambda x: jnp.expand_dims(dsum, range(1, x.ndim)) * x, (dtokens, dkernel))
         return (
-            *_of_arguments(head, tokens, kernel, dtokens, dkernel),
+            *_argument_cotangents(head, tokens, kernel, dtokens, dkernel),
             None,
             dsum * values,
             *(dsum * x for x in dcoefficients),
@@ -155,54 +155,56 @@ def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Val
     return _derived_as(of(head.logit_head()), name, of(head), arguments, fixed=(2,))
 
 
-def _of_arguments(
+def _argument_cotangents(
     head: LossHead, tokens: Tokens, kernel: Kernel, dtokens: Any, dkernel: Kernel
 ) -> tuple[Tokens, Kernel]:
-    """The arguments' cotangents, from that of what is projected and those of the kernel, float32."""
+    """The arguments' cotangents, from that of the projected array and those of the kernel, float32."""
     formed, through_norm = jax.vjp(head.normalize, tokens.h)
     (dh,) = through_norm(dtokens.h.astype(formed.dtype))
     dinner = None if tokens.inner is None else dtokens.inner.astype(tokens.inner.dtype)
     no_scale = None if tokens.scale is None else jnp.zeros_like(tokens.scale)
     dscale = no_scale if dtokens.scale is None else dtokens.scale
-    return Tokens(dh, dinner, dscale, dtokens.cap), jax.tree.map(lambda x, of_x: of_x.astype(x.dtype), kernel, dkernel)
+    return Tokens(dh, dinner, dscale, dtokens.cap), jax.tree.map(lambda x, dx: dx.astype(x.dtype), kernel, dkernel)
 
 
 # ---- on the devices of a mesh
 
 
 def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results: Any, *first: Any) -> Any:
-    """head.method(*first, *arguments), `results` saying what each array of its result is, by each device of a mesh."""
+    """head.method(*first, *arguments), run by each device of a mesh; `results` has the kind of each returned array."""
     tokens, kernel, *others = arguments
-    cast = jax.tree.map(lambda x: x.astype(head.dtype), kernel)  # here: what is gathered has the compute dtype
-    of_results, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
+    cast = jax.tree.map(
+        lambda x: x.astype(head.dtype), kernel
+    )  # before it is gathered, which then takes the compute dtype
+    kinds, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
 
     def of(head: LossHead) -> Callable[..., Any]:
         return partial(getattr(head, method), *first)
 
-    made = on_row_shards(
+    outputs = on_row_shards(
         of(head),
         *(tokens, cast, *others),
         rows=(_row_flags(tokens), False, *(True for _ in others)),
         columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
-        results=of_results,
-        sharded_f=lambda *columns: of(head.of_part(*columns)),
+        results=kinds,
+        sharded_f=lambda *columns: of(head.on_shard(*columns)),
     )
-    return jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(structure, outputs)
 
 
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
     """The kind of each gradient. Where W is sharded, each device's token gradients are partial sums.
 
-    Those of the kernel are float32, and move as bfloat16 where it is bfloat16, as the gradients of other weights do;
-    not as float16, whose range a sum that is not yet divided by the number of tokens leaves.
+    Those of the kernel are float32, and are sent as bfloat16 where it is bfloat16, as the gradients of other weights
+    are; not as float16, since a sum that is not yet divided by the number of tokens exceeds its range.
     """
     partial_sum: Any = Result(is_partial=True)
-    of_w, of_b = (
+    w_result, b_result = (
         None if x is None else Result(True, axis, sent_as=kept_dtype(x.dtype))
         for x, axis in zip(kernel, _vocabulary_axes(head, kernel), strict=True)
     )
     dinner = None if tokens.inner is None else partial_sum
-    dkernel: Any = Kernel(of_w, of_b)  # type: ignore[arg-type]
+    dkernel: Any = Kernel(w_result, b_result)  # type: ignore[arg-type]
     dscale, dcap = (partial_sum if is_asked else None for is_asked in (head.scale_has_gradient, tokens.cap is not None))
     return Tokens(partial_sum, dinner, dscale, dcap), dkernel
 
@@ -218,33 +220,36 @@ def _row_flags(tokens: Tokens) -> Any:
 
 
 def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:
-    """f(head, tokens, kernel, *others), on each device's part where explicit mesh axes cut tokens or the vocabulary.
+    """f(head, tokens, kernel, *others), on each device's shard if explicit mesh axes shard tokens or the vocabulary.
 
-    A chunk of all tokens would be the tokens of a few devices. Axes that cut neither have copies of everything: what
-    they cut otherwise, as W's D, is gathered. An array () is one number for all tokens, which each device repeats for
-    its own.
+    A chunk of all tokens would be the tokens of a few devices. Over axes that shard neither everything is replicated:
+    arrays that they shard otherwise, as along W's D, are gathered. An array () is one number for all tokens, which each
+    device repeats for its own.
     """
     x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
-    of_w, of_b = _vocabulary_axes(head, kernel)
-    rows, wanted = explicit_cuts(x)[0], explicit_cuts(kernel.w)[of_w]
-    columns = tuple(axis for axis in wanted if axis not in rows)
+    w_axis, b_axis = _vocabulary_axes(head, kernel)
+    rows, vocabulary = explicit_cuts(x)[0], explicit_cuts(kernel.w)[w_axis]
+    columns = tuple(axis for axis in vocabulary if axis not in rows)
     arguments = (tokens, kernel, *others)
-    cut = [leaf for leaf in jax.tree.leaves(arguments) if any(explicit_cuts(leaf))]
-    mesh = jax.typeof(cut[0] if cut else x).sharding.mesh
-    parts = math.prod(size for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name in columns)
-    part = head.of_part(columns, parts) if columns else head
+    sharded = [leaf for leaf in jax.tree.leaves(arguments) if any(explicit_cuts(leaf))]
+    mesh = jax.typeof(sharded[0] if sharded else x).sharding.mesh
+    shards = math.prod(size for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name in columns)
+    shard_head = head.on_shard(columns, shards) if columns else head
 
     def run(*arguments: Any) -> Any:
         axes = varying_axes(*jax.tree.leaves(arguments)) - set(columns)
         tokens, *others = jax.tree.map(lambda x: vary(axes, x)[0], arguments)
-        # Each device has a part of the sum that is a token's cotangent: to go back through this is to sum them.
+        # Each device has a term of a token's cotangent, which is their sum: the derivative of this `vary` sums them.
         tokens = jax.tree.map(lambda x: vary(axes | set(columns), x)[0], tokens)
         count = (tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h).shape[0]
-        return f(part, *jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (count,)), (tokens, *others)))
+        return f(shard_head, *jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (count,)), (tokens, *others)))
 
-    if not cut:
+    if not sharded:
         return run(*arguments)
-    by_rows, by_columns = jax.P(rows or None), [jax.P(*[None] * axis, columns or None) for axis in (of_w, of_b or 0)]
+    by_rows, by_columns = (
+        jax.P(rows or None),
+        [jax.P(*[None] * axis, columns or None) for axis in (w_axis, b_axis or 0)],
+    )
     specs = (
         jax.tree.map(lambda x, has_rows: by_rows if has_rows and x.ndim else jax.P(), tokens, _row_flags(tokens)),
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),

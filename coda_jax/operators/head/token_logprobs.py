@@ -54,8 +54,8 @@ def token_logprobs(
 
     Tokens are worked on in chunks. A chunk is one product, whose epilogue gives the log-sum-exp, the label's logit and
     the entropy; logits never exist. For k labels a token, and for the entropy of float32 products, the chunk's logits
-    are kept for a moment, in float32, and read once more. So they are of all tokens where the entropy's sums leave
-    float32's range, as of a log-sum-exp 41 below or 76 above the labels' mean logit. Kept for the backward pass are x,
+    are kept for a moment, in float32, and read once more. Those of all tokens are where the entropy's sums leave
+    float32's range, as for a log-sum-exp 41 below or 76 above the labels' mean logit. Kept for the backward pass are x,
     w and some numbers a token. It makes three products a chunk: the logits again, whose epilogue turns them into their
     cotangent, and two that make the chunk's dx and add to dw in place, in float32.
 
@@ -113,10 +113,10 @@ def token_logprobs(
         scale = _inverse(temperature)
         tokens = tokens._replace(scale=rows.flat(scale) if scale.ndim else scale)
     kept = None if mask is None else rows.flat(mask)
-    found = statistics(EntropyHead.of(head, labels), _NAME, tokens, kernel, labels, kept)
+    stats = statistics(EntropyHead.of(head, labels), _NAME, tokens, kernel, labels, kept)
 
-    lse = found.lse[:, None] if candidates else found.lse
-    logprobs = jnp.where(ignored, 0.0, jnp.where(unknown, jnp.nan, 1.0)) * (found.target - lse)
+    lse = stats.lse[:, None] if candidates else stats.lse
+    logprobs = jnp.where(ignored, 0.0, jnp.where(unknown, jnp.nan, 1.0)) * (stats.target - lse)
     if kept is not None:
         logprobs = jnp.where(kept[:, None] if candidates else kept, logprobs, 0.0)
     logprobs = rows.apart(logprobs)
@@ -125,7 +125,7 @@ def token_logprobs(
     counts = ~(jnp.all(ignored, axis=1) if candidates else ignored)
     if kept is not None:
         counts &= kept
-    return logprobs, rows.apart(jnp.where(counts, found.entropy, 0.0))
+    return logprobs, rows.apart(jnp.where(counts, stats.entropy, 0.0))
 
 
 def _inverse(temperature: float | jax.Array) -> jax.Array:
